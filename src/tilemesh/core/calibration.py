@@ -1,0 +1,226 @@
+"""What one machine was measured to do: the figures that limits and predictions are made of.
+
+The one idea: a calibration is a plain value with the machine's identity in it, kept as one JSON file per
+machine, so that a limit can never come from another machine unnoticed. Sections this version does not know
+(`extra`: fitted collectives and whatever joins later) are carried along untouched. How a figure is measured is
+not here: that is `measure/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tilemesh.core.errors import RunError, UsageError, unknown
+
+SCHEMA = 1
+
+Part = Literal["one_core", "all_cores", "gpu"]
+PARTS: tuple[Part, ...] = ("one_core", "all_cores", "gpu")
+
+_AGAIN = "remove it and calibrate this machine again"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The figures of one part of a machine: one core, all cores together, or a GPU. None: not measured.
+
+    A copied byte counts twice in `copy_bytes_per_s` (it is read and written), so that copy, read and write
+    compare directly with a cost's bytes.
+    """
+
+    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Best matmul by dtype name ("fp32", "bf16", ...)."""
+    copy_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+    launch_s: float | None = None
+    """One kernel launch (GPU) or one smallest torch operation (CPU), as its caller pays for it."""
+
+    def __post_init__(self) -> None:
+        for name, value in _leaves(self):
+            if not math.isfinite(value) or value <= 0:
+                raise UsageError(f"calibrated {name} is {value}: expected a number above 0")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One machine's figures, with what is needed to trust them: which machine, when, with which versions."""
+
+    identity: str
+    """Stable id of the machine; the file's name comes from it."""
+    words: str
+    """The same machine for people: "2 cores of AMD EPYC 7B13, 8 GiB; NVIDIA H200"."""
+    when: str
+    """ISO 8601, with the offset."""
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    one_core: Rates | None = None
+    all_cores: Rates | None = None
+    gpu: Rates | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further sections by name, JSON values only; kept through load and save whoever wrote them."""
+
+    def __post_init__(self) -> None:
+        if not self.identity:
+            raise UsageError("a calibration needs the identity of its machine")
+        taken = _KNOWN.intersection(self.extra)
+        if taken:
+            raise UsageError(f"section '{min(taken)}' of a calibration is a field of its own: set the field")
+
+    def rates(self, part: str) -> Rates:
+        """The figures of a part, or an error that says which parts this calibration has."""
+        if part not in PARTS:
+            raise unknown("part of a machine", part, PARTS)
+        found = {"one_core": self.one_core, "all_cores": self.all_cores, "gpu": self.gpu}[part]
+        if found is None:
+            have = ", ".join(name for name in PARTS if getattr(self, name) is not None) or "nothing"
+            raise UsageError(f"'{part}' was not measured on {self.words}: this calibration has {have}")
+        return found
+
+    def with_section(self, name: str, value: Any) -> Calibration:
+        """A copy in which one section of `extra` is new or replaced."""
+        return replace(self, extra={**self.extra, name: value})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values only; unmeasured figures are left out."""
+        plain: dict[str, Any] = {"schema": SCHEMA, "identity": self.identity, "words": self.words, "when": self.when}
+        plain["versions"] = dict(self.versions)
+        for part in PARTS:
+            rates: Rates | None = getattr(self, part)
+            if rates is not None:
+                plain[part] = {
+                    f.name: getattr(rates, f.name) for f in fields(rates) if getattr(rates, f.name) is not None
+                }
+                plain[part]["matmul_flops_per_s"] = dict(rates.matmul_flops_per_s)
+        return plain | dict(self.extra)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
+        """The inverse of `to_dict`; a RunError says what is wrong with data that is not one."""
+        if data.get("schema") != SCHEMA:
+            raise RunError(f"has schema {data.get('schema')!r}, this version reads {SCHEMA}")
+        try:
+            return cls(
+                identity=_text(data, "identity"),
+                words=_text(data, "words"),
+                when=_text(data, "when"),
+                versions={str(k): str(v) for k, v in _section(data, "versions").items()},
+                one_core=_rates(data, "one_core"),
+                all_cores=_rates(data, "all_cores"),
+                gpu=_rates(data, "gpu"),
+                extra={key: value for key, value in data.items() if key not in _KNOWN},
+            )
+        except UsageError as error:
+            raise RunError(str(error)) from None
+
+    def save(self, path: Path | None = None) -> Path:
+        """Writes the file whole or not at all (a reader sees the old or the new one) and returns its path."""
+        target = path_for(self.identity) if path is None else path
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return target
+
+
+_KNOWN = frozenset(f.name for f in fields(Calibration)) - {"extra"} | {"schema"}
+
+
+def load(path: Path) -> Calibration:
+    """The calibration in a file. Missing: UsageError. Damaged or of another schema: RunError with what to do."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no calibration at '{path}': calibrate this machine first") from None
+    except ValueError as error:  # not JSON, or not even text
+        raise RunError(f"calibration '{path}' is damaged ({error}): {_AGAIN}") from None
+    except OSError as error:
+        raise RunError(f"calibration '{path}' cannot be read: {error.strerror}") from None
+    if not isinstance(data, dict):
+        raise RunError(f"calibration '{path}' is damaged (not a JSON object): {_AGAIN}")
+    try:
+        return Calibration.from_dict(data)
+    except RunError as error:
+        raise RunError(f"calibration '{path}' cannot be used ({error}): {_AGAIN}") from None
+
+
+def find(identity: str, folder: Path | None = None) -> Calibration | None:
+    """The stored calibration of that machine, or None when it has none."""
+    path = path_for(identity, folder)
+    if not path.exists():
+        return None
+    found = load(path)
+    if found.identity != identity:
+        raise RunError(f"calibration '{path}' is of '{found.identity}', not of '{identity}': {_AGAIN}")
+    return found
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/tilemesh/calibration`, or the same under `~/.cache`."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    return root / "tilemesh" / "calibration"
+
+
+def path_for(identity: str, folder: Path | None = None) -> Path:
+    """Where a machine's calibration lies. Ids that are no plain file name get a hash, so that no two share a file."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", identity).strip(".-")[:80]
+    if name != identity:
+        name = f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}".lstrip("-")
+    return (folder or default_folder()) / f"{name}.json"
+
+
+def _leaves(rates: Rates) -> list[tuple[str, float]]:
+    """Every figure there is, with its name."""
+    named = [(f"matmul_flops_per_s.{dtype}", value) for dtype, value in rates.matmul_flops_per_s.items()]
+    singles = ("copy_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s", "launch_s")
+    return named + [(name, value) for name in singles if (value := getattr(rates, name)) is not None]
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise RunError(f"'{key}' is {value!r}, expected text")
+    return value
+
+
+def _section(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = data.get(key, {})
+    if not isinstance(value, dict):
+        raise RunError(f"'{key}' is {value!r}, expected an object")
+    return value
+
+
+def _rates(data: Mapping[str, Any], part: Part) -> Rates | None:
+    if part not in data:
+        return None
+    given = dict(_section(data, part))
+    matmul = _section(given, "matmul_flops_per_s")
+    given.pop("matmul_flops_per_s", None)
+    for key, value in [*matmul.items(), *given.items()]:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise RunError(f"'{part}.{key}' is {value!r}, expected a number")
+    known = [f.name for f in fields(Rates)]
+    for key in given:
+        if key not in known:
+            raise unknown(f"rate in '{part}'", key, known)
+    return Rates(matmul_flops_per_s=matmul, **given)

@@ -1,0 +1,399 @@
+"""Typed configuration: frozen dataclasses filled from a preset, a TOML file and `a.b=c` settings.
+
+The one idea: the dataclass is the only description. Its annotations convert and check every value, its field
+names are the only keys, and its defaults are the lowest layer (defaults < preset < file < settings). A key that
+does not exist, anywhere, is an error that names the nearest one. Fields may be int, float, bool, str, Path,
+Literal, tuple[...], any of these `| None`, and nested dataclasses. Nothing is read from the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import tomllib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tilemesh.core.errors import UsageError, nearest, unknown
+
+T = TypeVar("T")
+
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+_BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+_NEXT_KEY = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
+
+
+class _Text(str):
+    """A value typed on the command line: text whatever it means. A string in a file is only ever a string."""
+
+
+class _MismatchError(Exception):
+    """A value that the annotation does not admit."""
+
+
+def load(
+    cls: type[T],
+    *,
+    file: str | Path | None = None,
+    preset: str | None = None,
+    presets: Mapping[str, Any] | None = None,
+    sets: Iterable[str] = (),
+) -> T:
+    """An instance of `cls` from the layers given; `presets` maps names to instances of `cls` or (partial) dicts.
+
+    Each of `sets` is "a.b=c" or a comma list of such: "model.layers=105,model.width=20480".
+    """
+    given: dict[str, Any] = {}
+    layer: Mapping[str, Any]
+    if preset is not None:
+        known = presets or {}
+        if preset not in known:
+            raise unknown("preset", preset, known)
+        chosen = known[preset]
+        layer = chosen if isinstance(chosen, Mapping) else to_dict(chosen)
+        _merge(given, _check(cls, layer, f"preset {preset}"))
+    if file is not None:
+        _merge(given, _check(cls, _read_toml(Path(file)), str(file)))
+    for key, text in split_sets(sets):
+        *sections, last = key.split(".")
+        layer = {last: _Text(text)}
+        for section in reversed(sections):
+            layer = {section: layer}
+        _merge(given, _check(cls, layer, "--set"))
+    return _build(cls, given)
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
+    """An instance from plain data, as `to_dict` or a TOML file gives it; `source` names it in errors."""
+    return _build(cls, _check(cls, data, source))
+
+
+def to_dict(instance: Any) -> dict[str, Any]:
+    """Plain nested data, ready for JSON: paths become text and tuples lists."""
+    return {f.name: _plain(getattr(instance, f.name)) for f in _fields(type(instance))}
+
+
+def dump_toml(instance: Any) -> str:
+    """TOML text that `load` turns back into an equal instance. None, which TOML lacks, is written "none"."""
+    return "\n".join(_toml_lines(instance, "")).strip("\n") + "\n"
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """The data in a TOML text; a syntax error is one line that begins with the source and line."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        line = int(place[1]) if place else text.count("\n") + 1
+        what = re.sub(r" \(at [^()]*\)$", "", message)
+        raise UsageError(f"{source}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}") from None
+
+
+def split_sets(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """(key, text) pairs of settings. A comma ends a setting only where another `key=` follows it."""
+    pairs = []
+    for text in texts:
+        for item in _split_commas(text, only_before_key=True):
+            key, equals, value = item.partition("=")
+            if not equals or not key.strip():
+                raise UsageError(f"'{item.strip()}' sets nothing: write key=value, such as train.steps=200")
+            pairs.append((key.strip(), value.strip()))
+    return pairs
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"configuration file '{path}' does not exist") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"configuration file '{path}' is not UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"configuration file '{path}' cannot be read: {error.strerror}") from None
+    return parse_toml(text, str(path))
+
+
+def _check(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """One layer with every key known and every value converted; keys that are not given stay absent."""
+    try:
+        return _check_section(cls, data, "", cls)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _check_section(cls: type[Any], data: Mapping[str, Any], prefix: str, root: type[Any]) -> dict[str, Any]:
+    hints = _hints(cls)
+    checked: dict[str, Any] = {}
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            raise unknown("key", path, [prefix + name for name in hints], near=_paths(root))
+        section = _section(hints[key])
+        if section is not None and isinstance(value, section):
+            value = to_dict(value)
+        if isinstance(value, Mapping):
+            if section is None:
+                below = ".".join([path, *map(str, list(value)[:1])])
+                raise UsageError(f"unknown key '{below}': '{path}' is a value, not a section")
+            checked[key] = _check_section(section, value, f"{path}.", root)
+            continue
+        try:
+            checked[key] = _convert(hints[key], value)
+        except _MismatchError:
+            close = nearest(str(value), _options(hints[key]))
+            hint = f"; did you mean '{close}'?" if close else ""
+            raise UsageError(f"{path} is {_shown(value)}, expected {_words(hints[key])}{hint}") from None
+    return checked
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """The value as the annotation wants it, or `_MismatchError`."""
+    origin: Any = get_origin(hint)
+    args = get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(hint, value)
+    if origin is Literal:
+        for option in args:
+            if (type(option) is type(value) and option == value) or (isinstance(value, _Text) and str(option) == value):
+                return option
+        raise _MismatchError
+    if origin is tuple:
+        return _convert_tuple(args, value)
+    if dataclasses.is_dataclass(hint):  # a section that was given something else than a table
+        raise _MismatchError
+    if hint not in _WORDS:
+        raise TypeError(f"a configuration field cannot be {hint!r}")
+    if isinstance(value, _Text):
+        return _convert_text(hint, value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise _MismatchError
+
+
+def _convert_text(hint: Any, text: _Text) -> Any:
+    if hint is bool and text.lower() in _BOOLS:
+        return _BOOLS[text.lower()]
+    if hint is int and re.fullmatch(r"[+-]?\d+(_\d+)*", text, re.ASCII):
+        return int(text)
+    if hint is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise _MismatchError from None
+    if hint in (str, Path):
+        return hint(_unquoted(text))
+    raise _MismatchError
+
+
+def _convert_union(hint: Any, value: Any) -> Any:
+    members = get_args(hint)
+    # The word "none" means None, unless it is itself one of the choices.
+    says_none = isinstance(value, str) and value.lower() == "none" and "none" not in _options(hint)
+    if types.NoneType in members and (value is None or says_none):
+        return None
+    for member in members:
+        if member is not types.NoneType:
+            with contextlib.suppress(_MismatchError):
+                return _convert(member, value)
+    raise _MismatchError
+
+
+def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if isinstance(value, _Text):
+        inner = value[1:-1] if value[:1] + value[-1:] in ("[]", "()") else str(value)
+        value = [_Text(item.strip()) for item in _split_commas(inner)] if inner.strip() else []
+    if not isinstance(value, (list, tuple)):
+        raise _MismatchError
+    members = (args[0],) * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+    if len(members) != len(value):
+        raise _MismatchError
+    return tuple(_convert(member, item) for member, item in zip(members, value, strict=True))
+
+
+def _unquoted(text: str) -> str:
+    if len(text) < 2 or text[0] not in "\"'" or text[0] != text[-1]:
+        return str(text)
+    try:
+        return str(tomllib.loads(f"value = {text}")["value"])
+    except tomllib.TOMLDecodeError:
+        raise _MismatchError from None
+
+
+def _split_commas(text: str, only_before_key: bool = False) -> list[str]:
+    """The parts between commas that lie outside brackets and quotes."""
+    parts, start, depth, quote, at, before = [], 0, 0, "", 0, "="
+    while at < len(text):
+        char = text[at]
+        if quote:
+            if char == "\\" and quote == '"':
+                at += 1
+            elif char == quote:
+                quote = ""
+        elif char in "\"'" and before in "=,[(":  # an apostrophe inside a word opens nothing
+            quote = char
+        elif char in "[(":
+            depth += 1
+        elif char in "])":
+            depth -= 1
+        elif char == "," and depth == 0 and (not only_before_key or _NEXT_KEY.match(text, at + 1)):
+            parts.append(text[start:at])
+            start = at + 1
+        before = before if char.isspace() else char
+        at += 1
+    return [*parts, text[start:]]
+
+
+# ---- building --------------------------------------------------------------------------------------------------
+
+
+def _merge(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix: str = "") -> T:
+    """The instance; a section that is partly given keeps the rest from its default."""
+    hints = _hints(cls)
+    values: dict[str, Any] = {}
+    for f in _fields(cls):
+        default = _default(f) if base is None else getattr(base, f.name)
+        section = _section(hints[f.name])
+        value = given.get(f.name, default)
+        if section is not None and (isinstance(value, dict) or value is dataclasses.MISSING):
+            below = value if isinstance(value, dict) else {}
+            value = _build(section, below, default if isinstance(default, section) else None, f"{prefix}{f.name}.")
+        if value is dataclasses.MISSING:
+            raise UsageError(f"missing key '{prefix}{f.name}': expected {_words(hints[f.name])}")
+        values[f.name] = value
+    return cls(**values)
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+# ---- what a class says -----------------------------------------------------------------------------------------
+
+
+def _fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if f.init]
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    resolved = get_type_hints(cls)
+    return {f.name: resolved[f.name] for f in _fields(cls)}
+
+
+def _section(hint: Any) -> type[Any] | None:
+    """The dataclass of a nested section, also when it may be None."""
+    for member in (hint, *get_args(hint)):
+        if isinstance(member, type) and dataclasses.is_dataclass(member):
+            return member
+    return None
+
+
+def _paths(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    for name, hint in _hints(cls).items():
+        yield prefix + name
+        section = _section(hint)
+        if section is not None:
+            yield from _paths(section, f"{prefix}{name}.")
+
+
+def _options(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(option) for option in get_args(hint)]
+    return [option for member in get_args(hint) for option in _options(member)]
+
+
+def _words(hint: Any) -> str:
+    """What an annotation admits, for people."""
+    origin: Any = get_origin(hint)
+    args = get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if member is types.NoneType else _words(member) for member in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list, each {_words(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}: {', '.join(map(_words, args))}"
+    section = _section(hint)
+    return f"a section with {', '.join(_hints(section))}" if section else _WORDS[hint]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def _toml_lines(instance: Any, prefix: str) -> list[str]:
+    cls = type(instance)
+    lines, sections = [], []
+    for f in _fields(cls):
+        value = getattr(instance, f.name)
+        if dataclasses.is_dataclass(value):
+            sections += ["", f"[{prefix}{f.name}]", *_toml_lines(value, f"{prefix}{f.name}.")]
+            continue
+        plain = _plain(value)
+        _check_readable(_hints(cls)[f.name], f"{prefix}{f.name}", value, plain)
+        lines.append(f"{f.name} = {_toml_value(plain)}")
+    return lines + sections
+
+
+def _check_readable(hint: Any, path: str, value: Any, plain: Any) -> None:
+    """Refuses what would come back as something else: the text "none" in a field that may be None, a wrong type."""
+    try:
+        back = _convert(hint, tomllib.loads(f"value = {_toml_value(plain)}")["value"])
+    except _MismatchError:
+        raise UsageError(f"{path} is {_shown(value)}, expected {_words(hint)}") from None
+    if back != value and repr(back) != repr(value):  # repr, as nan is not equal to itself
+        raise UsageError(f"{path} is {_shown(value)}, which would be read back as {_shown(back)}")
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    escaped = "".join(_ESCAPES.get(char, char) for char in value)
+    return f'"{escaped}"'
+
+
+_ESCAPES = {chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {
+    '"': '\\"',
+    "\\": "\\\\",
+    "\b": "\\b",
+    "\t": "\\t",
+    "\n": "\\n",
+    "\f": "\\f",
+    "\r": "\\r",
+}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _shown(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, (str, Path)) else str(value)

@@ -1,0 +1,42 @@
+"""The two kinds of error a user can meet, and how an unknown name is refused.
+
+A message says what was given, what was expected and what to do, in one line: the command line
+prints it as it stands. Anything that is not one of these two is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """Something possible was asked for and failed: a rank died, memory ran out. Exit code 1."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name closest to what was given, or None when nothing is close."""
+    folded = {name.lower(): name for name in known}
+    # "lr" shares too few letters with "train.lr" to be close to it, and yet is what was meant.
+    tails = [name for name in folded if name.rpartition(".")[2] == given.lower().rpartition(".")[2]]
+    if len(tails) == 1:
+        return folded[tails[0]]
+    scores = {name: difflib.SequenceMatcher(None, name, given.lower()).ratio() for name in folded}
+    # People get the first letter right: of two equally close names, "dpp" means "dp" and not "pp".
+    best = max(scores, key=lambda name: (scores[name], name[:1] == given[:1].lower()), default="")
+    return folded[best] if scores.get(best, 0) >= 0.5 else None
+
+
+def unknown(kind: str, given: str, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:
+    """The error for a name that does not exist: names what was given, the nearest and all that are known.
+
+    `near`: the names to look for the nearest in, where those are more than are worth listing.
+    """
+    names = list(known)
+    close = nearest(given, names if near is None else near)
+    hint = f"did you mean '{close}'? " if close else ""
+    return UsageError(f"unknown {kind} '{given}': {hint}known are {', '.join(names) or 'none'}")

@@ -1,0 +1,122 @@
+"""How a model is laid on ranks and a step is cut in time: one parallel plan, as data.
+
+The one idea: the planner makes it, a file keeps it, training runs it, and none of them knows the others. It is
+checked for what holds for any model (a combination that cannot be); what depends on a model (heads divisible by
+tp, pp at most the layers) is checked where the model is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tilemesh.core import config
+from tilemesh.core.errors import UsageError, unknown
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Recompute = Literal["none", "selective", "full"]
+Attention = Literal["fused", "materialized"]
+Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
+
+_COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """One layout. Every rank takes `accumulation` microbatches of `microbatch` sequences in a step."""
+
+    dp: int = 1
+    """Data-parallel replicas."""
+    tp: int = 1
+    """Ranks that share each layer's matrices."""
+    pp: int = 1
+    """Pipeline stages."""
+    sequence_parallel: bool = False
+    """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
+    zero: int = 0
+    """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
+    microbatch: int = 1
+    """Sequences in one forward pass of one replica."""
+    accumulation: int = 1
+    """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
+    schedule: Schedule = "1f1b"
+    """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    interleave: int = 1
+    """Model chunks a stage holds."""
+    recompute: Recompute = "none"
+    attention: Attention = "fused"
+    """Whether the scores exist in memory; decides their activations and their cost."""
+    precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "microbatch", "accumulation", "interleave"):
+            _whole(name, getattr(self, name), least=1)
+        _whole("zero", self.zero, least=0)
+        if self.zero > 3:
+            raise UsageError(f"zero is {self.zero}: expected a stage from 0 to 3")
+        if not isinstance(self.sequence_parallel, bool):
+            raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
+        choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                raise unknown(name, str(getattr(self, name)), get_args(choice))
+        if self.sequence_parallel and self.tp == 1:
+            raise UsageError(
+                "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
+            )
+        if self.interleave > 1 and self.schedule != "interleaved":
+            raise UsageError(
+                f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
+            )
+        if self.schedule == "interleaved" and self.interleave == 1:
+            raise UsageError("schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b")
+        if self.schedule == "interleaved" and self.pp == 1:
+            raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
+
+    @property
+    def world(self) -> int:
+        """Ranks the plan needs."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, over all replicas."""
+        return self.dp * self.microbatch * self.accumulation
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype matmuls run in, by the names of `core.hardware`."""
+        return _COMPUTE_DTYPE[self.precision]
+
+    def describe(self) -> str:
+        """One line for people; what is off or has no effect is left out."""
+        parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.world} rank{'s' * (self.world > 1)}"]
+        if self.sequence_parallel:
+            parts.append("sequence parallel")
+        if self.zero:
+            parts.append(f"ZeRO-{self.zero}")
+        parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
+        if self.pp > 1:
+            parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
+        if self.recompute != "none":
+            parts.append(f"{self.recompute} recomputation")
+        parts += [f"{self.attention} attention", self.precision]
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, JSON values only."""
+        return config.to_dict(self)
+
+    def to_toml(self) -> str:
+        """The plan as a TOML file's text."""
+        return config.dump_toml(self)
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "plan") -> ParallelPlan:
+        """The plan in a TOML text; `source` names it in errors. From a file: `config.load(ParallelPlan, file=path)`."""
+        return config.from_dict(cls, config.parse_toml(text, source), source)
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} is {value!r}: expected a whole number of at least {least}")
