@@ -1,0 +1,331 @@
+"""Start a job's ranks on this machine, pass on what they print, and own their death.
+
+One loop watches everything: output pipes, processes, the board, signals. The first rank that fails
+ends the job; the outcome says which one, why, and at what it was. Inside mpiexec, srun or torchrun
+nothing is started: the caller becomes the rank it already is (`launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilemesh.core.context import membership
+from tilemesh.core.errors import UsageError
+from tilemesh.launch import start
+from tilemesh.launch.blame import Death, Failure, blame, failure_of, last_words, mpi_deaths
+from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board
+from tilemesh.launch.folder import job_folder
+from tilemesh.launch.output import Pipes, Sink, print_line
+from tilemesh.launch.rank import INTERRUPTED_CODE, die_with_parent, run_command
+
+_TICK_S = 0.05
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_KEPT_BYTES = 1 << 16
+_SETTLE_S = 0.15  # after the first sign of a failure: time for the true cause to show beside its consequences
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `failure` is None when every rank ended well."""
+
+    failure: Failure | None
+    interrupted: bool
+    seconds: float
+    attempts: int
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED_CODE
+        return 0 if self.failure is None else 1
+
+    def sentence(self, ranks: int) -> str:
+        """The job's last line."""
+        tries = f", attempt {self.attempts}" if self.attempts > 1 else ""
+        if self.interrupted:
+            return f"interrupted after {self.seconds:.1f} s{tries}: all {ranks} ranks ended"
+        if self.failure is None:
+            return f"{ranks} ranks done in {self.seconds:.1f} s{tries}"
+        return f"{self.failure.sentence()}; job of {ranks} ranks ended after {self.seconds:.1f} s{tries}"
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    ranks: int | None = None,
+    transport: str = "auto",
+    restarts: int = 0,
+    environ: Mapping[str, str] | None = None,
+    sink: Sink | None = None,
+    grace_s: float = 3.0,
+    interrupt_grace_s: float = 5.0,
+    timeout_s: float | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Run `command` as `ranks` ranks and wait for them.
+
+    The command is a Python script with its arguments, `-m module …`, or any program. Inside a running
+    mpiexec, srun or torchrun job this becomes that job's rank and does not return.
+    `restarts`: how often a failed job is started anew. `grace_s`: how long the other ranks have to end
+    by themselves after a failure before they are killed; `interrupt_grace_s` the same after Ctrl-C.
+    `timeout_s`: a job that lasts longer has failed (no bound by default).
+    """
+    start.check_command(command)
+    member = membership()
+    if member is not None:
+        if ranks is not None and ranks != member.size:
+            raise UsageError(
+                f"--ranks {ranks} inside a job of {member.size} ranks that {member.starter} started: "
+                "leave --ranks out here"
+            )
+        run_command(command, member)
+    if ranks is None:
+        raise UsageError("how many ranks? give --ranks N (inside mpiexec, srun or torchrun it is known)")
+    if ranks < 1:
+        raise UsageError(f"--ranks {ranks}: expected at least 1")
+    if restarts < 0:
+        raise UsageError(f"--restarts {restarts}: expected 0 or more")
+    transport = start.choose_transport(transport)
+    sink = sink or print_line
+    say = say or _say
+    began = time.monotonic()
+    for attempt in range(restarts + 1):
+        with job_folder() as folder:
+            programs = start.processes(
+                command, ranks=ranks, transport=transport, job=folder, attempt=attempt, environ=environ or os.environ
+            )
+            job = _Job(programs, ranks, folder, mpi=transport == "mpi", sink=sink, say=say)
+            failure = job.run(grace_s, interrupt_grace_s, timeout_s)
+        outcome = Outcome(failure, job.interrupted, time.monotonic() - began, attempt + 1)
+        if outcome.failure is None or outcome.interrupted or attempt == restarts:
+            break
+        say(f"{outcome.failure.sentence()}; starting again ({attempt + 1} of {restarts})")
+    return outcome
+
+
+class _Job:
+    """One attempt at a job, from its start to its last process's end.
+
+    Over torch.distributed every rank is our child. Over MPI our child is mpiexec and the ranks are its
+    children: those are watched through the process numbers they put on the board.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[start.Process],
+        ranks: int,
+        folder: Path,
+        *,
+        mpi: bool,
+        sink: Sink,
+        say: Callable[[str], None],
+    ) -> None:
+        self.programs = programs
+        self.ranks = ranks
+        self.mpi = mpi
+        self.say = say
+        self.board = Board(folder, ranks, create=True)
+        self.selector = selectors.DefaultSelector()
+        self.pipes = Pipes(folder, ranks, sink, self.selector)
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.codes: dict[int, int] = {}  # torch: child -> exit code, for those that ended before we began to end them
+        self.handles: dict[int, int] = {}  # MPI: rank -> descriptor of its process
+        self.vanished: list[int] = []  # MPI: ranks whose process is gone, in the order seen
+        self.mpiexec_said = b""
+        self.signals: list[int] = []  # received, not yet acted on
+        self.interrupted = False
+        self.failed_since: float | None = None
+        self.kill_at: float | None = None
+
+    def run(self, grace_s: float, interrupt_grace_s: float, timeout_s: float | None) -> Failure | None:
+        end_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._noting_signals():
+            try:
+                for program in self.programs:
+                    self._start(program)
+                while self._running():
+                    if time.monotonic() > end_at:
+                        return self._too_long(timeout_s)
+                    self._turn(grace_s, interrupt_grace_s)
+                self._note_exits()
+            finally:
+                self._kill()
+                self._read_mpiexec()
+                self.pipes.finish()
+                failure = None if self.interrupted else self._failure()
+                self._close()
+        return failure
+
+    def _too_long(self, timeout_s: float | None) -> Failure:
+        """Names the rank that has been at one thing longest."""
+        records = [self.board.read(rank) for rank in range(self.ranks)]
+        ended = set(self.vanished) if self.mpi else set(self.codes)
+        running = [rank for rank in range(self.ranks) if rank not in ended and not records[rank].ended_ns] or [0]
+        slowest = min(running, key=lambda rank: records[rank].since_ns)
+        return failure_of(records, slowest, f"was not done within {timeout_s} s")
+
+    def _start(self, program: start.Process) -> None:
+        child = subprocess.Popen(
+            program.command,
+            env=dict(program.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self.mpi else None,
+            stderr=subprocess.STDOUT if self.mpi else None,
+            start_new_session=True,  # the terminal's Ctrl-C reaches us alone, and we pass it on in order
+            preexec_fn=die_with_parent,
+        )
+        self.children.append(child)
+        if child.stdout is not None:
+            os.set_blocking(child.stdout.fileno(), False)
+            self.selector.register(child.stdout, selectors.EVENT_READ, "mpiexec")
+
+    # One turn of the loop -----------------------------------------------------------------------------
+
+    def _turn(self, grace_s: float, interrupt_grace_s: float) -> None:
+        for key, _ in self.selector.select(_TICK_S):
+            if isinstance(key.data, tuple):
+                self.pipes.read(*key.data)
+            elif isinstance(key.data, int):
+                self.vanished.append(key.data)
+                self.selector.unregister(key.fileobj)
+            elif not self._read_mpiexec():
+                self.selector.unregister(key.fileobj)
+        now = time.monotonic()
+        while self.signals:
+            self._interrupt(self.signals.pop(0), now + interrupt_grace_s)
+        if self.mpi:
+            self._watch_mpi_ranks()
+        self._note_exits()
+        if self.failed_since is None and self._has_failed():
+            self.failed_since = now
+        if self.failed_since is not None and self.kill_at is None and now > self.failed_since + _SETTLE_S:
+            self._signal_ranks(signal.SIGTERM)
+            self.kill_at = now + grace_s
+        if self.kill_at is not None and now >= self.kill_at:
+            self._kill()
+
+    def _read_mpiexec(self) -> bool:
+        """What mpiexec itself has to say is kept for the case that it alone knows what happened."""
+        for child in self.children:
+            if child.stdout is not None and (data := child.stdout.read()):
+                self.mpiexec_said = (self.mpiexec_said + data)[-_KEPT_BYTES:]
+                return True
+        return False
+
+    def _watch_mpi_ranks(self) -> None:
+        for rank in range(self.ranks):
+            if rank in self.handles or not (pid := self.board.read(rank).pid):
+                continue
+            try:
+                self.handles[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self.vanished.append(rank)
+                self.handles[rank] = -1
+            except (AttributeError, OSError):  # not Linux, or an old kernel: mpiexec's word must do
+                self.handles[rank] = -1
+            else:
+                self.selector.register(self.handles[rank], selectors.EVENT_READ, rank)
+
+    def _note_exits(self) -> None:
+        if self.kill_at is None:
+            for index, child in enumerate(self.children):
+                if index not in self.codes and (code := child.poll()) is not None:
+                    self.codes[index] = code
+
+    def _has_failed(self) -> bool:
+        if any(self.codes.values()) or any(not self.board.read(rank).ended_ns for rank in self.vanished):
+            return True
+        return any(self.board.read(rank).state in (FAILED, INTERRUPTED) for rank in range(self.ranks))
+
+    def _interrupt(self, number: int, kill_at: float) -> None:
+        if self.interrupted:
+            self.kill_at = 0.0  # asked twice: now
+            return
+        self.interrupted = True
+        self.say(f"{signal.Signals(number).name}: asking {self.ranks} ranks to stop (once more kills them)")
+        self._signal_ranks(signal.SIGINT)
+        self.kill_at = kill_at
+
+    # Ending -------------------------------------------------------------------------------------------
+
+    def _failure(self) -> Failure | None:
+        records = [self.board.read(rank) for rank in range(self.ranks)]
+        if not self.mpi:
+            return blame(records, [Death(rank, code) for rank, code in self.codes.items()])
+        code = self.children[0].returncode if self.children else 0
+        said = self.mpiexec_said.decode(errors="replace")
+        silent = [rank for rank in self.vanished if not records[rank].ended_ns]
+        failure = blame(records, mpi_deaths(said, code, silent))
+        if failure is None and code != 0:
+            return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)
+        return failure
+
+    def _running(self) -> bool:
+        return any(child.poll() is None for child in self.children)
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        """To the process group of each rank that has not ended."""
+        for rank in range(self.ranks):
+            record = self.board.read(rank)
+            if record.pid and not record.ended_ns:
+                _signal_group(record.pid, number)
+
+    def _kill(self) -> None:
+        """End whatever still runs, and what failed ranks have left running."""
+        clean = not self._running() and all(self.board.read(rank).state == DONE for rank in range(self.ranks))
+        if not clean:
+            for rank in range(self.ranks):
+                if pid := self.board.read(rank).pid:
+                    _signal_group(pid, signal.SIGKILL)
+            for child in self.children:
+                if child.poll() is None:
+                    _signal_group(child.pid, signal.SIGKILL)
+        for child in self.children:
+            child.wait()
+
+    def _close(self) -> None:
+        for handle in self.handles.values():
+            if handle >= 0:
+                os.close(handle)
+        for child in self.children:
+            if child.stdout is not None:
+                child.stdout.close()
+        self.pipes.close()
+        self.selector.close()
+        self.board.close()
+
+    @contextlib.contextmanager
+    def _noting_signals(self) -> Iterator[None]:
+        """Note the signals that end a job, for the loop to act on; only the main thread may set handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {n: signal.signal(n, lambda number, _: self.signals.append(number)) for n in _ENDING_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """To the group a rank leads; a rank that has not made its group yet gets it alone."""
+    for send in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
+            return
+
+
+def _say(text: str) -> None:
+    print(f"tilemesh: {text}", file=sys.stderr, flush=True)

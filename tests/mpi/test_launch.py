@@ -1,0 +1,250 @@
+"""The launcher with real ranks: output, deaths, Ctrl-C, restarts, joining, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tilemesh.core.cores import available_cores, threads_for
+from tilemesh.core.errors import UsageError
+from tilemesh.launch.folder import base_folder
+from tilemesh.launch.job import Outcome, launch
+from tilemesh.launch.start import find_mpiexec
+
+SCRIPT = str(Path(__file__).parent / "rank_script.py")
+TRANSPORTS = [
+    pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")),
+    "torch",
+]
+ENDS_WITHIN_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = set(base_folder().iterdir())
+    yield
+    assert set(base_folder().iterdir()) == before
+
+
+class Said:
+    """A sink that keeps what the ranks print."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str, str]] = []
+
+    def __call__(self, rank: int, stream: str, line: bytes) -> None:
+        self.lines.append((rank, stream, line.decode()))
+
+    def of(self, rank: int, stream: str) -> list[str]:
+        return [line for who, where, line in self.lines if (who, where) == (rank, stream)]
+
+
+def job(
+    transport: str, behaviour: str, *rest: str, ranks: int = 3, restarts: int = 0
+) -> tuple[Outcome, Said, list[str]]:
+    said, words = Said(), list[str]()
+    command = [SCRIPT, transport, behaviour, *rest]
+    outcome = launch(command, ranks=ranks, transport=transport, restarts=restarts, sink=said, say=words.append)
+    return outcome, said, words
+
+
+def is_running(pid: int) -> bool:
+    """Alive and not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true: object, seconds: float = 60.0) -> None:
+    assert callable(true)
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_meet_and_their_output_carries_their_number(transport: str) -> None:
+    outcome, said, _ = job(transport, "well")
+    assert (outcome.failure, outcome.exit_code, outcome.attempts) == (None, 0, 1)
+    for rank in range(3):
+        assert said.of(rank, "out") == [f"hello from {rank}", f"goodbye from {rank}"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("raise", "raised ValueError: the widget is bent"),
+        ("exit", "exited with code 3"),
+        ("kill", "was killed by SIGKILL"),
+        ("leave", "left in the middle of the job"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: str, reason: str) -> None:
+    hellos: list[float] = []
+
+    def sink(rank: int, stream: str, line: bytes) -> None:
+        if line.startswith(b"hello"):
+            hellos.append(time.monotonic())
+        if (rank, stream) == (1, "err"):
+            errors.append(line.decode())
+
+    errors: list[str] = []
+    outcome = launch([SCRIPT, transport, behaviour], ranks=3, transport=transport, sink=sink)
+    assert time.monotonic() - hellos[0] < ENDS_WITHIN_S
+    assert outcome.exit_code == 1
+    assert outcome.failure is not None
+    assert outcome.failure.rank == 1
+    assert reason in outcome.failure.reason
+    assert outcome.failure.at == "step 7: misbehaving"
+    last_line = outcome.sentence(3)
+    assert re.match(
+        rf"rank 1 {re.escape(reason)}.*, at: step 7: misbehaving \(for [\d.]+ s\); job of 3 ranks ended", last_line
+    )
+    if behaviour == "raise":
+        trace = [line for line in errors if "rank_script.py" in line or "ValueError" in line]
+        assert trace[-1] == "ValueError: the widget is bent"
+        assert not any("runpy" in line or "launch/rank.py" in line for line in errors), (
+            "the launcher's own frames are noise"
+        )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_failed_rank_had_started_ends_with_it(transport: str, tmp_path: Path) -> None:
+    outcome, _, _ = job(transport, "child", str(tmp_path / "pid"))
+    assert outcome.failure is not None
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(child), 5)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_job_is_started_again(transport: str) -> None:
+    outcome, said, words = job(transport, "fail-once", ranks=2, restarts=2)
+    assert (outcome.exit_code, outcome.attempts) == (0, 2)
+    assert said.of(0, "out").count("goodbye from 0") == 1
+    assert len(words) == 1
+    assert "rank 1 exited with code 1" in words[0]
+    assert "starting again (1 of 2)" in words[0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("behaviour", "signals"), [("sleep", 1), ("stubborn", 2)])
+def test_ctrl_c_ends_every_rank(transport: str, behaviour: str, signals: int, tmp_path: Path) -> None:
+    """As a user would: the command in a process of its own, SIGINT to it; a second one kills those who will not."""
+    line = ["launch", "--ranks", "2", "--transport", transport, "--", SCRIPT, transport, behaviour, str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "tilemesh", *line], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+    pids = [int((tmp_path / str(rank)).read_text() or 0) for rank in range(2)]
+    for _ in range(signals):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "SIGINT: asking 2 ranks to stop" in errors
+    assert errors.strip().splitlines()[-1].startswith("tilemesh: interrupted after ")
+    assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_die_with_a_launcher_that_is_killed(transport: str, tmp_path: Path) -> None:
+    line = ["launch", "--ranks", "2", "--transport", transport, "--", SCRIPT, transport, "sleep", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "tilemesh", *line], stderr=subprocess.DEVNULL)
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+    pids = [int((tmp_path / str(rank)).read_text() or 0) for rank in range(2)]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in pids), ENDS_WITHIN_S)
+    launch(["true"], ranks=1, transport="torch")  # the next launcher sweeps the folder that was left
+
+
+def test_any_program_can_be_launched() -> None:
+    said = Said()
+    outcome = launch(["sh", "-c", "echo $RANK of $WORLD_SIZE; printf unended"], ranks=2, transport="torch", sink=said)
+    assert outcome.exit_code == 0
+    assert said.of(1, "out") == ["1 of 2", "unended"]
+    outcome = launch(["sh", "-c", "exit $RANK"], ranks=2, transport="torch", sink=said)
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.reason) == (1, "exited with code 1")
+
+
+def test_threads_are_shared_out_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Said()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch(["sh", "-c", "echo $OMP_NUM_THREADS"], ranks=4, transport="torch", sink=said)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch(["sh", "-c", "echo $OMP_NUM_THREADS"], ranks=1, transport="torch", sink=said)
+    assert said.of(3, "out")[0] == str(threads_for(4, available_cores()))
+    assert said.of(0, "out")[1] == "7"
+
+
+def test_a_job_that_takes_too_long_names_the_rank_that_is_stuck() -> None:
+    outcome = launch(["sh", "-c", "sleep $((RANK * 100))"], ranks=2, transport="torch", timeout_s=2.0)
+    assert outcome.failure is not None
+    assert (outcome.failure.rank, outcome.failure.reason) == (1, "was not done within 2.0 s")
+
+
+@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+def test_inside_mpiexec_it_joins(tmp_path: Path) -> None:
+    environ = os.environ | {
+        "OMPI_MCA_btl_sm_backing_directory": str(
+            tmp_path
+        ),  # the user's mpiexec leaves a segment there when a rank aborts
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    join = [str(find_mpiexec()), "-n", "2", sys.executable, "-m", "tilemesh", "launch"]
+    done = subprocess.run(
+        [*join, "--", SCRIPT, "mpi", "well"], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "hello" in line) == ["hello from 0", "hello from 1"]
+    done = subprocess.run(
+        [*join, "--", SCRIPT, "mpi", "raise"], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "ValueError: the widget is bent" in done.stderr
+    done = subprocess.run(
+        [*join, "--ranks", "3", "--", SCRIPT], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--ranks 3 inside a job of 2 ranks that mpiexec started" in done.stderr
+
+
+def test_inside_torchrun_it_joins() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    line = [*torchrun, sys.executable, "-m", "tilemesh", "launch", "--", SCRIPT, "torch", "well"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "hello" in line) == ["hello from 0", "hello from 1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ([], {"ranks": 2}, "nothing to launch"),
+        (["nowhere.py"], {"ranks": 2}, "script nowhere.py does not exist"),
+        (["no-such-program"], {"ranks": 2}, "command no-such-program was not found"),
+        (["-m"], {"ranks": 2}, "-m without a module name"),
+        (["true"], {}, "how many ranks"),
+        (["true"], {"ranks": 0}, "--ranks 0: expected at least 1"),
+        (["true"], {"ranks": 1, "restarts": -1}, "--restarts -1: expected 0 or more"),
+        (["true"], {"ranks": 1, "transport": "mpl"}, "unknown transport 'mpl': did you mean 'mpi'?"),
+    ],
+)
+def test_wrong_use_is_refused_before_anything_starts(
+    command: list[str], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        launch(command, **options)  # type: ignore[arg-type]
+    assert message in str(caught.value)
