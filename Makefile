@@ -1,0 +1,31 @@
+# The two commands: `make train` runs the main job, `make test` the tests. Each sets up first (skipped when up to date).
+# PYTHON=… picks the Python the environment is made of; TORCH=cpu|cuda picks torch's build.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test test-all check format setup clean
+
+train: setup
+	@$(BIN)/tilemesh calibrate
+
+test: setup
+	@$(BIN)/python -m pytest
+
+test-all: setup
+	@$(BIN)/python -m pytest -m "slow or not slow"
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

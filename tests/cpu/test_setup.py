@@ -1,0 +1,269 @@
+"""The set-up: skipped when up to date, rebuilt when broken, and clear about what it could not get.
+
+The script runs for real, with pip and virtual environments, on a project small enough for seconds: its "torch" is a
+wheel made here. The last test does the same with this project and the real torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pip
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "setup.py"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup = load_script()
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """The smallest wheel pip accepts: one module, its metadata, its record."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {f"{name}.py": f"version = '{version}'\n", f"{info}/METADATA": metadata, f"{info}/WHEEL": tags}
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+# A build backend of a few lines, inside the project itself: nothing has to be downloaded to build it.
+BACKEND = """
+import base64, zipfile
+from pathlib import Path
+
+def get_requires_for_build_editable(settings=None):
+    return []
+
+def build_editable(directory, settings=None, metadata=None):
+    name, info = "tilemesh-1.0-py3-none-any.whl", "tilemesh-1.0.dist-info"
+    files = {
+        "tilemesh.pth": str(Path(__file__).parent / "src"),
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: tilemesh\\nVersion: 1.0\\nProvides-Extra: dev\\n"
+        "Provides-Extra: mpi\\nRequires-Dist: torch\\nRequires-Dist: typer; extra == 'dev'\\n"
+        "Requires-Dist: pytest; extra == 'dev'\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: test\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(Path(directory, name), "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return name
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "src" / "tilemesh").mkdir(parents=True)
+    (folder / "src" / "tilemesh" / "__init__.py").touch()
+    (folder / "scripts").mkdir()
+    shutil.copy(SCRIPT, folder / "scripts")
+    (folder / "backend.py").write_text(BACKEND)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n[project]\nname = "tilemesh"\n'
+        'version = "1.0"\n'
+    )
+    (folder / "constraints.txt").write_text("torch==9.1.0\n")
+    wheels = tmp_path / "wheels"
+    make_wheel(wheels, "torch", "9.1.0+cpu")
+    make_wheel(wheels, "typer", "1.0")
+    make_wheel(wheels, "pytest", "1.0")
+    return folder
+
+
+def environment(project: Path, **more: str) -> dict[str, str]:
+    """pip with our wheels and no network; a HOME of its own, as on a fresh machine."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH"}
+    home = project.parent / "home"
+    home.mkdir(exist_ok=True)
+    quiet = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(project.parent / "wheels"), "PIP_CONFIG_FILE": os.devnull}
+    return clean | quiet | {"HOME": str(home)} | more
+
+
+def run(project: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(project / "scripts" / "setup.py")]
+    return subprocess.run(line, env=environment(project, **more), capture_output=True, text=True, check=False)
+
+
+def torch_version(project: Path) -> str:
+    line = [project / ".venv" / "bin" / "python", "-c", "import tilemesh, torch; print(torch.version)"]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_life_of_an_environment(project: Path) -> None:
+    """Installed; up to date; requirements changed; damaged; moved. One test, because each install takes seconds."""
+    first = run(project)
+    assert first.returncode == 0, first.stderr
+    assert "[2/3] torch, CPU build" in first.stdout
+    assert torch_version(project) == "9.1.0+cpu"
+
+    again = run(project)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+    (project / ".venv" / "kept").touch()
+    (project / "pyproject.toml").write_text((project / "pyproject.toml").read_text() + "# changed\n")
+    changed = run(project)
+    assert changed.returncode == 0, changed.stderr
+    assert "[1/3]" not in changed.stdout
+    assert (project / ".venv" / "kept").exists()
+
+    (project / ".venv" / "bin" / "python").unlink()
+    damaged = run(project)
+    assert damaged.returncode == 0, damaged.stderr
+    assert "building it anew" in damaged.stdout
+    assert torch_version(project) == "9.1.0+cpu"
+
+    moved = project.with_name("moved somewhere else")
+    project.rename(moved)
+    after = run(moved)
+    assert after.returncode == 0, after.stderr
+    assert "building it anew" in after.stdout
+    assert torch_version(moved) == "9.1.0+cpu"
+
+
+def test_a_killed_install_is_set_up_anew(project: Path) -> None:
+    """Killed at many moments, the last of them after torch: each time the next run must end well."""
+    line = [sys.executable, str(project / "scripts" / "setup.py")]
+    for marker in ("[1/3]", "[2/3]", "[3/3]"):
+        process = subprocess.Popen(
+            line, env=environment(project), stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        for text in process.stdout:
+            if marker in text:
+                break
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert not (project / ".venv" / setup.STAMP).exists()
+    done = run(project)
+    assert done.returncode == 0, done.stderr
+    assert "building it anew" in done.stdout
+    assert torch_version(project) == "9.1.0+cpu"
+
+
+def test_two_set_ups_at_once_take_turns(project: Path) -> None:
+    line = [sys.executable, str(project / "scripts" / "setup.py")]
+    both = [subprocess.Popen(line, env=environment(project), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("[1/3]" in text for text in said) == 1
+
+
+def test_what_could_not_be_had_is_named(project: Path) -> None:
+    (project.parent / "wheels" / "typer-1.0-py3-none-any.whl").unlink()
+    done = run(project)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("setup: could not get typer")
+    assert "Traceback" not in line
+
+
+def test_the_cpu_build_is_asked_of_pytorchs_own_index_where_pips_has_none(project: Path) -> None:
+    """An index with the CUDA build alone: that build is not taken."""
+    (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
+    make_wheel(project.parent / "wheels", "torch", "9.1.0")
+    done = run(project)
+    assert done.returncode == 1
+    assert "asking PyTorch's own" in done.stdout
+    assert "could not get torch==9.1.0+cpu" in done.stderr
+    assert setup.TORCH_CPU_INDEX in (project / ".venv" / "setup.log").read_text()
+
+
+def test_torch_says_which_build(project: Path) -> None:
+    wrong = run(project, TORCH="gpu")
+    assert (wrong.returncode, wrong.stderr) == (1, "setup: TORCH=gpu: expected TORCH=cpu or TORCH=cuda\n")
+    make_wheel(project.parent / "wheels", "torch", "9.1.0")
+    (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
+    assert run(project, TORCH="cuda").returncode == 0
+    assert torch_version(project) == "9.1.0"
+
+
+def test_without_a_word_the_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, flavour in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(setup, "has_nvidia_gpu", lambda gpu=gpu: gpu)
+        assert setup.torch_flavour({}) == flavour
+        assert setup.torch_flavour({"TORCH": "CPU"}) == "cpu"
+
+
+def test_a_python_without_ensurepip_gets_pip_another_way(project: Path, tmp_path: Path) -> None:
+    """As on Debian: `venv` is there, `ensurepip` is not. A module of that name which fails stands in for it."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "ensurepip.py").write_text("raise ImportError('not here')\n")
+    make_pip_wheel(Path(pip.__file__).parent, project.parent / "wheels")
+    done = run(project, PYTHONPATH=str(hidden))
+    assert done.returncode == 0, done.stderr
+    assert torch_version(project) == "9.1.0+cpu"
+
+
+def make_pip_wheel(package: Path, folder: Path) -> None:
+    """The installed pip as a wheel again: what an index would hand out."""
+    info = "pip-99.0.dist-info"
+    with zipfile.ZipFile(folder / "pip-99.0-py3-none-any.whl", "w") as wheel:
+        names = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        for path in names:
+            wheel.write(path, path.relative_to(package.parent))
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: pip\nVersion: 99.0\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        rows = [str(path.relative_to(package.parent)) for path in names] + [
+            f"{info}/{x}" for x in ("METADATA", "WHEEL", "RECORD")
+        ]
+        wheel.writestr(f"{info}/RECORD", "".join(f"{row},,\n" for row in rows))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_thing_killed_half_way_then_moved(tmp_path: Path) -> None:
+    """This checkout with the real torch: `make setup` killed while torch installs, run again, moved, run again."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    environ = {name: value for name, value in os.environ.items() if name != "TORCH"} | {"TORCH": "cpu"}
+    process = subprocess.Popen(
+        ["make", "setup"], cwd=clone, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for text in process.stdout:
+        if "Installing collected packages: torch" in text:
+            break
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not (clone / ".venv" / setup.STAMP).exists()
+    subprocess.run(["make", "setup"], cwd=clone, env=environ, check=True)
+    doctor = subprocess.run([clone / ".venv" / "bin" / "tilemesh", "doctor"], check=False)
+    assert doctor.returncode == 0
+    moved = clone.with_name("moved")
+    clone.rename(moved)
+    subprocess.run(["make", "setup"], cwd=moved, env=environ, check=True)
+    done = subprocess.run(
+        [moved / ".venv" / "bin" / "tilemesh", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("tilemesh ")
