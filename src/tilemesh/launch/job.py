@@ -53,11 +53,12 @@ class Outcome:
     def sentence(self, ranks: int) -> str:
         """The job's last line."""
         tries = f", attempt {self.attempts}" if self.attempts > 1 else ""
+        them = "1 rank" if ranks == 1 else f"{ranks} ranks"
         if self.interrupted:
-            return f"interrupted after {self.seconds:.1f} s{tries}: all {ranks} ranks ended"
+            return f"interrupted after {self.seconds:.1f} s{tries}: {them} ended"
         if self.failure is None:
-            return f"{ranks} ranks done in {self.seconds:.1f} s{tries}"
-        return f"{self.failure.sentence()}; job of {ranks} ranks ended after {self.seconds:.1f} s{tries}"
+            return f"{them} done in {self.seconds:.1f} s{tries}"
+        return f"{self.failure.sentence()}; job of {them} ended after {self.seconds:.1f} s{tries}"
 
 
 def launch(

@@ -1,0 +1,109 @@
+"""The `tilemesh` command: which commands there are, and how errors reach the user.
+
+Whatever goes wrong is one line on standard error: exit code 2 for wrong use, 1 for a failure. The
+traceback is for bugs, and for `--debug`. Commands import what they need when they run, so that
+`tilemesh --help` is quick and needs neither torch nor MPI.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import tilemesh
+from tilemesh.cli import calibrate, doctor, launch
+from tilemesh.core.errors import RunError, UsageError, unknown
+
+app = typer.Typer(
+    name="tilemesh",
+    help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(doctor.doctor)
+app.command()(calibrate.calibrate)
+app.command()(launch.launch)
+
+# typer's own errors: it carries them, but exports only the most special one by name.
+_LibraryUsageError: Any = typer.BadParameter.__mro__[1]
+_LibraryError: Any = typer.BadParameter.__mro__[2]
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may also stand at the end.")] = False,
+) -> None:
+    if version:
+        print(f"tilemesh {tilemesh.__version__}")
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
+    try:
+        code = app(arguments, prog_name="tilemesh", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        print("tilemesh: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`tilemesh … | head`); Python must not complain about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        known = explain(error, arguments)
+        if known is None or debug:
+            raise
+        print(f"tilemesh: {' '.join(known[0].split())}", file=sys.stderr)
+        return known[1]
+    return code if isinstance(code, int) else 0
+
+
+def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """`--debug` counts wherever it stands before a `--`: people add it at the end of the line that failed."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    ours = [word for word in arguments[:end] if word != "--debug"]
+    return ours + arguments[end:], len(ours) < end
+
+
+def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
+    """The line for a user and the exit code; None for what is a bug and keeps its traceback."""
+    if isinstance(error, UsageError):
+        return str(error), 2
+    if isinstance(error, RunError):
+        return str(error), 1
+    if isinstance(error, _LibraryUsageError):
+        return _usage_sentence(error, arguments), 2
+    if isinstance(error, _LibraryError):
+        return str(error.format_message()), 1
+    return None
+
+
+def _usage_sentence(error: Any, arguments: Sequence[str]) -> str:
+    """typer's complaint, with what is known and the nearest match, on one line."""
+    message = str(error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return message
+    where = context.command_path
+    option = getattr(error, "option_name", None)
+    if message.startswith("No such option") and option is not None:
+        known = sorted({name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"})
+        return str(unknown(f"option for {where}", option, known))
+    commands = getattr(context.command, "commands", None)
+    if message.startswith("No such command") and commands:
+        return str(unknown(f"command for {where}", message.split("'")[1], sorted(commands)))
+    # A value that does not fit: typer names the option but not what was given.
+    names = getattr(getattr(error, "param", None), "opts", [])
+    given = next((f" (given: {value})" for name, value in itertools.pairwise(arguments) if name in names), "")
+    return f"{where}: {message[:1].lower()}{message[1:]}{given}; see {where} --help"

@@ -1,0 +1,38 @@
+"""Small trials of torch and the GPU, each run in a process of its own: `python -m tilemesh.cli.probes torch|graph`.
+
+A broken driver may crash rather than raise: a separate process turns that into an answer. Prints one line of what
+was done.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def try_graph() -> str:
+    x = torch.randn(1000, device="cuda")
+    y = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    torch.add(x, 1, out=y)  # warm: a first call may allocate, which a capture forbids
+    with torch.cuda.graph(graph):
+        torch.add(x, 1, out=y)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not torch.equal(y, x + 1):
+        raise RuntimeError("the replayed graph's result is wrong")
+    return "captured and replayed on new input"
+
+
+def try_torch() -> str:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.randn(64, 64, device=device, dtype=torch.float64)
+    if not torch.allclose(a @ torch.linalg.inv(a), torch.eye(64, device=device, dtype=torch.float64), atol=1e-6):
+        raise RuntimeError("a matrix times its inverse is not one")
+    return f"computes on the {'GPU' if device == 'cuda' else 'CPU'}"
+
+
+if __name__ == "__main__":
+    print({"graph": try_graph, "torch": try_torch}[sys.argv[1]]())

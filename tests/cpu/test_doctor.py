@@ -1,0 +1,82 @@
+"""`tilemesh doctor`: right about this machine, and right about machines that lack something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilemesh.cli import doctor
+from tilemesh.cli.doctor import Finding, judge
+from tilemesh.cli.main import main
+
+
+def findings(**states: str) -> list[Finding]:
+    return [Finding(name, state, "detail", "remedy") for name, state in states.items()]  # type: ignore[arg-type]
+
+
+def test_it_tries_everything_on_this_machine(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tilemesh", "doctor", "--json", str(tmp_path / "found.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    states = {finding["name"]: finding["state"] for finding in found["tried"]}
+    assert set(states) == {"torch", "Triton", "CUDA graph", "MPI", "gloo", "nccl"}
+    assert states["torch"] == states["gloo"] == "works"
+    assert found["able"] is True
+    assert done.stdout.strip().splitlines()[-1] == found["verdict"]
+
+
+def test_the_main_job_needs_torch_and_one_transport() -> None:
+    assert judge(findings(torch="works", MPI="absent", gloo="works"))[0]
+    assert judge(findings(torch="works", MPI="works", gloo="fails"))[0]
+    assert not judge(findings(torch="works", MPI="absent", gloo="fails"))[0]
+    able, verdict = judge(findings(torch="fails", MPI="works"))
+    assert not able
+    assert "torch does not work" in verdict
+
+
+def test_what_is_missing_is_said_with_the_line_that_gets_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "find_mpiexec", lambda: None)
+    monkeypatch.setattr(
+        doctor, "trials", lambda gpu: [doctor._try_torch, lambda: doctor._try_triton(gpu), doctor._try_mpi]
+    )
+    monkeypatch.setattr(doctor, "inventory", dict)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "MPI            absent: mpi4py not found" in said
+    assert "to get it: pip install 'tilemesh[mpi]'" in said
+    assert "The main job cannot run: torch does not work here" in said
+
+
+def test_a_trial_that_crashes_is_a_finding_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed = doctor._in_a_process("torch", ["tilemesh.cli.no_such_module"], remedy="mend it")
+    assert crashed.state == "fails"
+    assert "No module named tilemesh.cli.no_such_module" in crashed.detail
+    assert crashed.remedy == "mend it"
+
+
+def test_ranks_that_cannot_exchange_are_a_finding() -> None:
+    failed = doctor._try_ranks("no-such-backend")
+    assert failed.state == "fails"
+    assert "rank" in failed.detail
+
+
+def test_json_on_standard_output_is_all_there_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "trials", lambda gpu: [lambda: Finding("torch", "works", "fine")])
+    assert main(["doctor", "--json", "-"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tried"][0]["detail"] == "fine"
+    assert "This machine has" in said.err

@@ -1,0 +1,121 @@
+"""The house's rules: imports only go down, and the light parts stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilemesh
+
+ROOT = Path(tilemesh.__file__).parent
+
+# Which parts of tilemesh a folder may import, as dotted prefixes; its own folder is always allowed.
+MAY_IMPORT = {
+    "core": [],
+    "measure": ["core"],
+    "launch": ["core"],
+    "kernels": ["core", "measure"],
+    "comm": ["core", "measure"],
+    "model": ["core", "kernels"],
+    "plan": ["core", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
+    "parallel": ["core", "measure", "kernels", "comm", "model"],
+    "train": ["core", "measure", "kernels", "comm", "model", "parallel"],
+    "report": ["core", "measure", "plan", "comm.schedules"],
+    "cli": [""],
+}
+# Folders inside a folder that may use less than it.
+STRICTER = {"comm.schedules": ["core"]}
+THIRD_PARTY_FREE = ("core", "comm.schedules", "plan")
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of what a file imports, wherever in the file it does."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the full name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, prefix: str) -> bool:
+    return prefix == "" or name == prefix or name.startswith(prefix + ".")
+
+
+def violations(name: str, imported: set[str]) -> list[str]:
+    """What a module with this dotted name imports and should not."""
+    folder = name.split(".")[0]
+    if "." not in name and folder not in MAY_IMPORT:
+        return []  # tilemesh/__init__.py and __main__.py
+    allowed, own = MAY_IMPORT[folder], folder
+    for inner, less in STRICTER.items():
+        if within(name, inner):
+            allowed, own = less, inner
+    bad = []
+    for full in sorted(imported):
+        if not within(full, "tilemesh"):
+            continue
+        target = full.removeprefix("tilemesh").lstrip(".")
+        if "." not in target and target not in MAY_IMPORT:
+            continue  # the package itself: its version, its file
+        if not any(within(target, prefix) for prefix in [own, *allowed]):
+            bad.append(full)
+        if folder == "plan" and within(target, "kernels") and ".cost" not in target:
+            bad.append(full)
+    return bad
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: dotted(path) or "tilemesh")
+def test_imports_only_go_down(path: Path) -> None:
+    assert violations(dotted(path), imports(path)) == []
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: dotted(path) or "tilemesh")
+def test_the_lowest_floors_use_the_standard_library_alone(path: Path) -> None:
+    if any(within(dotted(path), folder) for folder in THIRD_PARTY_FREE):
+        outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"tilemesh", "__future__"}
+        assert outside == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("core.plan", "tilemesh.measure.row"),
+        ("measure.row", "tilemesh.launch.job"),
+        ("kernels.ops", "tilemesh.comm.minimal"),
+        ("comm.schedules.ring", "tilemesh.measure.row"),
+        ("plan.search", "tilemesh.kernels.ops"),
+        ("plan.search", "tilemesh.model.transformer"),
+        ("report.page", "tilemesh.train.loop"),
+    ],
+)
+def test_an_import_that_goes_up_is_seen(name: str, imported: str) -> None:
+    assert violations(name, {imported}) == [imported]
+
+
+@pytest.mark.parametrize("module", ["tilemesh", "tilemesh.cli.main", "tilemesh.launch.job", "tilemesh.core.config"])
+def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:
+    code = f"import {module}, sys; print(sorted({{'torch', 'mpi4py', 'triton', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_tilemesh_loads_itself_alone() -> None:
+    """The promise is 0.1 s; a test cannot hold a clock to that, but it can hold what is loaded."""
+    code = "import sys; before = set(sys.modules); import tilemesh; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name for name in done.stdout.split() if name.split(".")[0] not in sys.stdlib_module_names} == {"tilemesh"}
