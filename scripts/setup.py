@@ -183,7 +183,8 @@ def make_environment(venv):
     if bare.returncode != 0:
         raise SetupError(f"{sys.executable} -m venv failed: {last_line(bare.stderr or bare.stdout)}")
     tried = []
-    for way in (pip_from_this_python, pip_from_system_wheel, pip_from_index, pip_from_installer):
+    ways = (pip_from_this_python, pip_from_system_wheel, pip_from_index, pip_from_distribution, pip_from_installer)
+    for way in ways:
         try:
             if way(venv):
                 return
@@ -220,6 +221,22 @@ def pip_from_index(venv):
         with urllib.request.urlopen(urllib.parse.urljoin(page_url, newest[0]), timeout=60) as answer:
             wheel.write_bytes(answer.read())
         return install_pip_wheel(venv, wheel)
+
+
+def pip_from_distribution(venv):
+    """Debian keeps pip's wheel in a package: fetch it from the machine's own mirror, and unpack without installing."""
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        return False
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o755)  # apt fetches as a user of its own
+        fetch = ["apt-get", "download", "-qq", "python3-pip-whl"]
+        fetched = subprocess.run(fetch, cwd=scratch, capture_output=True, check=False)
+        if fetched.returncode != 0 and os.getuid() == 0:  # a machine on which nobody has read the lists yet
+            subprocess.run(["apt-get", "update", "-qq"], capture_output=True, check=False)
+            fetched = subprocess.run(fetch, cwd=scratch, capture_output=True, check=False)
+        for package in Path(scratch).glob("*.deb"):
+            subprocess.run(["dpkg-deb", "-x", str(package), scratch], capture_output=True, check=True)
+        return any(install_pip_wheel(venv, wheel) for wheel in Path(scratch).rglob("pip-*.whl"))
 
 
 def pip_from_installer(venv):
