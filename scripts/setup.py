@@ -26,7 +26,7 @@ MINIMUM = (3, 11)
 STAMP = "tilemesh-setup.json"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # where PyTorch itself publishes its CPU builds
 GET_PIP = "https://bootstrap.pypa.io/get-pip.py"  # pip's own installer, for a Python that has none
-SHOWN = re.compile(r"^(Collecting|Downloading|Processing|Installing|Successfully)\b")
+SHOWN = re.compile(r"^(Downloading|Processing|Installing|Successfully installed)\b")
 
 
 class SetupError(Exception):

@@ -1,0 +1,62 @@
+"""`tilemesh calibrate`: measure this machine, show the rows, store the calibration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def calibrate(
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarser, about three times faster.")] = False,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Store the calibration for later limits.")] = True,
+) -> None:
+    """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
+    # Standard output belongs to the rows when they go there; people read the other one.
+    console = Console(stderr=json == "-", highlight=False)
+    # Late, because torch takes seconds to import and `--help` needs none of it.
+    from tilemesh.measure import calibrate as measuring
+    from tilemesh.measure.machine import this_machine
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+
+    console.print(f"calibrating {this_machine().words}")
+    began = time.perf_counter()
+    with _progress(console) as report:
+        result = measuring.calibrate(quick=quick, progress=report)
+    console.print()
+    print_rows(result.rows, console)
+    console.print(f"\n{len(result.rows)} figures in {time.perf_counter() - began:.1f} s; a copied byte counts twice")
+    for warning in result.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+    if result.warnings:
+        console.print("was other work running? Then calibrate again when this machine is idle", style="yellow")
+    if json is not None:
+        write_rows(result.rows, json)
+        if json != "-":
+            console.print(f"rows: {json}", soft_wrap=True)
+    if save:
+        console.print(f"calibration: {result.calibration.save()}", soft_wrap=True)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, a line a figure in a log."""
+    if not console.is_terminal:
+
+        def line(done: int, total: int, words: str) -> None:
+            if done < total:
+                console.print(f"[{done + 1}/{total}] {words}", markup=False, soft_wrap=True)
+
+        yield line
+        return
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)

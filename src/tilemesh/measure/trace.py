@@ -1,0 +1,240 @@
+"""What each rank did when: spans that Perfetto and chrome://tracing show, one lane a rank.
+
+    trace = Trace(folder, rank=comm.rank)
+    with trace.span("all_reduce", kind="exchange", bytes=buffer.nbytes): ...
+    trace.close()
+    merge(folder)                                  # once, by anybody: FOLDER/trace.json
+
+A span costs two clock reads and an append. Each rank writes a file of its own, JSON lines of some events each, so a
+job that dies keeps what it wrote: all of it after an exception, all but the last quarter of a second after a kill.
+`merge` makes one trace of the files. The trace is handed to whoever records; `Trace(None)` is one that records nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from tilemesh.core.errors import UsageError
+
+RANK_FILE = "trace-rank{rank}.jsonl"
+MERGED_FILE = "trace.json"
+
+# Whichever comes first, events go to the file.
+FLUSH_EVENTS = 4096
+FLUSH_NS = 250_000_000
+
+
+class Trace:
+    """The recorder of one rank. Threads may share it; each gets a lane within the rank's."""
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        rank: int = 0,
+        name: str | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.on = folder is not None
+        self._clock = clock
+        self._events: list[tuple[Any, ...]] = []
+        self._threads: set[int] = set()
+        self._writing = threading.Lock()
+        self._flushed_ns = clock()
+        self._file: TextIO | None = None
+        if folder is not None:
+            path = Path(folder) / RANK_FILE.format(rank=rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+            head = {
+                "rank": rank,
+                "name": name or f"rank {rank}",
+                "boot": _boot_id(),
+                "clock_ns": clock(),
+                "wall_ns": time.time_ns(),
+            }
+            self._file.write(json.dumps(head) + "\n")
+            self._file.flush()
+
+    def span(self, name: str, *, kind: str = "work", **details: Any) -> Span | _Nothing:
+        """A stretch of time, as a context manager; `details` show when it is clicked."""
+        return Span(self, name, kind, details) if self.on else _NOTHING
+
+    def counter(self, name: str, value: float) -> None:
+        """A value that is drawn over time: bytes allocated, loss, queue length."""
+        if self.on:
+            self._add(("C", name, self._clock(), value))
+
+    def mark(self, name: str, **details: Any) -> None:
+        """A moment: a step begins, a fault was injected."""
+        if self.on:
+            self._add(("i", name, threading.get_ident(), self._clock(), details))
+
+    def flush(self) -> None:
+        """Write what is recorded so far."""
+        with self._writing:
+            if self._file is None:
+                return
+            count = len(self._events)
+            batch = self._events[:count]
+            del self._events[:count]  # others only append, so what came meanwhile stays
+            if batch:
+                # One line a batch: encoding events one by one would cost several times as much.
+                self._file.write(_ENCODER.encode([*self._new_threads(batch), *batch]) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Write the rest and record nothing further."""
+        self.on = False
+        self.flush()
+        with self._writing:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        self.close()
+
+    def _add(self, event: tuple[Any, ...]) -> None:
+        self._events.append(event)
+        now_ns = event[2] if event[0] == "C" else event[3]
+        if now_ns - self._flushed_ns > FLUSH_NS or len(self._events) >= FLUSH_EVENTS:
+            self._flushed_ns = now_ns
+            self.flush()
+
+    def _new_threads(self, batch: list[tuple[Any, ...]]) -> list[tuple[str, int, str]]:
+        """The names of threads that appear for the first time."""
+        unnamed = {event[2] for event in batch if event[0] != "C"} - self._threads
+        self._threads |= unnamed
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return [("T", ident, names.get(ident, f"thread {ident}")) for ident in unnamed]
+
+
+class Span:
+    """An open stretch of time; it becomes an event when it closes, with the error's name if one passed through."""
+
+    __slots__ = ("_began_ns", "_details", "_kind", "_name", "_trace")
+
+    def __init__(self, trace: Trace, name: str, kind: str, details: dict[str, Any]) -> None:
+        self._trace, self._name, self._kind, self._details = trace, name, kind, details
+        self._began_ns = 0
+
+    def __enter__(self) -> Span:
+        self._began_ns = self._trace._clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        ended_ns = self._trace._clock()
+        if kind is not None:
+            self._details["error"] = kind.__name__
+        self._trace._add(
+            ("X", self._name, threading.get_ident(), ended_ns, ended_ns - self._began_ns, self._kind, self._details)
+        )
+
+
+class _Nothing:
+    __slots__ = ()
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, kind: object, error: object, where: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+_ENCODER = json.JSONEncoder(default=str, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    rank: int
+    name: str
+    boot: str
+    clock_ns: int
+    wall_ns: int
+    events: list[list[Any]]
+
+
+def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapping[int, int] | None = None) -> Path:
+    """Make one trace, `FOLDER/trace.json`, of all ranks' files; time 0 is when the first rank began to record.
+
+    Ranks on one host share a clock. Ranks on several are aligned by wall clock, good to what NTP gives, unless
+    `offsets_ns` says what to add to a rank's clock.
+    """
+    paths = sorted(Path(folder).glob(RANK_FILE.format(rank="*")))
+    if not paths:
+        raise UsageError(f"no {RANK_FILE.format(rank='N')} in {folder}: nothing was traced there")
+    files = sorted((_read(path) for path in paths), key=lambda one: one.rank)
+    shifts = _shifts(files, offsets_ns or {})
+    zero_ns = min(one.clock_ns + shifts[one.rank] for one in files)
+    target = Path(out) if out is not None else Path(folder) / MERGED_FILE
+    with target.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(",\n".join(json.dumps(e) for one in files for e in _browser_events(one, shifts[one.rank] - zero_ns)))
+        file.write("\n]}\n")
+    return target
+
+
+def _shifts(files: list[_RankFile], offsets_ns: Mapping[int, int]) -> dict[int, int]:
+    """What to add to each rank's clock so that all tell the same time."""
+    one_host = len({one.boot for one in files}) == 1 and files[0].boot != ""
+    by_wall = {one.rank: 0 if one_host else one.wall_ns - one.clock_ns for one in files}
+    return {rank: offsets_ns.get(rank, shift) for rank, shift in by_wall.items()}
+
+
+def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
+    """A rank's events in the Trace Event Format, which counts microseconds."""
+    yield {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": one.name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": one.rank, "args": {"sort_index": one.rank}}
+    lanes: dict[int, int] = {}  # thread idents are huge; a lane is a small number, in order of appearance
+    for event in one.events:
+        base: dict[str, Any] = {"ph": event[0], "name": event[1], "pid": one.rank}
+        match event:
+            case ["X", _, thread, ended_ns, lasted_ns, kind, details]:
+                began_us = (ended_ns - lasted_ns + shift_ns) / 1e3
+                yield base | {
+                    "tid": lanes[thread],
+                    "ts": began_us,
+                    "dur": lasted_ns / 1e3,
+                    "cat": kind,
+                    "args": details,
+                }
+            case ["i", _, thread, at_ns, details]:
+                yield base | {"tid": lanes[thread], "ts": (at_ns + shift_ns) / 1e3, "s": "t", "args": details}
+            case ["C", name, at_ns, value]:
+                yield base | {"ts": (at_ns + shift_ns) / 1e3, "args": {name: value}}
+            case ["T", thread, name]:
+                lane = lanes.setdefault(thread, len(lanes))
+                yield {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": name}}
+
+
+def _read(path: Path) -> _RankFile:
+    # What follows the last newline was cut off when the rank died; everything before is whole.
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    try:
+        head, *batches = [json.loads(line) for line in lines]
+        return _RankFile(**head, events=[event for batch in batches for event in batch])
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path} is not a rank's trace: {error}") from None
+
+
+def _boot_id() -> str:
+    """Two processes with the same boot id read the same monotonic clock; empty when that cannot be known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
