@@ -101,6 +101,17 @@ def test_where_mpiexec_names_nobody_the_first_to_vanish_is_named() -> None:
     assert mpi_deaths("cannot start", 1, []) == []
 
 
-def test_last_words_skip_rulers_and_blank_lines() -> None:
-    assert last_words("first\nno slots\n-----\n\n") == "no slots"
-    assert last_words("----\n") == "it said nothing"
+NO_MAPPER = """
+--------------------------------------------------------------------------
+Your job failed to map. Either no mapper was available, or none
+was able to.
+
+  Application:         hostname
+--------------------------------------------------------------------------
+ \0"""
+
+
+def test_last_words_are_the_first_paragraph_of_a_complaint_or_the_last_line() -> None:
+    assert last_words(NO_MAPPER) == "Your job failed to map. Either no mapper was available, or none was able to."
+    assert last_words("starting\nno such host\n\n \0") == "no such host"
+    assert last_words("----------\n") == last_words("") == "it said nothing"

@@ -6,6 +6,7 @@ rules are here, apart from the watching, because they are a pure function of wha
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import time
@@ -103,9 +104,13 @@ def mpi_deaths(said: str, code: int, vanished: Sequence[int]) -> list[Death]:
 
 
 def last_words(said: str) -> str:
-    """The last line mpiexec printed that says something."""
-    lines = [line.strip() for line in said.splitlines() if line.strip(" -\t")]
-    return lines[-1] if lines else "it said nothing"
+    """What mpiexec's complaint comes down to: its first paragraph between rulers, else its last line."""
+    lines = [line.strip() if any(map(str.isalnum, line)) else "" for line in said.splitlines()]
+    ruler = next((number for number, line in enumerate(said.splitlines()) if line.startswith("-----")), None)
+    if ruler is not None:
+        paragraph = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines[ruler:]))
+        return " ".join(paragraph) or "it said nothing"
+    return next((line for line in reversed(lines) if line), "it said nothing")
 
 
 def failure_of(records: Sequence[Record], rank: int, reason: str) -> Failure:
