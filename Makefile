@@ -4,13 +4,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-all check format setup clean
+.PHONY: train test test-setup test-all check format setup clean
 
 train: setup
 	@$(BIN)/tilemesh calibrate
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# The real set-up, killed half way and moved: minutes long, so apart.
+test-setup: setup
+	@$(BIN)/python -m pytest -m slow tests/cpu/test_setup.py
 
 test-all: setup
 	@$(BIN)/python -m pytest -m "slow or not slow"

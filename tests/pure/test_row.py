@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.row import Row, higher_is_better, read_rows, write_rows
 from tilemesh.measure.sample import Sample
 
@@ -107,6 +107,14 @@ def test_round_trip_through_a_file(tmp_path: Path) -> None:
     write_rows(rows, path)
     assert read_rows(path) == rows
     assert len(path.read_text(encoding="utf-8").strip().split("\n")) == 2
+
+
+def test_a_path_that_does_not_work_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="absent"):
+        read_rows(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="file/rows"):
+        write_rows([row()], tmp_path / "file" / "rows")
 
 
 def test_dash_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

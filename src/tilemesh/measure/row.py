@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.measure.sample import Sample, speedup
 
 CaseValue = str | int | float | bool | None
@@ -136,13 +136,19 @@ def write_rows(rows: Iterable[Row], path: str | Path) -> None:
         sys.stdout.flush()
         return
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("".join(lines), encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"rows cannot be written to '{path}': {error.strerror}") from None
 
 
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of a file that `write_rows` wrote; empty lines are passed over."""
-    text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"no rows can be read from '{path}': {error.strerror}") from None
     # Not splitlines(): that also splits at characters a JSON string may hold as they are.
     return [Row.from_json(line) for line in text.split("\n") if line.strip()]
 
