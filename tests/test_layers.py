@@ -49,6 +49,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write the full name"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tilemesh":
+            found.add(f"tilemesh.{node.attr}")  # the package loads its parts when they are named
     return found
 
 
@@ -105,6 +107,11 @@ def test_the_lowest_floors_use_the_standard_library_alone(path: Path) -> None:
 )
 def test_an_import_that_goes_up_is_seen(name: str, imported: str) -> None:
     assert violations(name, {imported}) == [imported]
+
+
+def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "sly.py").write_text("import tilemesh\ntilemesh.launch.job\n")
+    assert violations("core.sly", imports(tmp_path / "sly.py")) == ["tilemesh.launch"]
 
 
 @pytest.mark.parametrize("module", ["tilemesh", "tilemesh.cli.main", "tilemesh.launch.job", "tilemesh.core.config"])

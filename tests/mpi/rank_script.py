@@ -50,6 +50,13 @@ if rank == 1:
         raise ValueError("the widget is bent")
     if behaviour == "exit":
         sys.exit(3)
+    if behaviour == "vanish":
+        os._exit(5)
+    if behaviour == "abort":
+        os.abort()
+    if behaviour == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
     if behaviour == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "leave":
@@ -58,7 +65,7 @@ if rank == 1:
         sys.exit(1)
     if behaviour == "child":
         # A rank that has started something of its own and then fails: that must not stay behind.
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
         Path(rest[0]).write_text(str(child.pid))
         raise ValueError("with a child")
 if behaviour == "sleep":

@@ -36,10 +36,10 @@ def test_a_killed_rank_comes_before_those_that_raised_because_it_was_gone() -> N
     assert "memory" in reason
 
 
-def test_an_abort_is_a_consequence_where_somebody_reported() -> None:
-    records = [record(FAILED, ended_ns=5, reason="raised A"), record()]
-    assert named(records, [Death(1, -signal.SIGABRT)]) == (0, "raised A")
-    assert named([record(), record()], [Death(1, -signal.SIGABRT)]) == (1, "was killed by SIGABRT")
+def test_any_silent_death_comes_before_reports_and_the_first_seen_before_others() -> None:
+    records = [record(FAILED, ended_ns=5, reason="raised RuntimeError: connection closed"), record(), record()]
+    assert named(records, [Death(2, 5), Death(1, -signal.SIGABRT)]) == (2, "exited with code 5")
+    assert named(records, [Death(0, 1), Death(1, -signal.SIGABRT)]) == (1, "was killed by SIGABRT")
 
 
 def test_leaving_silently_counts_only_where_something_failed() -> None:
@@ -55,7 +55,9 @@ def test_an_exit_code_of_a_program_without_records() -> None:
 
 
 def test_a_rank_that_was_interrupted_by_hand() -> None:
-    assert named([record(DONE, ended_ns=1), record(INTERRUPTED, ended_ns=2)]) == (1, "was interrupted")
+    interrupted = record(INTERRUPTED, ended_ns=2, reason="was interrupted")
+    assert named([record(DONE, ended_ns=1), interrupted]) == (1, "was interrupted")
+    assert named([record(FAILED, ended_ns=3, reason="raised A"), interrupted]) == (1, "was interrupted")
 
 
 def test_the_sentence_says_who_why_at_what_and_for_how_long() -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 def calibrate(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Coarser, about three times faster.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarser, in less than half the time.")] = False,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Store the calibration for later limits.")] = True,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""

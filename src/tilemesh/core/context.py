@@ -43,6 +43,7 @@ _DIALECTS = (
     ("torchrun", ("RANK", "WORLD_SIZE")),  # set by hand, one process a host
     ("mpiexec", ("PMI_RANK", "PMI_SIZE")),
 )
+_LAUNCHERS_OWN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_", "PRTE_", "TORCHELASTIC_")
 
 
 def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
@@ -59,6 +60,12 @@ def membership(environ: Mapping[str, str] = os.environ) -> Membership | None:
             return Membership(starter, rank, size, local_rank=0, local_size=1)
         return Membership(starter, rank, size, _number(environ, names[2]), _tasks_on_first_node(environ[names[3]]))
     return None
+
+
+def outside_any_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without what launchers have put into it: for a process that must start ranks of its own."""
+    names = {name for _, dialect in _DIALECTS for name in dialect}
+    return {k: v for k, v in environ.items() if k not in names and not k.startswith(_LAUNCHERS_OWN)}
 
 
 def torch_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -17,6 +17,7 @@ from tilemesh.core.errors import UsageError, unknown
 DTYPE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one element by dtype name; a tf32 operand lies in memory as fp32."""
 
+_LARGEST_CLUSTER = 1_000_000
 GPUS_PER_NODE = 8  # HGX and DGX boards from A100 to B200 carry eight
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
@@ -335,6 +336,8 @@ def parse_cluster(text: str) -> Cluster:
     first, second = int(match[1]), match[2]
     if first == 0 or second == "0":
         raise UsageError(f"cluster '{text}' has no devices: write at least 1x{match[3]}")
+    if first * int(second or 1) > _LARGEST_CLUSTER:
+        raise UsageError(f"cluster '{text}' has more than {_LARGEST_CLUSTER:,} devices: write a smaller one")
     if second is not None:
         return Cluster((make_node(device, int(second)),) * first)
     if first <= GPUS_PER_NODE:

@@ -48,27 +48,22 @@ class Failure:
 def blame(records: Sequence[Record], deaths: Sequence[Death]) -> Failure | None:
     """The first cause, or None when nothing failed. A death is the end of a process, with whatever code.
 
-    A rank killed from outside leaves no word and the others raise because it is gone: such a death comes first. So
-    does one that left silently with code 0, if anything failed at all. Then whoever reported a failure earliest; then
-    SIGABRT, with which libraries end ranks whose neighbours left; then any other exit code.
+    `deaths` come in the order seen. A rank that dies without a word leaves the others to raise because it is gone, so
+    the first silent death comes before any report; one that left with code 0 only if anything failed at all. Then
+    whoever reported earliest.
     """
-    reported = sorted((record.ended_ns, rank) for rank, record in enumerate(records) if record.state == FAILED)
+    ended = [(record.ended_ns, rank) for rank, record in enumerate(records) if record.state in (FAILED, INTERRUPTED)]
+    reported = sorted(ended)
     told = {rank for _, rank in reported}
     silent = [death for death in deaths if death.rank not in told]
     trouble = bool(reported) or any(death.code != 0 for death in silent)
     for death in silent:
         left = death.code == 0 and records[death.rank].state == RUNNING and trouble
-        if left or (death.code < 0 and death.code != -signal.SIGABRT):
+        if left or death.code != 0:
             return failure_of(records, death.rank, death_reason(death.code))
     if reported:
         rank = reported[0][1]
         return failure_of(records, rank, records[rank].reason)
-    for death in silent:
-        if death.code != 0:
-            return failure_of(records, death.rank, death_reason(death.code))
-    for rank, record in enumerate(records):
-        if record.state == INTERRUPTED:
-            return failure_of(records, rank, "was interrupted")
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board
-from tilemesh.launch.folder import job_folder
+from tilemesh.launch.folder import job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
 from tilemesh.launch.rank import INTERRUPTED_CODE, die_with_parent, run_command
 
@@ -83,7 +84,8 @@ def launch(
     `timeout_s`: a job that lasts longer has failed (no bound by default).
     """
     start.check_command(command)
-    member = membership()
+    environ = os.environ if environ is None else environ
+    member = membership(environ)
     if member is not None:
         if ranks is not None and ranks != member.size:
             raise UsageError(
@@ -97,6 +99,7 @@ def launch(
         raise UsageError(f"--ranks {ranks}: expected at least 1")
     if restarts < 0:
         raise UsageError(f"--restarts {restarts}: expected 0 or more")
+    _allow_open_files(4 * ranks + 64)
     transport = start.choose_transport(transport)
     sink = sink or print_line
     say = say or _say
@@ -104,7 +107,7 @@ def launch(
     for attempt in range(restarts + 1):
         with job_folder() as folder:
             programs = start.processes(
-                command, ranks=ranks, transport=transport, job=folder, attempt=attempt, environ=environ or os.environ
+                command, ranks=ranks, transport=transport, job=folder, attempt=attempt, environ=environ
             )
             job = _Job(programs, ranks, folder, mpi=transport == "mpi", sink=sink, say=say)
             failure = job.run(grace_s, interrupt_grace_s, timeout_s)
@@ -136,6 +139,7 @@ class _Job:
         self.ranks = ranks
         self.mpi = mpi
         self.say = say
+        self.folder = folder
         self.board = Board(folder, ranks, create=True)
         self.selector = selectors.DefaultSelector()
         self.pipes = Pipes(folder, ranks, sink, self.selector)
@@ -146,6 +150,7 @@ class _Job:
         self.mpiexec_said = b""
         self.signals: list[int] = []  # received, not yet acted on
         self.interrupted = False
+        self.told_to_stop: set[int] = set()
         self.failed_since: float | None = None
         self.kill_at: float | None = None
 
@@ -181,7 +186,7 @@ class _Job:
             program.command,
             env=dict(program.environment),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if self.mpi else None,
+            stdout=subprocess.PIPE if self.mpi else subprocess.DEVNULL,  # a rank soon writes into its own pipe
             stderr=subprocess.STDOUT if self.mpi else None,
             start_new_session=True,  # the terminal's Ctrl-C reaches us alone, and we pass it on in order
             preexec_fn=die_with_parent,
@@ -205,6 +210,8 @@ class _Job:
         now = time.monotonic()
         while self.signals:
             self._interrupt(self.signals.pop(0), now + interrupt_grace_s)
+        if self.interrupted:
+            self._pass_on_interrupt()
         if self.mpi:
             self._watch_mpi_ranks()
         self._note_exits()
@@ -254,9 +261,19 @@ class _Job:
             self.kill_at = 0.0  # asked twice: now
             return
         self.interrupted = True
-        self.say(f"{signal.Signals(number).name}: asking {self.ranks} ranks to stop (once more kills them)")
-        self._signal_ranks(signal.SIGINT)
         self.kill_at = kill_at
+        self._pass_on_interrupt()
+        with contextlib.suppress(OSError):  # a terminal that was closed cannot be told
+            self.say(f"{signal.Signals(number).name}: asking {self.ranks} ranks to stop (once more kills them)")
+
+    def _pass_on_interrupt(self) -> None:
+        """To every rank once, also to those that appear on the board only after the interrupt."""
+        for rank in set(range(self.ranks)) - self.told_to_stop:
+            record = self.board.read(rank)
+            if record.pid:
+                self.told_to_stop.add(rank)
+                if not record.ended_ns:
+                    _signal_group(record.pid, signal.SIGINT)
 
     # Ending -------------------------------------------------------------------------------------------
 
@@ -266,7 +283,9 @@ class _Job:
             return blame(records, [Death(rank, code) for rank, code in self.codes.items()])
         code = self.children[0].returncode if self.children else 0
         said = self.mpiexec_said.decode(errors="replace")
-        silent = [rank for rank in self.vanished if not records[rank].ended_ns]
+        reported = any(record.state in (FAILED, INTERRUPTED) for record in records)
+        # Who vanished first is a guess, good only where nobody said anything.
+        silent = [] if reported else [rank for rank in self.vanished if not records[rank].ended_ns]
         failure = blame(records, mpi_deaths(said, code, silent))
         if failure is None and code != 0:
             return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)
@@ -292,6 +311,7 @@ class _Job:
             for child in self.children:
                 if child.poll() is None:
                     _signal_group(child.pid, signal.SIGKILL)
+            kill_processes_of(self.folder)
         for child in self.children:
             child.wait()
 
@@ -318,6 +338,18 @@ class _Job:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _allow_open_files(needed: int) -> None:
+    """Each rank needs a few descriptors of ours; raise the soft limit, or say that the hard one is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UsageError(
+            f"so many ranks need {needed} open files here, and {hard} are allowed: fewer ranks, or ulimit -n"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -7,12 +7,18 @@ that another program (mpiexec) starts, and leave no doubt who wrote which line.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 Sink = Callable[[int, str, bytes], None]  # rank, "out" or "err", one line without its end
+
+# A progress bar that returns to the start of its line shows each of its states as a line. A \r that ends what has come
+# so far may be half of \r\n, so it waits for what follows.
+_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+_LONGEST_LINE = 1 << 16  # longer ones are cut, so that output without line ends neither waits nor fills memory
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -42,7 +48,10 @@ class Pipes:
             data = os.read(self._readers[rank, stream], 1 << 16)
         except BlockingIOError:
             return False
-        *lines, self._rest[rank, stream] = (self._rest.get((rank, stream), b"") + data).split(b"\n")
+        *lines, rest = _LINE_END.split(self._rest.get((rank, stream), b"") + data)
+        if len(rest) > _LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        self._rest[rank, stream] = rest
         for line in lines:
             self._sink(rank, stream, line)
         return True

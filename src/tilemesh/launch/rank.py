@@ -56,10 +56,11 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
         _run_python(command)
     except SystemExit as stop:
         code = _exit_code(stop)
-        status.end(DONE if code == 0 else FAILED, "" if code == 0 else f"exited with code {code}")
+        words = f": {_first_line(stop)}" if isinstance(stop.code, str) else ""
+        status.end(DONE if code == 0 else FAILED, "" if code == 0 else f"exited with code {code}{words}")
         _leave(code)
     except KeyboardInterrupt:
-        status.end(INTERRUPTED, "interrupted")
+        status.end(INTERRUPTED, "was interrupted")
         _leave(INTERRUPTED_CODE)
     except BaseException as error:
         status.end(FAILED, f"raised {type(error).__name__}: {_first_line(error)}")
@@ -130,24 +131,28 @@ def _print_error(error: BaseException) -> None:
     if isinstance(error, UsageError | RunError) and "--debug" not in sys.argv:
         print(f"tilemesh: {error}", file=sys.stderr)
         return
-    traceback.print_exception(type(error), error, _own_frames(error.__traceback__))
+    frames = _own_frames(error.__traceback__)
+    if frames is None:  # a module that does not exist: no line of the user's has run
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(type(error), error, frames)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on: without this file's and runpy's frames."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in ours:
-        inner = inner.tb_next
-    return inner or trace
+    """The traceback from the script's first line on: without this file's and Python's own frames before it."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
 
 
 def _join_launcher(job: Path, member: Membership) -> None:
     """Hand output to the launcher, die with it, take our cores."""
     for stream, number in (("out", 1), ("err", 2)):
         pipe = os.open(job / f"{member.rank}.{stream}", os.O_WRONLY)
-        os.dup2(pipe, number)
-        os.close(pipe)
+        if pipe != number:
+            os.dup2(pipe, number)
+            os.close(pipe)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # one group a rank: whatever it starts ends with it
     die_with_parent()

@@ -73,6 +73,7 @@ def processes(
     common = dict(environ)
     common[JOB_VARIABLE] = str(job)
     common[ATTEMPT_VARIABLE] = str(attempt)
+    common.setdefault("HOME", str(Path.home()))  # Open MPI does not start without it
     common["PYTHONUNBUFFERED"] = "1"  # ranks write into pipes: without this their output would come in blocks, or never
     for name in THREAD_VARIABLES:
         common.setdefault(name, str(threads_for(ranks, available_cores())))

@@ -42,7 +42,7 @@ class Calibrated:
 
 
 def calibrate(*, quick: bool = False, progress: Progress | None = None) -> Calibrated:
-    """Measure this machine's processor and, where torch sees one, its GPU. `quick` is coarser and three times faster.
+    """Measure this machine's processor and, where torch sees one, its GPU; `quick` takes less than half the time.
 
     Sections that others keep in this machine's stored calibration (fitted collectives, say) are carried over.
     """

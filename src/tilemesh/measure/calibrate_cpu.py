@@ -1,9 +1,8 @@
 """What is measured of a processor: matmul peak, memory bandwidth and the cost of one torch call; one core and all.
 
-Predictions come from the generic CPU of `core.hardware`, scaled to the cores
-and the vectors there are. No datasheet is known for a
-processor at large, so there is no limit: the calibration *is* the limit of later rows. Copying counts the bytes read
-plus the bytes written; reading and writing are measured apart, because they differ.
+Predictions come from the generic CPU of `core.hardware`, scaled to the cores and the vectors there are. No datasheet is
+known for a processor at large, so there is no limit: the calibration *is* the limit of later rows. Copying counts the
+bytes read plus the bytes written; reading and writing are measured apart, because they differ.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ job that dies keeps what it wrote: all of it after an exception, all but the las
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -48,7 +49,7 @@ class Trace:
         self._events: list[tuple[Any, ...]] = []
         self._threads: set[int] = set()
         self._writing = threading.Lock()
-        self._flushed_ns = clock()
+        self._closed = threading.Event()
         self._file: TextIO | None = None
         if folder is not None:
             path = Path(folder) / RANK_FILE.format(rank=rank)
@@ -63,6 +64,8 @@ class Trace:
             }
             self._file.write(json.dumps(head) + "\n")
             self._file.flush()
+            # By a thread, because a rank that has gone quiet (in a long call, in a hang) must keep its last spans too.
+            threading.Thread(target=self._keep_flushing, name="trace", daemon=True).start()
 
     def span(self, name: str, *, kind: str = "work", **details: Any) -> Span | _Nothing:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
@@ -91,9 +94,14 @@ class Trace:
                 self._file.write(_ENCODER.encode([*self._new_threads(batch), *batch]) + "\n")
                 self._file.flush()
 
+    def _keep_flushing(self) -> None:
+        while not self._closed.wait(FLUSH_NS / 1e9):
+            self.flush()
+
     def close(self) -> None:
         """Write the rest and record nothing further."""
         self.on = False
+        self._closed.set()
         self.flush()
         with self._writing:
             if self._file is not None:
@@ -108,9 +116,7 @@ class Trace:
 
     def _add(self, event: tuple[Any, ...]) -> None:
         self._events.append(event)
-        now_ns = event[2] if event[0] == "C" else event[3]
-        if now_ns - self._flushed_ns > FLUSH_NS or len(self._events) >= FLUSH_EVENTS:
-            self._flushed_ns = now_ns
+        if len(self._events) >= FLUSH_EVENTS:
             self.flush()
 
     def _new_threads(self, batch: list[tuple[Any, ...]]) -> list[tuple[str, int, str]]:
@@ -184,7 +190,8 @@ def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapp
     target = Path(out) if out is not None else Path(folder) / MERGED_FILE
     with target.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(e) for one in files for e in _browser_events(one, shifts[one.rank] - zero_ns)))
+        events = (event for one in files for event in _browser_events(one, shifts[one.rank] - zero_ns))
+        file.write(",\n".join(json.dumps(_finite(event), allow_nan=False) for event in events))
         file.write("\n]}\n")
     return target
 
@@ -215,11 +222,22 @@ def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
                 }
             case ["i", _, thread, at_ns, details]:
                 yield base | {"tid": lanes[thread], "ts": (at_ns + shift_ns) / 1e3, "s": "t", "args": details}
+            case ["C", name, at_ns, float(value)] if not math.isfinite(value):  # cannot be drawn: a moment says it
+                yield base | {"ph": "i", "ts": (at_ns + shift_ns) / 1e3, "s": "p", "name": f"{name} is {value}"}
             case ["C", name, at_ns, value]:
                 yield base | {"ts": (at_ns + shift_ns) / 1e3, "args": {name: value}}
             case ["T", thread, name]:
                 lane = lanes.setdefault(thread, len(lanes))
                 yield {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": name}}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: such a number becomes its name."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read(path: Path) -> _RankFile:
