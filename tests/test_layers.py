@@ -114,7 +114,17 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
     assert violations("core.sly", imports(tmp_path / "sly.py")) == ["tilemesh.launch"]
 
 
-@pytest.mark.parametrize("module", ["tilemesh", "tilemesh.cli.main", "tilemesh.launch.job", "tilemesh.core.config"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tilemesh",
+        "tilemesh.cli.main",
+        "tilemesh.launch.job",
+        "tilemesh.core.config",
+        "tilemesh.plan.choose",
+        "tilemesh.model.config",
+    ],
+)
 def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:
     code = f"import {module}, sys; print(sorted({{'torch', 'mpi4py', 'triton', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

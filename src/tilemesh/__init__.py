@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("comm", "core", "kernels", "launch", "measure")
+_SUBPACKAGES = ("comm", "core", "kernels", "launch", "measure", "model", "plan")
 
 __all__ = ["__version__", *_SUBPACKAGES]
 

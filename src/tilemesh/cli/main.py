@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import calibrate, doctor, launch
+from tilemesh.cli import calibrate, doctor, launch, plan
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(launch.launch)
+app.command()(plan.plan)
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]

@@ -1,0 +1,42 @@
+"""`tilemesh plan`: what can be asked. The answer is `plan_run.py`'s, loaded when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset (llama-3-70b, ...) or a TOML file.")],
+    cluster: Annotated[str | None, typer.Option(metavar="NxGPU", help="64xh100, or 4x8xa100 for 4 nodes of 8.")] = None,
+    batch_tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens in a step, about: 4M.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences in a step, exactly.")] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens in a sequence; the model's, if not given.")
+    ] = None,
+    fix: Annotated[list[str] | None, typer.Option(metavar="A=B,...", help="Pin: tp=8,pp=4,recompute=none,...")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="model.layers=105,...")] = None,
+    save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Every figure by name; - for stdout.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the trade-off and the pipeline.")] = None,
+) -> None:
+    """Predict step time and memory, choose a layout for a cluster, and say why."""
+    # Late: `tilemesh --help` needs none of it.
+    from tilemesh.cli.plan_run import Asked, run
+
+    asked = Asked(
+        model=model,
+        cluster=cluster,
+        batch_tokens=batch_tokens,
+        batch=batch,
+        context=context,
+        fix=tuple(fix or ()),
+        sets=tuple(sets or ()),
+        save=save,
+        explain=explain,
+        json=json,
+        html=html,
+    )
+    run(asked)

@@ -1,0 +1,233 @@
+"""What `tilemesh plan` does: the arithmetic of a model, the layouts that fit a cluster, the best of them and why."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import tilemesh
+from tilemesh.core import config
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
+from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
+from tilemesh.plan.capability import trainable
+from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, search
+from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
+from tilemesh.plan.explain_plan import plan_sections, roofline_section
+from tilemesh.plan.figures import figures, prediction_figures
+from tilemesh.plan.page import write_page
+from tilemesh.plan.space import Pins
+from tilemesh.plan.step import Estimator
+from tilemesh.plan.why import runner_up, why
+
+PIPE_WIDTH = 160  # a pipe has no width of its own
+REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line said, as it was said."""
+
+    model: str
+    cluster: str | None
+    batch_tokens: str | None
+    batch: int | None
+    context: int | None
+    fix: tuple[str, ...]
+    sets: tuple[str, ...]
+    save: str | None
+    explain: bool
+    json: str | None
+    html: str | None
+
+
+def run(asked: Asked) -> None:
+    """Answer: print, write, or raise."""
+    # Standard output belongs to the figures when they go there; people read the other one.
+    console = _console(stderr=asked.json == "-")
+    model = load_model(asked.model, asked.sets)
+    if asked.cluster is None:
+        for name in ("fix", "save", "json", "html"):
+            if getattr(asked, name):
+                raise UsageError(f"--{name} is about a plan, which needs --cluster, such as --cluster 64xh100")
+        _explain_model(console, asked.model, model, model.context if asked.context is None else asked.context)
+        return
+    result = _search(asked, model, asked.cluster)
+    console.print(_headline(asked, result))
+    console.print(_table(result))
+    if asked.explain:
+        best = result.best.plan
+        arithmetic = [parameter_section(model), states_section(model, best.precision)]
+        _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
+    console.print("Why the first" if len(result.predictions) > 1 else "Why")
+    for line in (*why(result), *filter(None, [_sentence(runner_up(result))])):
+        console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
+    if asked.save is not None:
+        _save(result, asked.save)
+        console.print(f"plan: {asked.save}", soft_wrap=True)
+    if asked.html is not None:
+        write_page(result, asked.model, asked.html)
+        console.print(f"page: {asked.html}", soft_wrap=True)
+    if asked.json is not None:
+        _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
+
+
+def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
+    tokens = None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
+    pins = Pins.parse(asked.fix)
+    try:
+        return search(model, cluster, batch=asked.batch, batch_tokens=tokens, context=asked.context, pins=pins)
+    except NothingFitsError as error:
+        if asked.json is not None:
+            figure = {"name": "plan", "place": 0} | prediction_figures(error.smallest) | _origin()
+            _write_json([figure], asked.json)
+        raise RunError(f"{asked.model} {error}") from None
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The section that `--set` and a TOML file speak of."""
+
+    model: ModelConfig
+
+
+def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
+    """The model of a preset or a file with a [model] section, with settings over it."""
+    if name.endswith(".toml"):
+        return config.load(_Settings, file=name, sets=sets).model
+    if name not in PRESETS:
+        raise unknown("model", name, PRESETS)
+    presets = {known: {"model": values} for known, values in PRESETS.items()}
+    return config.load(_Settings, preset=name, presets=presets, sets=sets).model
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------
+
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(
+            stderr=stderr, highlight=False, markup=False, width=int(os.environ.get("COLUMNS", PIPE_WIDTH))
+        )
+    return console
+
+
+def _headline(asked: Asked, result: Result) -> str:
+    total = result.batch * result.context
+    wish = ""
+    if asked.batch is None:
+        default = asked.batch_tokens is None
+        wanted = DEFAULT_BATCH_TOKENS if asked.batch_tokens is None else parse_count(asked.batch_tokens)
+        wish = f", {format_count(wanted)} {'by default' if default else 'asked'}" if wanted != total else ""
+    words = (
+        f"{asked.model}: {count_parameters(result.model).total:,} parameters on {result.cluster.name}, batch of "
+        f"{result.batch} sequences x {result.context:,} tokens ({format_count(total)}{wish})"
+    )
+    pinned = f", fixed: {result.pins.describe()}" if result.pins.describe() else ""
+    plural = "" if result.considered == 1 else "s"
+    return f"{words}{pinned}\n{result.considered:,} layout{plural} looked at, {result.fitting:,} fit"
+
+
+def _table(result: Result) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    headings = ("", "dp", "tp", "pp", "seq", "ZeRO", "micro", "accum", "schedule", "recompute")
+    for heading in headings:
+        left = heading in ("schedule", "recompute", "seq")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for heading in ("step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"):
+        table.add_column(heading, justify="left" if heading == "train" else "right", no_wrap=True)
+    for place, found in enumerate(result.predictions, start=1):
+        p = found.plan
+        schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
+        table.add_row(
+            str(place), str(p.dp), str(p.tp), str(p.pp), "yes" if p.sequence_parallel else "-", str(p.zero or "-"),
+            str(p.microbatch), str(p.accumulation), schedule, "-" if p.recompute == "none" else p.recompute,
+            _seconds(found.step_time_s), format_count(found.tokens_per_s), f"{found.mfu:.1%}",
+            format_bytes(found.memory.total_bytes), f"{found.bubble_fraction:.1%}",
+            f"{found.times.exposed_s / found.step_time_s:.1%}", trainable(p),
+        )  # fmt: skip
+    return table
+
+
+def _seconds(value: float) -> str:
+    """Four digits where the ten lines would else look alike."""
+    return f"{value:.2f} s" if 10 <= value < 120 else format_seconds(value)
+
+
+def _explain_model(console: Console, name: str, model: ModelConfig, context: int) -> None:
+    layout = ParallelPlan(precision="bf16-master", attention="materialized")
+    # No cluster was named; the ridge needs some device, and says which.
+    reference = Estimator(model, parse_cluster(f"1x{REFERENCE_DEVICE}"), context)
+    console.print(f"{name}: {count_parameters(model).total:,} parameters")
+    _print_sections(console, [*model_sections(model, context, layout), roofline_section(reference, layout)])
+    console.print("With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.")
+
+
+def _print_sections(console: Console, sections: Iterable[Section]) -> None:
+    for section in sections:
+        console.print(f"\n{section.title}")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+        for column in ("what", "formula", "numbers", "value"):
+            table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+        for row in section.rows:
+            table.add_row(f"  {row.what}", row.formula, row.numbers, row.value)
+        console.print(table)
+        if section.note:
+            console.print(f"  {section.note}")
+    console.print()
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+# ---- what is written -------------------------------------------------------------------------------------------
+
+
+def _origin() -> dict[str, Any]:
+    """What made the figures: the version and the command."""
+    return {"versions": {"tilemesh": tilemesh.__version__}, "command": shlex.join(["tilemesh", *sys.argv[1:]])}
+
+
+def _save(result: Result, path: str) -> None:
+    best = result.best
+    note = f"# {_origin()['command']}\n"
+    note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"
+    if best.plan.pp > 1:
+        note += f"# layers of each chunk, in order: {list(best.chunk_layers)}\n"
+    _write(path, note + best.plan.to_toml())
+
+
+def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:
+    text = "".join(jsonlib.dumps(found, allow_nan=False) + "\n" for found in objects)
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        _write(path, text)
+
+
+def _write(path: str, text: str) -> None:
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None

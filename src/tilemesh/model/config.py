@@ -1,0 +1,195 @@
+"""What a Transformer is, as data: its shape, the presets by name, and how many parameters it has, exactly.
+
+The one idea: everything that is said about a model before it exists (memory, FLOPs, time) follows from these few
+numbers, so they are checked here and nowhere else. No torch: the planner reads this file on machines without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tilemesh.core.errors import UsageError, unknown
+
+Norm = Literal["layernorm", "rmsnorm"]
+NormPlace = Literal["pre", "post"]
+Positions = Literal["learned", "rotary"]
+Activation = Literal["relu", "gelu", "swiglu"]
+
+_SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder. `kv_heads` and `mlp_width` may be left 0: they then follow `heads` and `width`."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+    """Longest sequence; the rows of a learned position table."""
+    kv_heads: int = 0
+    """Heads of keys and values; fewer than `heads` is grouped-query attention. 0: as many as `heads`."""
+    mlp_width: int = 0
+    """Hidden width of the MLP. 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
+    norm: Norm = "layernorm"
+    norm_place: NormPlace = "pre"
+    positions: Positions = "learned"
+    activation: Activation = "gelu"
+    biases: bool = True
+    """Projections have biases; a LayerNorm always has one, an RMSNorm never."""
+    tied: bool = True
+    """The output projection is the token embedding."""
+    dropout: float = 0.0
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocabulary", "context"):
+            _whole(name, getattr(self, name), least=1)
+        for name in ("kv_heads", "mlp_width"):
+            _whole(name, getattr(self, name), least=0)
+        choices = {"norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                raise unknown(name, str(getattr(self, name)), get_args(choice))
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout is {self.dropout}: expected at least 0 and below 1")
+        # Frozen, yet whoever reads the config should meet a number and never "0 means".
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "mlp_width", self.mlp_width or _default_mlp_width(self.width, self.activation))
+        if self.width % self.heads:
+            raise UsageError(
+                f"width {self.width} is not divisible by {self.heads} heads: set model.heads to a divisor of the width"
+            )
+        if self.heads % self.kv_heads:
+            raise UsageError(
+                f"{self.heads} heads do not share {self.kv_heads} kv_heads evenly: set model.kv_heads to a divisor of "
+                f"{self.heads}"
+            )
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UsageError(
+                f"rotary positions turn pairs and a head is {self.head_width} wide: expected an even width"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys together; the values are as wide."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Projections into the MLP: swiglu has a gate beside the value."""
+        return 2 if self.activation == "swiglu" else 1
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters each part has; `total` counts a tied output projection once."""
+
+    token_embedding: int
+    position_embedding: int
+    attention: int
+    """In one layer."""
+    mlp: int
+    """In one layer."""
+    norms: int
+    """In one layer."""
+    layers: int
+    final_norm: int
+    output: int
+    """The output projection; 0 where it is tied to the embedding."""
+
+    @property
+    def layer(self) -> int:
+        return self.attention + self.mlp + self.norms
+
+    @property
+    def total(self) -> int:
+        outside = self.token_embedding + self.position_embedding + self.final_norm + self.output
+        return self.layers * self.layer + outside
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    """Exact counts by part, of the model as Hugging Face's GPT-2 and Llama have it."""
+    width, hidden = model.width, model.mlp_width
+    norm = width * (2 if model.norm == "layernorm" else 1)
+    attention = width * (width + 2 * model.kv_width) + width * width
+    mlp = (model.mlp_inputs + 1) * width * hidden
+    if model.biases:
+        attention += (width + 2 * model.kv_width) + width
+        mlp += model.mlp_inputs * hidden + width
+    return Parameters(
+        token_embedding=model.vocabulary * width,
+        position_embedding=model.context * width if model.positions == "learned" else 0,
+        attention=attention,
+        mlp=mlp,
+        norms=2 * norm,
+        layers=model.layers,
+        # Post-norm ends every layer with a norm, so nothing is left to do after the last.
+        final_norm=norm if model.norm_place == "pre" else 0,
+        output=0 if model.tied else model.vocabulary * width,
+    )
+
+
+_LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
+
+# Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Small enough for two CPU cores, bytes as tokens; grouped-query and swiglu, so that nothing of a Llama is untried.
+    "tiny": {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "vocabulary": 256, "context": 128, **_LLAMA},
+    # Radford et al. 2019, the smallest; Hugging Face `gpt2`.
+    "gpt2-124m": {
+        "layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "context": 1024, "dropout": 0.1,
+    },
+    # Hugging Face `TinyLlama/TinyLlama-1.1B-*`, config.json.
+    "tinyllama-1.1b": {
+        "layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "vocabulary": 32000, "context": 2048, **_LLAMA,
+    },
+    # Touvron et al. 2023, table 1 of the second paper and config.json.
+    "llama-2-7b": {"layers": 32, "width": 4096, "heads": 32, "vocabulary": 32000, "context": 4096, **_LLAMA},
+    # "The Llama 3 Herd of Models", table 3.
+    "llama-3-8b": {
+        "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "vocabulary": 128256,
+        "context": 8192, "rotary_base": 500_000.0, **_LLAMA,
+    },
+    "llama-3-70b": {
+        "layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "mlp_width": 28672, "vocabulary": 128256,
+        "context": 8192, "rotary_base": 500_000.0, **_LLAMA,
+    },
+    # Brown et al. 2020, table 2.1. Counted as GPT-2 is: biases, learned positions, tied output projection, GPT-2's
+    # 50,257 tokens. That gives 174,604,259,328; the name rounds it.
+    "gpt3-175b": {
+        "layers": 96, "width": 12288, "heads": 96, "vocabulary": 50257, "context": 2048, "dropout": 0.1,
+    },
+}  # fmt: skip
+
+
+def preset(name: str) -> ModelConfig:
+    """The model of that name."""
+    if name not in PRESETS:
+        raise unknown("model", name, PRESETS)
+    return ModelConfig(**PRESETS[name])
+
+
+def _default_mlp_width(width: int, activation: str) -> int:
+    if activation != "swiglu":
+        return 4 * width
+    least = -(-8 * width // 3)
+    return -(-least // _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"model.{name} is {value!r}: expected a whole number of at least {least}")

@@ -1,0 +1,27 @@
+"""Predict and choose: arithmetic, memory and time of a layout, and the search over layouts. Never torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_WHERE = {
+    "search": "choose",
+    "Result": "choose",
+    "Pins": "space",
+    "Estimator": "step",
+    "Prediction": "step",
+    "predict": "step",
+}
+
+__all__ = ["Estimator", "Pins", "Prediction", "Result", "predict", "search"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"tilemesh.plan.{_WHERE[name]}"), name)
+    raise AttributeError(f"module 'tilemesh.plan' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,34 @@
+"""Whether this version of `tilemesh train` can run a plan. One list, one function: training adds to the list."""
+
+from __future__ import annotations
+
+from tilemesh.core.plan import ParallelPlan
+
+TRAINABLE: frozenset[str] = frozenset()
+"""What training can do, of: "dp", "tp", "pp", "sequence_parallel", "zero1", "zero2", "zero3", "gpipe", "1f1b",
+"interleaved", "selective", "full", "materialized", and "precision:NAME" for each precision. There is no
+training yet."""
+
+
+def needs(plan: ParallelPlan) -> list[str]:
+    """What a plan asks of training."""
+    wanted = [axis for axis in ("dp", "tp", "pp") if getattr(plan, axis) > 1]
+    if plan.sequence_parallel:
+        wanted.append("sequence_parallel")
+    if plan.zero:
+        wanted.append(f"zero{plan.zero}")
+    if plan.pp > 1:
+        wanted.append(plan.schedule)
+    if plan.recompute != "none":
+        wanted.append(plan.recompute)
+    if plan.attention == "materialized":
+        wanted.append("materialized")
+    return [*wanted, f"precision:{plan.precision}"]
+
+
+def trainable(plan: ParallelPlan) -> str:
+    """ "yes", or why not: what is missing."""
+    if not TRAINABLE:
+        return "not yet"
+    missing = [need for need in needs(plan) if need not in TRAINABLE]
+    return "yes" if not missing else f"not yet: {', '.join(missing)}"

@@ -1,0 +1,190 @@
+"""The search: every layout that can exist, those that fit, the fastest ten of them.
+
+The one idea: closed forms look at all (microseconds each), simulation looks at ten. Nothing is random and ties are
+broken by memory and then by the plan's own fields, so the same question has the same answer everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.units import format_bytes
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.plan.layout import Candidate, short
+from tilemesh.plan.space import Pins, candidates, why_nothing
+from tilemesh.plan.step import Estimator, Prediction
+
+SHOWN = 10
+DEFAULT_BATCH_TOKENS = 1_000_000
+BATCH_SLACK = 0.05
+"""A batch given in tokens is a wish: the count of sequences may differ by so much to divide well."""
+
+_GROWTH = tuple(sorted({base << power for base in (1, 3) for power in range(12)}))  # nodes tried when nothing fits
+
+
+class Point(NamedTuple):
+    """A layout that fits, as the search saw it: closed form."""
+
+    time_s: float
+    nbytes: int
+    layout: Candidate
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search found, best first."""
+
+    model: ModelConfig
+    cluster: Cluster
+    context: int
+    batch: int
+    pins: Pins
+    predictions: tuple[Prediction, ...]
+    considered: int
+    points: tuple[Point, ...]
+    """All that fit."""
+
+    @property
+    def fitting(self) -> int:
+        return len(self.points)
+
+    @property
+    def best(self) -> Prediction:
+        return self.predictions[0]
+
+
+class NothingFitsError(RunError):
+    """No layout fits in memory; `smallest` is the one that comes closest."""
+
+    def __init__(self, message: str, smallest: Prediction) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+def search(
+    model: ModelConfig | str,
+    cluster: Cluster | str,
+    *,
+    batch: int | None = None,
+    batch_tokens: int | None = None,
+    context: int | None = None,
+    pins: Pins | None = None,
+    shown: int = SHOWN,
+) -> Result:
+    """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences.
+
+    UsageError when no layout can exist; NothingFitsError when none fits.
+    """
+    model = preset(model) if isinstance(model, str) else model
+    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    pins = pins or Pins()
+    estimator = Estimator(model, cluster, context)
+    batch = choose_batch(batch, batch_tokens, estimator.context)
+    considered, least, ranked = _look(estimator, batch, pins)
+    if least is None:
+        raise UsageError(f"no layout is possible: {why_nothing(estimator, batch, pins)}")
+    if not ranked:
+        raise _nothing_fits(estimator, batch, pins, least)
+    predictions = [estimator.predict(candidate.plan()) for candidate in _distinct(ranked, shown)]
+    # The exact cut may weigh a little more than the quick one that was found to fit.
+    kept = [found for found in predictions if found.fits] or predictions
+    kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
+    return Result(model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked))
+
+
+def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> int:
+    """Sequences in a step. From tokens: the count within 5 % that can be halved most often, then the nearest."""
+    if batch is not None and batch_tokens is not None:
+        raise UsageError("--batch and --batch-tokens both say the batch: give one")
+    if batch is not None:
+        if batch < 1:
+            raise UsageError(f"batch is {batch}: expected at least 1 sequence")
+        return batch
+    wanted = (DEFAULT_BATCH_TOKENS if batch_tokens is None else batch_tokens) / context
+    if wanted < 1 - BATCH_SLACK:
+        raise UsageError(
+            f"{batch_tokens} tokens a step are less than one sequence of {context}: give more, or --context"
+        )
+    low, high = max(1, -int(-wanted * (1 - BATCH_SLACK) // 1)), max(1, int(wanted * (1 + BATCH_SLACK)))
+    return max(range(min(low, high), high + 1), key=lambda n: (n & -n, -abs(n - wanted)))
+
+
+def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, Candidate] | None, list[Point]]:
+    """All layouts once: how many there are, the smallest, and those that fit with their time."""
+    considered = 0
+    least: tuple[int, Candidate] | None = None
+    ranked: list[Point] = []
+    for group in candidates(estimator, batch, pins):
+        for candidate in group:
+            considered += 1
+            nbytes = estimator.memory(candidate).total_bytes
+            if least is None or nbytes < least[0]:
+                least = (nbytes, candidate)
+            if nbytes > estimator.usable_bytes:
+                continue
+            ranked.append(Point(estimator.rank_s(candidate), nbytes, candidate))
+            break  # the groups go from little recomputation to much, and more only takes longer
+    return considered, least, ranked
+
+
+def _distinct(ranked: list[Point], shown: int) -> list[Candidate]:
+    """The fastest, one for each mesh, schedule and ZeRO stage, so that ten lines are ten choices; then the others."""
+    seen: set[tuple[object, ...]] = set()
+    chosen: list[Candidate] = []
+    others: list[Candidate] = []
+    for _, _, candidate in heapq.nsmallest(40 * shown, ranked):
+        key = (candidate.dp, candidate.tp, candidate.pp, candidate.schedule, candidate.interleave, candidate.zero)
+        (others if key in seen else chosen).append(candidate)
+        seen.add(key)
+    return (chosen + others)[:shown]
+
+
+# ---- nothing fits ----------------------------------------------------------------------------------------------
+
+
+def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int, Candidate]) -> NothingFitsError:
+    smallest = estimator.predict(least[1].plan())
+    memory, cluster = smallest.memory, estimator.cluster
+    part = memory.dominant
+    enough = gpus_enough(estimator, batch, pins)
+    would_do = (
+        f"{enough[0]} such GPUs would do ({short(enough[1])})"
+        if enough
+        else "no number of such GPUs that was tried would do with this batch"
+    )
+    under = f" under {pins.describe()}" if pins.describe() else ""
+    return NothingFitsError(
+        f"does not fit on {cluster.name}{under}: the least a GPU needs is {format_bytes(memory.total_bytes)} "
+        f"({short(smallest.plan)}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
+        f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}",
+        smallest,
+    )
+
+
+def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Candidate] | None:
+    """The fewest GPUs of this kind tried on which something fits; pins on the mesh's size are let go."""
+    free = Pins(**{**vars(pins), "dp": None, "tp": None, "pp": None, "accumulation": None})
+    for cluster in _larger(estimator.cluster):
+        bigger = Estimator(estimator.model, cluster, estimator.context)
+        for group in candidates(bigger, batch, free):
+            if bigger.fits(group[-1]):  # the one that recomputes most
+                return cluster.world, group[-1]
+    return None
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """Larger clusters of the same device: a fuller node first, then more nodes."""
+    node = cluster.node
+    if len(cluster.nodes) == 1 and node.count < GPUS_PER_NODE:
+        for count in (2, 4, GPUS_PER_NODE):
+            if count > node.count:
+                yield Cluster((make_node(node.device, count),))
+        node = make_node(node.device, GPUS_PER_NODE)
+    for nodes in _GROWTH:
+        if nodes > len(cluster.nodes):
+            yield Cluster((node,) * nodes)

@@ -1,0 +1,292 @@
+"""The arithmetic of a model, shown: each figure with its formula, the numbers put in, and what comes out.
+
+The one idea: a row's result is computed by the code that plans with it, and its formula and numbers stand beside it for
+a reader to check. This file is about the model alone; `explain_plan.py` adds what a layout makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilemesh.core.plan import Attention, ParallelPlan, Recompute
+from tilemesh.core.units import format_bytes, format_count
+from tilemesh.model.config import ModelConfig, count_parameters
+from tilemesh.plan import memory
+from tilemesh.plan.flops import forward_flops, recomputed_flops
+from tilemesh.plan.layout import Layout
+from tilemesh.plan.shards import why_not
+
+
+class Row(NamedTuple):
+    """One figure. Empty formula and numbers: given, not computed."""
+
+    what: str
+    formula: str
+    numbers: str
+    value: str
+
+
+class Section(NamedTuple):
+    title: str
+    rows: list[Row]
+    note: str = ""
+
+
+def model_sections(model: ModelConfig, context: int, layout: Layout) -> list[Section]:
+    """Parameters, FLOPs of one sequence, states, activations of one layer and KV cache."""
+    return [
+        parameter_section(model),
+        flops_section(model, 1, context, layout.recompute),
+        states_section(model, layout.precision),
+        zero_section(model, layout.precision, layout.dp),
+        activation_section(model, context, layout),
+        recipes_section(model, context, layout),
+        relation_section(model, context),
+        laws_section(),
+        cache_section(model, context),
+    ]
+
+
+def parameter_section(model: ModelConfig) -> Section:
+    parts = count_parameters(model)
+    D, F, V, kv = model.width, model.mlp_width, model.vocabulary, model.kv_width
+    bias = model.biases
+    inputs = model.mlp_inputs
+    # A LayerNorm has a weight and a bias, an RMSNorm a weight.
+    norm = 2 if model.norm == "layernorm" else 1
+    rows = [
+        Row("token embedding", "V D", f"{V:,} x {D:,}", f"{parts.token_embedding:,}"),
+        Row("position embedding", "S D", f"{model.context:,} x {D:,}", f"{parts.position_embedding:,}"),
+        Row(
+            "attention, a layer",
+            "D (D + 2 K) + D D" + (" + (D + 2 K) + D" if bias else ""),
+            f"{D:,} x {D + 2 * kv:,} + {D:,} x {D:,}" + (f" + {D + 2 * kv:,} + {D:,}" if bias else ""),
+            f"{parts.attention:,}",
+        ),
+        Row(
+            "MLP, a layer",
+            f"{inputs + 1} D F" + (f" + {inputs} F + D" if bias else ""),
+            f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if bias else ""),
+            f"{parts.mlp:,}",
+        ),
+        Row("norms, a layer", f"2 x {norm} D", f"2 x {norm} x {D:,}", f"{parts.norms:,}"),
+        Row(
+            "layers",
+            "L (attention + MLP + norms)",
+            f"{model.layers} x {parts.layer:,}",
+            f"{parts.layers * parts.layer:,}",
+        ),
+        Row("final norm", f"{norm} D", f"{norm} x {D:,}", f"{parts.final_norm:,}"),
+        Row("output projection", "V D", f"{V:,} x {D:,}", f"{parts.output:,}"),
+        Row("parameters N", "sum", "", f"{parts.total:,}"),
+    ]
+    shown = [row for row in rows if row.value != "0"]
+    tied = "; the output projection is the embedding" if model.tied else ""
+    return Section(
+        f"Parameters (L {model.layers} layers, D {D:,} wide, K {kv:,} wide keys, F {F:,} in the MLP, V {V:,} tokens"
+        f"{tied})",
+        shown,
+    )
+
+
+def flops_section(model: ModelConfig, sequences: int, context: int, recompute: str) -> Section:
+    """A step over so many sequences."""
+    T, s, D, kv = sequences * context, context, model.width, model.kv_width
+    L, F, V, inputs = model.layers, model.mlp_width, model.vocabulary, model.mlp_inputs
+    forward = forward_flops(model, sequences, context)
+    again = recomputed_flops(model, sequences, context, recompute)
+    total = 3 * forward.total + again
+    parameters = count_parameters(model).total
+    repeated = {"none": "nothing", "selective": "scores", "full": "all layers"}[recompute]
+    six = 6 * parameters * T
+    rows = [
+        Row("q, k, v and output", "2 T D (2 D + 2 K) L", f"2 x {T:,} x {D:,} x {2 * D + 2 * kv:,} x {L}",
+            _flops(forward.projections)),
+        Row("scores and values", "4 T S D L", f"4 x {T:,} x {s:,} x {D:,} x {L}", _flops(forward.scores)),
+        Row("MLP", f"2 T {inputs + 1} D F L", f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}", _flops(forward.mlp)),
+        Row("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),
+        Row("forward", "sum", "", _flops(forward.total)),
+        Row("backward", "2 x forward", f"2 x {_flops(forward.total)}", _flops(2 * forward.total)),
+        Row("recomputed", repeated, f"recompute = {recompute}", _flops(again)),
+        Row("all", "forward + backward + recomputed", "", _flops(total)),
+        Row("6 N T, for comparison", "6 N T", f"6 x {parameters:,} x {T:,}",
+            f"{_flops(six)} ({six / (3 * forward.total):.1%} of forward + backward)"),
+    ]  # fmt: skip
+    words = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
+    return Section(
+        f"FLOPs of a step over {words} of S = {s:,} tokens (T = {T:,})",
+        rows,
+        "A multiply-add is 2; scores are counted as the whole square, also under a causal mask.",
+    )
+
+
+def states_section(model: ModelConfig, precision: str) -> Section:
+    parameters = count_parameters(model).total
+    rounded = _three_digits(parameters)
+    rows = []
+    for name, size in zip(("weights", "gradients", "optimizer"), memory.STATE_BYTES[precision], strict=True):
+        rows.append(Row(name, f"{size} N", f"{size} x {parameters:,}", _gigabytes(size * parameters)))
+    whole = sum(memory.STATE_BYTES[precision])
+    rows.append(Row("all states", f"{whole} N", f"{whole} x {parameters:,}", _gigabytes(whole * parameters)))
+    for name, size in (("16-bit weights, N rounded", 2), ("Adam states, N rounded", 12)):
+        rows.append(Row(name, f"{size} N", f"{size} x {format_count(rounded)}", f"{size * rounded / 1e9:,.0f} GB"))
+    return Section(
+        f"States of the whole model, precision {precision}",
+        rows,
+        "Optimizer: two moments, and fp32 master weights where the weights have 16 bits.",
+    )
+
+
+def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
+    """The ZeRO table, for the dp of the plan or, without one, for 64."""
+    parameters, ranks = count_parameters(model).total, dp if dp > 1 else 64
+    w, g, o = memory.STATE_BYTES[precision]
+    forms = (
+        f"{w + g + o} M",
+        f"{w + g} M + {o} M/{ranks}",
+        f"{w} M + {g + o} M/{ranks}",
+        f"{w + g + o} M/{ranks}",
+    )
+    rows = [
+        Row(
+            f"ZeRO-{stage}" if stage else "no ZeRO",
+            form,
+            f"M = {parameters:,}",
+            _gigabytes(sum(memory.state_bytes(parameters, precision, stage, ranks))),
+        )
+        for stage, form in enumerate(forms)
+    ]
+    return Section(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
+
+
+def activation_section(model: ModelConfig, context: int, layout: Layout) -> Section:
+    """Tensor by tensor, what a layer keeps for its backward pass."""
+    b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
+    rows, total = [], 0
+    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision):
+        nbytes = memory.kept_bytes(kept, model, tp, sp)
+        dropped = layout.recompute == "full" or (layout.recompute == "selective" and kept.scores)
+        if layout.recompute == "full" and kept.name == "input of the first norm":
+            dropped = False
+        total += 0 if dropped else nbytes
+        over = tp if kept.split != "sequence" or sp else 1
+        split = f" / {over}" if over > 1 else ""
+        rows.append(
+            Row(
+                kept.name,
+                f"{kept.element_bytes} B x {_elements(kept.name)}" + (" / tp" if over > 1 else ""),
+                f"{kept.element_bytes} x {kept.elements:,}{split}",
+                "dropped, recomputed" if dropped else format_bytes(nbytes),
+            )
+        )
+    rows.append(Row("a layer keeps", "sum", "", f"{format_bytes(total)} ({total:,} B)"))
+    title = (
+        f"Activations of one layer and microbatch of {b} on a rank: tp {tp}, "
+        f"sequence parallel {'yes' if sp else 'no'}, {layout.attention} attention, recompute {layout.recompute}"
+    )
+    return Section(title, rows)
+
+
+def recipes_section(model: ModelConfig, context: int, layout: Layout, tp: int = 8) -> Section:
+    """What a layer keeps under every recipe: attention, recomputation, tensor and sequence parallelism."""
+    sbd = layout.microbatch * context * model.width
+    whole = why_not(model, tp) is None
+    rows = []
+    recipes: tuple[tuple[Attention, Recompute], ...] = (
+        ("materialized", "none"),
+        ("materialized", "selective"),
+        ("materialized", "full"),
+        ("fused", "none"),
+        ("fused", "full"),
+    )
+    for attention, recompute in recipes:
+        for ranks, sp in ((1, False), (tp, False), (tp, True)):
+            if ranks > 1 and not whole:
+                continue
+            plan = ParallelPlan(
+                tp=ranks, sequence_parallel=sp, attention=attention, recompute=recompute,
+                microbatch=layout.microbatch, precision=layout.precision,
+            )  # fmt: skip
+            nbytes = memory.layer_activation_bytes(model, plan, context)
+            split = f"tp {ranks}" + (", sequence parallel" if sp else "")
+            form = "S b D x the tensors above"
+            if memory.is_paper_model(model, layout.precision):
+                form = _paper_form(attention, recompute, ranks, sp)
+            name = f"{attention}, {recompute}, {split}"
+            rows.append(Row(name, form, f"{sbd:,} x {nbytes / sbd:.2f} B", format_bytes(nbytes)))
+    note = "a heads, t ranks of tensor parallelism; a fused kernel keeps 4 B a head and token instead of the scores"
+    return Section("Activations a layer keeps, by recipe", rows, f"{note}.")
+
+
+def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:
+    """The forms of Korthikanti et al. 2022, table 2."""
+    if recompute == "full":
+        return "S b D x 2/t" if sp else "S b D x 2"
+    flat = "34" if ranks == 1 else "34/t" if sp else "(10 + 24/t)"
+    below = "(D t)" if ranks > 1 else "D"
+    if recompute == "selective":
+        return f"S b D x {flat}"
+    scores = f"5 a S/{below}" if attention == "materialized" else f"4 a/{below}"
+    return f"S b D x ({flat.strip('()')} + {scores})"
+
+
+def relation_section(model: ModelConfig, context: int) -> Section:
+    done = 3 * forward_flops(model, 1, context).total
+    rows = []
+    for recompute in ("none", "selective", "full"):
+        again = recomputed_flops(model, 1, context, recompute)
+        numbers = f"1 + {again:.4g} / {done:.4g}"
+        rows.append(
+            Row(
+                f"recompute {recompute}", "HFU / MFU = 1 + recomputed / model FLOPs", numbers, f"{1 + again / done:.4f}"
+            )
+        )
+    return Section("MFU counts FLOPs that had to be done, HFU all that were done", rows)
+
+
+def laws_section(serial: float = 0.01) -> Section:
+    """Amdahl's and Gustafson's laws for a step of which one percent does not shrink with more ranks."""
+    rows = []
+    for n in (8, 64, 512):
+        fixed, grown = 1 / (serial + (1 - serial) / n), n - serial * (n - 1)
+        rows.append(
+            Row(f"Amdahl, {n} ranks", "1 / (f + (1 - f)/n)", f"1 / ({serial} + {1 - serial} / {n})", f"{fixed:.1f}")
+        )
+        rows.append(Row(f"Gustafson, {n} ranks", "n - f (n - 1)", f"{n} - {serial} x {n - 1}", f"{grown:.1f}"))
+    note = "Amdahl keeps the batch, Gustafson lets it grow with the ranks; with --cluster f is the plan's own"
+    return Section(f"Speed-up when a fraction f = {serial} of the step does not shrink", rows, f"{note}.")
+
+
+def cache_section(model: ModelConfig, context: int) -> Section:
+    nbytes = memory.kv_cache_bytes(model, context)
+    row = Row(
+        "keys and values",
+        "2 x 2 B x L K S",
+        f"2 x 2 x {model.layers} x {model.kv_width:,} x {context:,}",
+        format_bytes(nbytes),
+    )
+    return Section("KV cache of one sequence, when serving", [row])
+
+
+def _elements(name: str) -> str:
+    if "scores" in name:
+        return "b heads S" if name.startswith("log") else "b heads S S"
+    if name in ("keys", "values"):
+        return "b S K"
+    if name in ("input of the activation", "input of the MLP's last projection"):
+        return "b S F" if name.startswith("input of the MLP") else "b S F (each input)"
+    return "b S D"
+
+
+def _flops(count: int) -> str:
+    return f"{count:.4g} FLOP" if count else "0"
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB = {format_bytes(nbytes)}"
+
+
+def _three_digits(count: int) -> int:
+    """As models are named: 174,604,259,328 is 175G."""
+    digits = len(str(count))
+    return round(count, 3 - digits)

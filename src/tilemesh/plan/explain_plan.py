@@ -1,0 +1,245 @@
+"""The arithmetic of a layout, shown: memory of the fullest rank, the step's seconds, utilisation, scaling, roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tilemesh.core import pipeline
+from tilemesh.core.cost import Ceiling
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.plan import work
+from tilemesh.plan.choose import Result
+from tilemesh.plan.constants import LOGITS_BYTES, OPTIMIZER_BYTES
+from tilemesh.plan.explain import Row, Section, activation_section, flops_section
+from tilemesh.plan.flops import recomputed_flops
+from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.room import layers_in_flight
+from tilemesh.plan.shards import stage_parameters, vocabulary_per_rank
+from tilemesh.plan.step import Estimator, Prediction
+
+
+def plan_sections(result: Result) -> list[Section]:
+    """What the best plan's figures are made of."""
+    best = result.best
+    estimator = Estimator(result.model, result.cluster, result.context)
+    return [
+        flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
+        activation_section(result.model, result.context, best.plan),
+        memory_section(estimator, best),
+        bubble_section(best),
+        time_section(estimator, best),
+        utilisation_section(result, best),
+        scaling_section(best),
+        roofline_section(estimator, best.plan),
+    ]
+
+
+def memory_section(estimator: Estimator, best: Prediction) -> Section:
+    """The fullest rank: which stage it is on, and its terms."""
+    plan, room, model = best.plan, estimator.room, estimator.model
+    stages = [room.stage(plan, stage, best.chunk_layers).total_bytes for stage in range(plan.pp)]
+    stage = stages.index(max(stages))
+    first, last = stage == 0, stage == plan.pp - 1
+    kept, recomputed = room.layer(plan)
+    held = layers_in_flight(plan, stage, best.chunk_layers)
+    layers = sum(best.chunk_layers[stage :: plan.pp])
+    shards = room.shards(plan.tp)
+    parameters = stage_parameters(shards, layers, first, last)
+    ends = " + embeddings" * first + " + head" * last
+    rows = [
+        Row(
+            "parameters P",
+            f"layers x a layer's share{ends}",
+            f"{layers} x {shards.layer:,} + {parameters - layers * shards.layer:,}",
+            f"{parameters:,}",
+        )
+    ]
+    # ZeRO divides by dp: the optimizer from stage 1 on, gradients from 2, weights from 3.
+    names = ("weights", "gradients", "optimizer")
+    for name, size, sharded_from in zip(names, STATE_BYTES[plan.precision], (3, 2, 1), strict=True):
+        sharded = plan.zero >= sharded_from and plan.dp > 1
+        value: int = getattr(best.memory, f"{name}_bytes")
+        rows.append(
+            Row(
+                name,
+                f"{size} B x P" + " / dp" * sharded,
+                f"{size} x {parameters:,}" + f" / {plan.dp}" * sharded,
+                format_bytes(value),
+            )
+        )
+    vocabulary = vocabulary_per_rank(model, plan.tp)
+    tokens = plan.microbatch * estimator.context
+    rows += [
+        Row("layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"),
+        Row("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
+        Row(
+            "logits",
+            f"{LOGITS_BYTES} B x b S V/tp, last stage",
+            f"{LOGITS_BYTES} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
+            format_bytes(best.memory.logits_bytes),
+        ),
+        Row(
+            "working",
+            "recomputed layer + gathered + cast copies",
+            f"{recomputed:,} + {best.memory.working_bytes - recomputed:,} B",
+            format_bytes(best.memory.working_bytes),
+        ),
+        Row("reserved", "context and libraries", "assumed", format_bytes(best.memory.reserved_bytes)),
+        Row(
+            "total",
+            "sum",
+            "",
+            f"{format_bytes(best.memory.total_bytes)} of {format_bytes(best.usable_bytes)} usable",
+        ),
+    ]
+    return Section("Memory of the fullest GPU", rows)
+
+
+def bubble_section(best: Prediction) -> Section:
+    plan = best.plan
+    v, m, p = plan.interleave, plan.accumulation, plan.pp
+    rows = [
+        Row(
+            "bubble of the schedule",
+            "(p - 1) / (v m + p - 1)" if v > 1 else "(p - 1) / (m + p - 1)",
+            f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else ""),
+            f"{best.bubble_fraction:.2%}",
+        )
+    ]
+    if p > 1:
+        held = [pipeline.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        rows.append(
+            Row("passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk")
+        )
+    return Section("Pipeline", rows)
+
+
+def time_section(estimator: Estimator, best: Prediction) -> Section:
+    """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
+    plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
+    m, n = plan.accumulation, estimator.busiest_layers(plan)
+    compute, back = layer.forward_s, layer.backward_s
+    passed = format_seconds(estimator.chunk_times(plan).hop_s)
+    ends = times.compute_s / m - n * (compute + back)
+    rows = [
+        Row(
+            "compute",
+            "m (n (forward + backward) + ends)",
+            f"{m} x ({n} x ({format_seconds(compute)} + {format_seconds(back)}) + {format_seconds(max(0.0, ends))})",
+            format_seconds(times.compute_s),
+        ),
+        Row(
+            "recomputation",
+            "m n (what is done again)",
+            f"{m} x {n} x {format_seconds(times.recompute_s / m / n)}",
+            format_seconds(times.recompute_s),
+        ),
+        Row(
+            "tensor-parallel exchanges",
+            "m (n (forward + backward [+ forward]) + ends)",
+            f"{m} x ({n} x ({format_seconds(layer.exchange_s)} + {format_seconds(layer.exchange_back_s)}) + ...)",
+            format_seconds(times.tp_s),
+        ),
+        Row("sending between stages", "m x messages x one", f"one takes {passed}", format_seconds(times.pp_s)),
+        Row(
+            "bubble and waiting",
+            "simulated - busy",
+            f"{plan.schedule}, {plan.pp} stages",
+            format_seconds(times.bubble_s),
+        ),
+        Row(
+            "data-parallel exchange",
+            "not hidden + what hiding costs",
+            f"{format_bytes(best.traffic['dp'])} sent a rank",
+            format_seconds(times.dp_s),
+        ),
+        Row(
+            "optimizer",
+            "bytes a parameter x P / bandwidth",
+            f"{OPTIMIZER_BYTES[plan.precision]} B a parameter",
+            format_seconds(times.optimizer_s),
+        ),
+    ]
+    shown = [row for row in rows if row.value != "0 s"]
+    whole = [
+        row._replace(value=f"{row.value}, {value / best.step_time_s:.1%}")
+        for row, value in zip(rows, dataclasses.astuple(times), strict=True)
+        if row in shown
+    ]
+    whole.append(Row("step", "sum", "", f"{best.step_time_s:.4g} s, 100%"))
+    return Section("Where the step's time goes, on the busiest stage", whole)
+
+
+def utilisation_section(result: Result, best: Prediction) -> Section:
+    peak = result.cluster.device.peak(best.plan.compute_dtype)
+    whole = f"{best.step_time_s:.4g} s x {best.plan.world} x {peak / 1e12:.4g} TFLOP/s"
+    again = recomputed_flops(result.model, best.plan.batch, result.context, best.plan.recompute)
+    ratio = best.hardware_flops / best.model_flops
+    rows = [
+        Row("MFU", "model FLOPs / (step x ranks x peak)", f"{best.model_flops:.4g} / ({whole})", f"{best.mfu:.1%}"),
+        Row("HFU", "all FLOPs / (step x ranks x peak)", f"{best.hardware_flops:.4g} / ({whole})", f"{best.hfu:.1%}"),
+        Row("HFU / MFU", "1 + recomputed / model FLOPs", f"1 + {again:.4g} / {best.model_flops:.4g}", f"{ratio:.4f}"),
+    ]
+    return Section("Utilisation", rows)
+
+
+def scaling_section(best: Prediction) -> Section:
+    """Amdahl and Gustafson with the step's own parts: what more ranks do not shorten counts as serial."""
+    n = best.plan.world
+    useful = best.times.compute_s + best.times.recompute_s
+    share = useful / best.step_time_s
+    speedup = n * share
+    rows = [
+        Row("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
+        Row("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
+    ]
+    if n > 1:
+        serial = (1 / speedup - 1 / n) / (1 - 1 / n)
+        scaled = n - (1 - share) * (n - 1)
+        rows += [
+            Row(
+                "serial fraction f (Karp-Flatt)",
+                "(1/S - 1/n) / (1 - 1/n)",
+                f"S = {speedup:.1f}, n = {n}",
+                f"{serial:.2e}",
+            ),
+            Row(
+                "Amdahl: this batch on any n",
+                "1 / f at most",
+                f"1 / {serial:.2e}",
+                f"{1 / serial:,.0f}" if serial > 0 else "no bound",
+            ),
+            Row(
+                "Gustafson: a batch that grows",
+                "n - (1 - share) (n - 1)",
+                f"{n} - {1 - share:.4f} x {n - 1}",
+                f"{scaled:.1f}",
+            ),
+        ]
+    return Section("Scaling", rows, "One rank is imagined with memory enough.")
+
+
+def roofline_section(estimator: Estimator, plan: ParallelPlan) -> Section:
+    """The operations of one layer's forward pass, and on which side of the ridge each lies."""
+    device = estimator.cluster.device
+    dtype = plan.compute_dtype
+    ridge = Ceiling.of_device(device).ridge(dtype)
+    speed = work.speed_of(device, dtype)
+    layer = work.layer_work(
+        estimator.model, plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context, plan.attention, dtype
+    )
+    rows = []
+    for op in layer.forward:
+        if isinstance(op, work.Pass):
+            side, intensity, shape = "memory", "0 (moves bytes only)", f"{op.nbytes:,} B"
+        else:
+            nbytes = op.nbytes if isinstance(op, work.FusedAttention) else speed.matmul_bytes(op)
+            value = op.flops / nbytes
+            side = "compute" if value >= ridge else "memory"
+            intensity, shape = f"{value:.0f} FLOP/B", f"{op.flops:.3g} FLOP / {nbytes:.3g} B"
+        rows.append(Row(op.name, shape, intensity, f"{side}, {format_seconds(speed.op_s(op))}"))
+    peak, rate = format_rate(device.peak(dtype), "FLOP/s"), format_rate(device.memory_bytes_per_s, "B/s")
+    return Section(
+        f"Roofline of a layer's forward pass on {device.name}: ridge at {peak} / {rate} = {ridge:.0f} FLOP/B", rows
+    )

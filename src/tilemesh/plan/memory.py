@@ -1,0 +1,201 @@
+"""Bytes a rank needs, by what they are for: states (with ZeRO), activations tensor by tensor, and the rest.
+
+Activations are those that a layer keeps for its backward pass. For a GPT with dropout, 16-bit values and materialised
+attention they add up to s b h (10 + 24/t + 5 a s/(h t)) a layer, the formula of Korthikanti et al. 2022, and to its
+sequence-parallel (34/t + 5 a s/(h t)) and selective (34/t) forms; other models keep other tensors, listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from tilemesh.core.hardware import DTYPE_BYTES, Device
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan import constants
+from tilemesh.plan.layout import Layout
+from tilemesh.plan.shards import Shards, kv_width_per_rank, vocabulary_per_rank
+
+# Bytes a parameter by DESIGN.md's precisions: weights, gradients, optimiser (Adam's two moments, and a master copy).
+STATE_BYTES = {
+    "fp32": (4, 4, 8),
+    "bf16": (4, 4, 8),
+    "fp16": (4, 4, 8),
+    "bf16-master": (2, 2, 12),
+    "fp64": (8, 8, 16),
+}
+_AUTOCAST = ("bf16", "fp16")
+
+
+class Kept(NamedTuple):
+    """One tensor that a layer keeps: elements of the whole layer, what splits them, whether selective drops it."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    split: str  # "tp" or "sequence"
+    scores: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak of one rank, in bytes."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    """Kept by the layers in flight."""
+    logits_bytes: int
+    """Logits and what the loss keeps, on the last stage."""
+    working_bytes: int
+    """The layer being recomputed, weights gathered by ZeRO-3, 16-bit copies of autocast."""
+    reserved_bytes: int
+    """The device's context and the libraries' buffers."""
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.logits_bytes
+            + self.working_bytes
+            + self.reserved_bytes
+        )
+
+    @property
+    def dominant(self) -> str:
+        """The name of the largest term, without its unit."""
+        return max(fields(self), key=lambda field: getattr(self, field.name)).name.removesuffix("_bytes")
+
+
+# ---- states ----------------------------------------------------------------------------------------------------
+
+
+def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> tuple[int, int, int]:
+    """Weights, gradients and optimiser of one rank that holds so many parameters; ZeRO shards over dp.
+
+    With 2 + 2 + 12 bytes and M parameters: 16M, 4M + 12M/N, 2M + 14M/N, 16M/N (Rajbhandari et al. 2020).
+    """
+    weights, gradients, optimizer = STATE_BYTES[precision]
+    shard = -(-parameters // dp)
+    return (
+        weights * (shard if zero >= 3 else parameters),
+        gradients * (shard if zero >= 2 else parameters),
+        optimizer * (shard if zero >= 1 else parameters),
+    )
+
+
+# ---- activations -----------------------------------------------------------------------------------------------
+
+
+def kept_tensors(model: ModelConfig, microbatch: int, context: int, attention: str, precision: str) -> list[Kept]:
+    """What one layer keeps of one microbatch when nothing is recomputed."""
+    size = DTYPE_BYTES["bf16" if precision in ("bf16", "fp16", "bf16-master") else precision]
+    # Autocast leaves the stream between the layers in fp32; only what enters a matmul is cast.
+    stream = 4 if precision in _AUTOCAST else size
+    tokens = microbatch * context
+    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
+    square = microbatch * model.heads * context * context
+    kept = [
+        Kept("input of the first norm", whole, stream, "sequence"),
+        Kept("input of q, k, v", whole, size, "sequence"),
+        Kept("queries", whole, size, "tp"),
+        Kept("keys", kv, size, "kv"),
+        Kept("values", kv, size, "kv"),
+    ]
+    if attention == "materialized":
+        kept.append(Kept("softmax of the scores", square, size, "tp", scores=True))
+        if model.dropout:
+            kept.append(Kept("mask of the scores' dropout", square, 1, "tp", scores=True))
+            kept.append(Kept("scores after dropout", square, size, "tp", scores=True))
+    else:
+        kept.append(Kept("log-sum-exp of the scores", microbatch * model.heads * context, 4, "tp", scores=True))
+    kept.append(Kept("input of the output projection", whole, size, "tp"))
+    if model.dropout:
+        kept.append(Kept("mask of attention's dropout", whole, 1, "sequence"))
+    kept.append(Kept("input of the second norm", whole, stream, "sequence"))
+    kept.append(Kept("input of the MLP", whole, size, "sequence"))
+    if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
+        kept.append(Kept("input of the activation", model.mlp_inputs * hidden, size, "tp"))
+    kept.append(Kept("input of the MLP's last projection", hidden, size, "tp"))
+    if model.dropout:
+        kept.append(Kept("mask of the MLP's dropout", whole, 1, "sequence"))
+    return kept
+
+
+def is_paper_model(model: ModelConfig, precision: str) -> bool:
+    """Whether the formula in this file's heading is what the tensors add up to."""
+    plain = model.mlp_width == 4 * model.width and model.kv_heads == model.heads and model.activation == "gelu"
+    return plain and model.dropout > 0 and precision == "bf16-master"
+
+
+def kept_bytes(tensor: Kept, model: ModelConfig, tp: int, sequence_parallel: bool) -> int:
+    """What one rank keeps of a tensor."""
+    nbytes = tensor.elements * tensor.element_bytes
+    if tensor.split == "sequence":
+        return nbytes // tp if sequence_parallel else nbytes
+    if tensor.split == "kv":  # heads fewer than ranks are repeated
+        return nbytes * kv_width_per_rank(model, tp) // model.kv_width
+    return nbytes // tp
+
+
+def layer_input_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+    """What full recomputation keeps of a layer: its input."""
+    tensors = kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
+    return kept_bytes(tensors[0], model, plan.tp, plan.sequence_parallel)
+
+
+def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+    """What one layer keeps of one microbatch on one rank."""
+    if plan.recompute == "full":
+        return layer_input_bytes(model, plan, context)
+    return sum(
+        kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
+        if not (tensor.scores and plan.recompute == "selective")
+    )
+
+
+def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+    """What comes back for one layer while its backward pass runs."""
+    if plan.recompute == "none":
+        return 0
+    return sum(
+        kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
+        if tensor.scores or plan.recompute == "full"
+    )
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------
+
+
+def logits_bytes(model: ModelConfig, tp: int, microbatch: int, context: int) -> int:
+    """Logits on the last stage: as the matmul wrote them, in fp32 for the loss, and their gradient."""
+    return constants.LOGITS_BYTES * microbatch * context * vocabulary_per_rank(model, tp)
+
+
+def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_bytes: int) -> int:
+    """What lives for moments: the recomputed layer, gathered weights, cast copies."""
+    total = recomputed_bytes
+    if plan.precision in _AUTOCAST:
+        total += 2 * parameters  # kept from forward to backward beside the fp32 weights
+    weights, gradients, _ = STATE_BYTES[plan.precision]
+    if plan.zero == 3:
+        # The layer at work and the one fetched ahead, and the gradients of the one at work before they are scattered.
+        total += (2 * weights + gradients) * shards.layer
+    elif plan.zero == 2:
+        total += gradients * shards.layer
+    return total
+
+
+def reserved_bytes(device: Device) -> int:
+    return constants.RESERVED_BYTES[device.kind]
+
+
+def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
+    """Keys and values of one whole sequence, all layers: what serving keeps of it."""
+    return 2 * model.layers * model.kv_width * context * element_bytes

@@ -1,0 +1,95 @@
+"""How much memory the fullest rank of a layout needs, and how many layers' activations a stage holds at once."""
+
+from __future__ import annotations
+
+from tilemesh.core import pipeline
+from tilemesh.core.hardware import Cluster
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan import constants, memory
+from tilemesh.plan.layout import Layout
+from tilemesh.plan.memory import Memory
+from tilemesh.plan.shards import Shards, shard_parameters, stage_parameters
+
+
+def usable_bytes(cluster: Cluster) -> int:
+    """What a plan may use of a device."""
+    return int(cluster.device.usable_bytes * constants.USABLE_FRACTION)
+
+
+class Room:
+    """Memory of layouts of one model; remembers what they share."""
+
+    def __init__(self, model: ModelConfig, cluster: Cluster, context: int) -> None:
+        self.model = model
+        self.context = context
+        self._reserved = memory.reserved_bytes(cluster.device)
+        self._shards: dict[int, Shards] = {}
+        self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def shards(self, tp: int) -> Shards:
+        if tp not in self._shards:
+            self._shards[tp] = shard_parameters(self.model, tp)
+        return self._shards[tp]
+
+    def fullest(self, plan: Layout, counts: tuple[int, ...]) -> Memory:
+        """Memory of the fullest rank, with so many layers in each chunk."""
+        if plan.pp == 1:
+            return self.stage(plan, 0, counts)
+        terms = (self._terms(plan, stage, counts) for stage in self._worth_a_look(plan.pp, counts))
+        return Memory(*max(terms, key=sum))
+
+    def stage(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> Memory:
+        """Memory of a rank of one stage."""
+        return Memory(*self._terms(plan, stage, counts))
+
+    def _worth_a_look(self, pp: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Stages that can be the fullest: the ends, and of those with the same layers the first, which holds most."""
+        found = self._looked.get((pp, counts))
+        if found is None:
+            first: dict[tuple[int, ...], int] = {}
+            for stage in range(pp):
+                first.setdefault(counts[stage::pp], stage)
+            found = self._looked[pp, counts] = tuple(sorted({0, pp - 1, *first.values()}))
+        return found
+
+    def _terms(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> tuple[int, int, int, int, int, int, int]:
+        """The fields of `Memory`, in order: plain numbers, because a search asks for tens of thousands."""
+        last = stage == plan.pp - 1
+        layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
+        shards = self.shards(plan.tp)
+        parameters = stage_parameters(shards, layers, stage == 0, last)
+        weights, gradients, optimizer = memory.state_bytes(parameters, plan.precision, plan.zero, plan.dp)
+        kept, recomputed = self.layer(plan)
+        activations = layers_in_flight(plan, stage, counts) * kept
+        logits = memory.logits_bytes(self.model, plan.tp, plan.microbatch, self.context) if last else 0
+        working = memory.working_bytes(plan, shards, parameters, recomputed)
+        return weights, gradients, optimizer, activations, logits, working, self._reserved
+
+    def layer(self, plan: Layout) -> tuple[int, int]:
+        """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
+        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
+        found = self._activations.get(key)
+        if found is None:
+            found = self._activations[key] = (
+                memory.layer_activation_bytes(self.model, plan, self.context),
+                memory.recomputed_layer_bytes(self.model, plan, self.context),
+            )
+        return found
+
+
+def layers_in_flight(plan: Layout, stage: int, counts: tuple[int, ...]) -> int:
+    """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
+    if plan.pp == 1:
+        return counts[0]
+    passes = pipeline.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
+    if plan.interleave == 1:
+        return passes * counts[stage]
+    # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.
+    own = counts[stage :: plan.pp]
+    rounds, rest = divmod(passes, plan.pp * plan.interleave)
+    held = rounds * plan.pp * sum(own)
+    for layers in own:
+        held += min(rest, plan.pp) * layers
+        rest = max(0, rest - plan.pp)
+    return held

@@ -1,0 +1,86 @@
+"""How many parameters a rank holds: the split of DESIGN.md's convention, counted.
+
+Projections are split over tp; norms, and biases added after a sum, are whole on every rank; the vocabulary is padded to
+a multiple of tp; kv heads fewer than tp are repeated. The first stage holds the embeddings, the last the output: a tied
+one is on both when there are several stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilemesh.core.errors import UsageError
+from tilemesh.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Parameters on one of tp ranks."""
+
+    layer: int
+    layer_replicated: int
+    """Of `layer`, those that every rank has."""
+    embeddings: int
+    """Token and position tables."""
+    head: int
+    """Final norm and output projection; the projection of a tied model is in `embeddings`."""
+    tied_head: int
+    """What a last stage apart from the first holds of a tied output projection."""
+
+
+def kv_width_per_rank(model: ModelConfig, tp: int) -> int:
+    return max(1, model.kv_heads // tp) * model.head_width
+
+
+def vocabulary_per_rank(model: ModelConfig, tp: int) -> int:
+    return -(-model.vocabulary // tp)
+
+
+def require_divisible(model: ModelConfig, tp: int) -> None:
+    """Refuse a tp that cannot split this model, with the reason."""
+    problem = why_not(model, tp)
+    if problem:
+        raise UsageError(problem)
+
+
+def why_not(model: ModelConfig, tp: int) -> str | None:
+    """Why tp ranks cannot share this model's layers; None when they can."""
+    if model.heads % tp:
+        return f"tp is {tp}: {model.heads} heads are not divisible by it"
+    if model.mlp_width % tp:
+        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
+    return None
+
+
+def shard_parameters(model: ModelConfig, tp: int) -> Shards:
+    """What one rank of tp holds of each part."""
+    require_divisible(model, tp)
+    width, hidden, kv = model.width, model.mlp_width // tp, kv_width_per_rank(model, tp)
+    own = width // tp
+    norm = width * (2 if model.norm == "layernorm" else 1)
+    split = width * (own + 2 * kv) + own * width + (model.mlp_inputs + 1) * width * hidden
+    replicated = 2 * norm
+    if model.biases:
+        split += own + 2 * kv + model.mlp_inputs * hidden
+        replicated += 2 * width  # of the two projections whose partial outputs are summed
+    rows = vocabulary_per_rank(model, tp)
+    final_norm = norm if model.norm_place == "pre" else 0
+    return Shards(
+        layer=split + replicated,
+        layer_replicated=replicated,
+        embeddings=(rows + (model.context if model.positions == "learned" else 0)) * width,
+        head=final_norm + (0 if model.tied else rows * width),
+        tied_head=rows * width if model.tied else 0,
+    )
+
+
+def stage_parameters(shards: Shards, layers: int, first: bool, last: bool) -> int:
+    """Parameters on one rank of a stage with so many layers."""
+    total = layers * shards.layer
+    if first:
+        total += shards.embeddings
+    if last:
+        total += shards.head + (0 if first else shards.tied_head)
+    return total

@@ -1,0 +1,211 @@
+"""Which layouts there are for a model, a cluster and a batch: all that the search looks at, and why there are none.
+
+`Pins` holds what a user fixed; whatever is not fixed varies. A layout is offered only if it can exist (heads divide,
+ranks add up, microbatches fill the batch); whether it fits in memory is the search's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from tilemesh.core import config
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import Device
+from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.plan.layout import Candidate
+from tilemesh.plan.shards import why_not
+from tilemesh.plan.step import Estimator
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+"""Sequences in one pass: beyond these a pass gains nothing that more microbatches would not."""
+INTERLEAVES = (2, 3, 4, 5, 6, 8)
+TP_NODES = 2
+"""Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What is fixed; None varies. Fields as in `ParallelPlan`."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    microbatch: int | None = None
+    accumulation: int | None = None
+    schedule: Schedule | None = None
+    interleave: int | None = None
+    recompute: Recompute | None = None
+    attention: Attention | None = None
+    precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        # A plan checks ranges and words; combinations are looked at when they are made.
+        for name, value in given.items():
+            if name not in ("interleave", "schedule", "sequence_parallel"):
+                ParallelPlan(**{name: value})
+        if self.interleave is not None and self.interleave < 1:
+            raise UsageError(f"interleave is {self.interleave}: expected a whole number of at least 1")
+        if (self.interleave or 1) > 1 and self.schedule not in (None, "interleaved"):
+            raise UsageError(
+                f"interleave is {self.interleave} and schedule is {self.schedule}: fix schedule=interleaved"
+            )
+        if self.interleave == 1 and self.schedule == "interleaved":
+            raise UsageError("schedule is interleaved and interleave is 1: fix interleave to 2 or more")
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Pins:
+        """From "tp=8,pp=35,recompute=selective": an unknown name is an error with the nearest."""
+        try:
+            return config.load(cls, sets=texts)
+        except UsageError as error:
+            raise UsageError(str(error).replace("--set:", "--fix:", 1)) from None
+
+    def describe(self) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(f"{name}={_word(value)}" for name, value in given if value is not None)
+
+
+def default_precision(device: Device) -> Precision:
+    """What large models are trained in on a device: 16 bits with fp32 master weights where it has bf16."""
+    if "bf16" in device.peak_flops_per_s:
+        return "bf16-master"
+    return "fp16" if "fp16" in device.peak_flops_per_s else "fp32"
+
+
+def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Candidate]]:
+    """Every layout, in groups that differ in recomputation alone, from the least to the most."""
+    device = estimator.cluster.device
+    attention: Attention = pins.attention or "fused"
+    precision = pins.precision or default_precision(device)
+    device.peak(ParallelPlan(precision=precision).compute_dtype)  # refuses a dtype the device lacks
+    recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
+    for tp, pp, dp in meshes(estimator, pins):
+        if batch % dp:
+            continue
+        for microbatch in _microbatches(batch // dp, pins):
+            accumulation = batch // dp // microbatch
+            for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
+                for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
+                    for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 else (0,)):
+                        yield [
+                            Candidate(dp, tp, pp, parallel, zero, microbatch, accumulation, schedule, interleave,
+                                      recompute, attention, precision)
+                            for recompute in recomputes
+                        ]  # fmt: skip
+
+
+def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp) that use the whole cluster and can hold the model's shape."""
+    world, node = estimator.cluster.world, estimator.cluster.node.count
+    for tp in [pins.tp] if pins.tp else divisors(world):
+        if world % tp or why_not(estimator.model, tp) or (pins.tp is None and tp > TP_NODES * node):
+            continue
+        if pins.sequence_parallel and tp == 1:
+            continue
+        for pp in [pins.pp] if pins.pp else divisors(world // tp):
+            if (world // tp) % pp or pp > estimator.model.layers:
+                continue
+            dp = world // tp // pp
+            if pins.dp in (None, dp):
+                yield tp, pp, dp
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _microbatches(per_replica: int, pins: Pins) -> list[int]:
+    if pins.accumulation is not None:
+        if per_replica % pins.accumulation:
+            return []
+        only = per_replica // pins.accumulation
+        return [only] if pins.microbatch in (None, only) else []
+    wanted = [pins.microbatch] if pins.microbatch else MICROBATCHES
+    return [size for size in wanted if per_replica % size == 0]
+
+
+def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[Schedule, int]]:
+    if pp == 1:
+        if pins.schedule == "interleaved" or (pins.interleave or 1) > 1:
+            return []
+        return [(pins.schedule or "1f1b", 1)]
+    found: list[tuple[Schedule, int]] = []
+    if pins.interleave in (None, 1):
+        # GPipe waits as long as 1F1B and holds more: there is no reason to choose it but being told to.
+        found += [(name, 1) for name in ("1f1b", "gpipe") if name == (pins.schedule or "1f1b")]
+    if pins.schedule in (None, "interleaved") and pins.interleave != 1 and accumulation % pp == 0:
+        wanted = [pins.interleave] if pins.interleave else INTERLEAVES
+        whole = [chunks for chunks in wanted if pp * chunks <= layers]
+        even = [chunks for chunks in whole if layers % (pp * chunks) == 0]
+        # Chunks of unequal layers only where there are no equal ones.
+        found += [("interleaved", chunks) for chunks in (even or whole[:1])]
+    return found
+
+
+def _recomputes(attention: str) -> list[Recompute]:
+    # A fused kernel keeps no scores: there is nothing for selective recomputation to drop.
+    return [r for r in get_args(Recompute) if attention == "materialized" or r != "selective"]
+
+
+def _choices(pinned: Any, all_of_them: tuple[Any, ...]) -> tuple[Any, ...]:
+    return all_of_them if pinned is None else (pinned,)
+
+
+def _word(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+# ---- when there is nothing -------------------------------------------------------------------------------------
+
+
+def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
+    """Why no layout exists under these pins, in the order a reader would check."""
+    model, world = estimator.model, estimator.cluster.world
+    tp, pp = pins.tp or 1, pins.pp or 1
+    if pins.tp and (reason := why_not(model, pins.tp)):
+        return reason
+    if pins.sequence_parallel and pins.tp == 1:
+        return "sequence_parallel splits the sequence over tp ranks and tp is 1"
+    if pp > model.layers:
+        return f"pp is {pp} and the model has {model.layers} layers: a stage needs at least one"
+    chunks = pins.interleave or (2 if pins.schedule == "interleaved" else 1)
+    if pp * chunks > model.layers:
+        return f"pp {pp} x interleave {chunks} is {pp * chunks} chunks and the model has {model.layers} layers"
+    if chunks > 1 and pins.pp == 1:
+        return "schedule is interleaved and pp is 1: one stage has nothing to interleave"
+    if pins.dp and pins.tp and pins.pp and pins.dp * tp * pp != world:
+        return f"dp {pins.dp} x tp {tp} x pp {pp} is {pins.dp * tp * pp} ranks, the cluster has {world}"
+    fixed = tp * pp * (pins.dp or 1)
+    if world % fixed:
+        named = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp") if (value := getattr(pins, name)))
+        return f"{named} is {fixed} ranks, which do not divide the cluster's {world}"
+    dps = sorted({dp for _, _, dp in meshes(estimator, pins)})
+    if not dps:
+        return f"no split of {world} ranks suits {model.heads} heads and {model.layers} layers"
+    good = [dp for dp in dps if batch % dp == 0]
+    if not good:
+        return (
+            f"a batch of {batch} sequences does not divide over dp {_either(dps)}: try --batch "
+            f"{-(-batch // dps[0]) * dps[0]}"
+        )
+    per_replica = batch // good[0]
+    if not any(_microbatches(batch // dp, pins) for dp in good):
+        asked = f"accumulation {pins.accumulation}" if pins.accumulation else f"microbatch {pins.microbatch}"
+        if pins.accumulation and pins.microbatch:
+            asked += f" x microbatch {pins.microbatch}"
+        return f"{asked} does not make up the {per_replica} sequences of a replica (batch {batch}, dp {good[0]})"
+    if chunks > 1:
+        return (
+            f"interleaved takes microbatches in groups of pp, and no split of batch {batch} gives a replica a multiple "
+            f"of pp{f' {pp}' if pins.pp else ''}"
+        )
+    return f"nothing is left of {world} ranks under {pins.describe()}"
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values[:4])) + (" or more" if len(values) > 4 else "")

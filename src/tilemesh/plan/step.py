@@ -1,0 +1,319 @@
+"""Step time and memory of one layout: the pieces of the cost model put together.
+
+The one idea: a step is the slowest stage's passes, the bubble around them, what of the gradient exchange does not hide
+behind them, and the optimiser. `Estimator` answers for one model on one cluster. `rank` is its quick answer for the
+search, in closed form; `predict` the full one, with the pipeline's schedule simulated and the stages cut by dynamic
+programming.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilemesh.core import pipeline
+from tilemesh.core.calibration import Rates
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import Cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan import constants
+from tilemesh.plan.clock import Chunks, Clock
+from tilemesh.plan.exchange import DataExchange, data_exchange
+from tilemesh.plan.flops import hardware_flops, model_flops
+from tilemesh.plan.layout import Layout
+from tilemesh.plan.memory import Memory
+from tilemesh.plan.room import Room, usable_bytes
+from tilemesh.plan.shards import stage_parameters, why_not
+from tilemesh.plan.stages import cut, spread
+from tilemesh.plan.work import speed_of
+
+MOST_PASSES = 60_000
+"""Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
+MOST_CUTS = 20_000
+"""Layers times chunks beyond which stages are cut the quick way, which is as good for equal layers."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where a step's seconds go, seen from the slowest stage."""
+
+    compute_s: float
+    recompute_s: float
+    tp_s: float
+    """Tensor-parallel exchanges."""
+    pp_s: float
+    """Sending to the next stage."""
+    bubble_s: float
+    """Waiting for the pipeline to fill and drain, and for slower stages."""
+    dp_s: float
+    """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return float(sum(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides."""
+        return self.tp_s + self.pp_s + self.dp_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Everything the cost model says of one layout."""
+
+    plan: ParallelPlan
+    step_time_s: float
+    tokens: int
+    model_flops: int
+    hardware_flops: int
+    peak_flops_per_s: float
+    """Of all ranks together."""
+    memory: Memory
+    usable_bytes: int
+    """What a rank's device has for it."""
+    times: Times
+    traffic: dict[str, float]
+    """Bytes one rank sends in a step, by axis of the mesh."""
+    bubble_fraction: float
+    """Of the schedule itself, as if all stages took equally long."""
+    chunk_layers: tuple[int, ...]
+    """Layers of each chunk; chunk c lies on stage c % pp."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s
+
+    @property
+    def mfu(self) -> float:
+        """Of the peak, what the FLOPs that had to be done make up."""
+        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def hfu(self) -> float:
+        """Of the peak, what all FLOPs done make up, recomputed ones too."""
+        return self.hardware_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_bytes <= self.usable_bytes
+
+
+class Frame(NamedTuple):
+    """What the quick and the full answer have in common: the layers' places and the passes' times."""
+
+    counts: tuple[int, ...]
+    stages: tuple[int, ...]
+    chunks: Chunks
+    most_parameters: int
+    """Of any rank: it exchanges and updates longest."""
+
+
+def predict(model: ModelConfig, cluster: Cluster, plan: ParallelPlan, context: int | None = None) -> Prediction:
+    """One layout, its pipeline simulated."""
+    return Estimator(model, cluster, context).predict(plan)
+
+
+class Estimator:
+    """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's."""
+
+    def __init__(
+        self, model: ModelConfig, cluster: Cluster, context: int | None = None, rates: Rates | None = None
+    ) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.context = model.context if context is None else context
+        if self.context < 1:
+            raise UsageError(f"context is {self.context}: expected at least 1 token")
+        if model.positions == "learned" and self.context > model.context:
+            raise UsageError(
+                f"context {self.context} is longer than the model's {model.context} learned positions: "
+                f"add --set model.context={self.context}"
+            )
+        self.clock = Clock(model, cluster, self.context, rates)
+        self.room = Room(model, cluster, self.context)
+        self.usable_bytes = usable_bytes(cluster)
+        self._frames: dict[tuple[object, ...], Frame] = {}
+        anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
+        self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
+
+    def why_not(self, plan: Layout) -> str | None:
+        """Why this layout cannot exist for this model and cluster; None when it can. Memory is not looked at."""
+        world = plan.dp * plan.tp * plan.pp
+        if world != self.cluster.world:
+            return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {world} ranks, the cluster has {self.cluster.world}"
+        if plan.pp * plan.interleave > self.model.layers:
+            chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
+            return f"{chunks} needs as many layers, the model has {self.model.layers}"
+        if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
+            return (
+                f"interleaved takes microbatches in groups of pp: {plan.accumulation} a replica is no multiple of "
+                f"{plan.pp}"
+            )
+        return why_not(self.model, plan.tp)
+
+    # ---- two answers -------------------------------------------------------------------------------------------
+
+    def fits(self, plan: Layout) -> bool:
+        return self.memory(plan).total_bytes <= self.usable_bytes
+
+    def memory(self, plan: Layout) -> Memory:
+        return self.room.fullest(plan, self._frame(plan).counts)
+
+    def rank_s(self, plan: Layout) -> float:
+        """Step time in closed form, quickly; the layout must be possible."""
+        frame = self._frame(plan)
+        return (
+            _closed_form_s(plan, frame.chunks)
+            + self._exchange(plan, frame).exposed_s
+            + self._optimizer_s(plan, frame.most_parameters)
+        )
+
+    def predict(self, plan: ParallelPlan) -> Prediction:
+        """The full answer; UsageError for a layout that cannot exist."""
+        problem = self.why_not(plan)
+        if problem:
+            raise UsageError(problem)
+        frame = self._frame(plan, exact=True)
+        times = self._times(plan, frame)
+        peak = self.cluster.device.peak(plan.compute_dtype) * plan.world
+        return Prediction(
+            plan=plan,
+            step_time_s=times.total_s,
+            tokens=plan.batch * self.context,
+            model_flops=model_flops(self.model, plan.batch, self.context),
+            hardware_flops=hardware_flops(self.model, plan.batch, self.context, plan.recompute),
+            peak_flops_per_s=peak,
+            memory=self.room.fullest(plan, frame.counts),
+            usable_bytes=self.usable_bytes,
+            times=times,
+            traffic=self._traffic(plan, frame),
+            bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
+            chunk_layers=frame.counts,
+        )
+
+    def chunk_times(self, plan: Layout) -> Chunks:
+        """Seconds of each chunk's passes, as `predict` simulates them."""
+        return self._frame(plan, exact=True).chunks
+
+    def busiest_layers(self, plan: Layout) -> int:
+        """Layers of the stage whose passes take longest."""
+        frame = self._frame(plan, exact=True)
+        return frame.stages[_busiest(frame.chunks, plan.pp)[0]]
+
+    # ---- pieces ------------------------------------------------------------------------------------------------
+
+    def _frame(self, plan: Layout, exact: bool = False) -> Frame:
+        """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
+        near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
+        key = (
+            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
+            plan.attention, plan.precision, plan.accumulation > 1, near, exact,
+        )  # fmt: skip
+        found = self._frames.get(key)
+        if found is None:
+            counts = self._counts(plan, exact)
+            if plan.interleave > 1:
+                stages = tuple(sum(counts[stage :: plan.pp]) for stage in range(plan.pp))
+            else:
+                stages = counts
+            chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
+            shards = self.room.shards(plan.tp)
+            ends = (stage_parameters(shards, stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
+            found = self._frames[key] = Frame(counts, stages, chunks, max(*ends, max(stages) * shards.layer))
+        return found
+
+    def _counts(self, plan: Layout, exact: bool) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        if plan.pp == 1:
+            return (self.model.layers,)
+        layer = self.clock.layer(plan)
+        one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
+        one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
+        # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
+        first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
+        last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
+        chunks = plan.pp * plan.interleave
+        if exact and self.model.layers * chunks < MOST_CUTS:
+            return cut((1.0,) * self.model.layers, chunks, first, last)
+        return spread(self.model.layers, chunks, first, last)
+
+    def _accumulate_s(self, plan: Layout) -> float:
+        """Adding a microbatch's gradients of a layer to those before."""
+        if plan.accumulation == 1:
+            return 0.0
+        nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan.tp).layer
+        return nbytes / self._stream_bytes_per_s
+
+    def _exchange(self, plan: Layout, frame: Frame) -> DataExchange:
+        if plan.dp == 1:
+            return DataExchange(0.0, 0.0)
+        forward_s, backward_s = sum(frame.chunks.forward_s[:: plan.pp]), sum(frame.chunks.backward_s[:: plan.pp])
+        axis = self.clock.group(plan.dp, plan.tp)
+        return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
+
+    def _optimizer_s(self, plan: Layout, parameters: int) -> float:
+        updated = -(-parameters // plan.dp) if plan.zero else parameters
+        return updated * constants.OPTIMIZER_BYTES[plan.precision] / self._stream_bytes_per_s
+
+    def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
+        """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
+        layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
+        if pipeline.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
+            pipe_s = _closed_form_s(plan, chunks)
+        else:
+            times = (chunks.forward_s, chunks.backward_s)
+            pipe_s = pipeline.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
+        stage, busy_s = _busiest(chunks, plan.pp)
+        first, last = stage == 0, stage == plan.pp - 1
+        count = frame.stages[stage]
+        compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
+        exchange = count * (layer.exchange_s + layer.exchange_back_s)
+        again = count * layer.recompute_s(plan.recompute)
+        if plan.recompute == "full":  # repeated exchanges are exchanges
+            again, exchange = again - count * layer.exchange_s, exchange + count * layer.exchange_s
+        if first:
+            compute, exchange = compute + sum(layer.embedding_s), exchange + layer.embedding_exchange_s
+        if last:
+            compute, exchange = compute + sum(layer.head_s), exchange + sum(layer.head_exchange_s)
+        hops = 0 if plan.pp == 1 else 2 * plan.interleave - first - last
+        return Times(
+            compute_s=m * compute,
+            recompute_s=m * again,
+            tp_s=m * exchange,
+            pp_s=m * hops * chunks.hop_s,
+            bubble_s=max(0.0, pipe_s - m * busy_s),
+            dp_s=self._exchange(plan, frame).exposed_s,
+            optimizer_s=self._optimizer_s(plan, frame.most_parameters),
+        )
+
+    def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
+        """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
+        forward, backward = self.clock.layer(plan).exchange_bytes
+        if plan.recompute == "full":
+            backward += forward
+        # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
+        hops = 0 if plan.pp == 1 else 2 * plan.interleave - (1 if plan.pp == 2 else 0)
+        return {
+            "tp": plan.accumulation * max(frame.stages) * (forward + backward),
+            "pp": plan.accumulation * hops * self.clock.stream_bytes(plan) / plan.tp,
+            "dp": self._exchange(plan, frame).sent_bytes,
+        }
+
+
+def _closed_form_s(plan: Layout, chunks: Chunks) -> float:
+    """All microbatches through the slowest stage, and once through a chunk of each of the others."""
+    both = [f + b for f, b in zip(chunks.forward_s, chunks.backward_s, strict=True)]
+    if plan.interleave > 1:
+        both = [sum(both[stage :: plan.pp]) for stage in range(plan.pp)]
+    slowest = max(both)
+    return plan.accumulation * slowest + (sum(both) - slowest) / plan.interleave
+
+
+def _busiest(chunks: Chunks, stages: int) -> tuple[int, float]:
+    """The stage whose passes of one microbatch take longest, and how long."""
+    busy = [sum(chunks.forward_s[stage::stages]) + sum(chunks.backward_s[stage::stages]) for stage in range(stages)]
+    return busy.index(max(busy)), max(busy)

@@ -1,0 +1,158 @@
+"""Why this plan, in plain words, in the order a practitioner decides; and what the runner-up loses.
+
+Order: does it fit on one device? Is the time acceptable? Then memory techniques, then splitting within a node, then
+across nodes. Every sentence's numbers come from predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.plan import memory
+from tilemesh.plan.choose import Result
+from tilemesh.plan.layout import short
+from tilemesh.plan.room import Room, usable_bytes
+from tilemesh.plan.step import Prediction
+
+EQUAL = 0.02  # closer than this, two times are equal (MEASURING.md)
+
+
+def why(result: Result) -> list[str]:
+    """One sentence a decision."""
+    best = result.best
+    lines = [_one_device(result), _time(result, best), _memory_techniques(result, best)]
+    lines += [_within_node(result, best), _across(result, best)]
+    return [line for line in lines if line]
+
+
+def runner_up(result: Result) -> str:
+    """What the second plan loses, by the parts of its step that are longer."""
+    if len(result.predictions) < 2:
+        return "there is no runner-up: nothing else fits" if not result.pins.describe() else ""
+    best, second = result.predictions[:2]
+    lost = second.step_time_s - best.step_time_s
+    share = lost / best.step_time_s
+    parts = []
+    for field in dataclasses.fields(best.times):
+        more = getattr(second.times, field.name) - getattr(best.times, field.name)
+        if abs(more) > 0.02 * best.step_time_s * max(share, 0.05):
+            parts.append((more, _PARTS[field.name]))
+    parts.sort(key=lambda part: -abs(part[0]))
+    words = ", ".join(
+        f"{format_seconds(abs(more))} {'more' if more > 0 else 'less'} {name}" for more, name in parts[:3]
+    )
+    equal = " (equal within the model's accuracy)" if share < EQUAL else ""
+    return (
+        f"the runner-up, {short(second.plan)}, loses {format_seconds(lost)} a step, {share:.1%}{equal}"
+        + (f": {words}" if words else "")
+        + f"; it needs {format_bytes(second.memory.total_bytes)} a GPU instead of "
+        + format_bytes(best.memory.total_bytes)
+    )
+
+
+_PARTS = {
+    "compute_s": "compute",
+    "recompute_s": "recomputation",
+    "tp_s": "tensor-parallel exchange",
+    "pp_s": "sending between stages",
+    "bubble_s": "bubble",
+    "dp_s": "data-parallel exchange",
+    "optimizer_s": "optimizer",
+}
+
+
+def _one_device(result: Result) -> str:
+    """Alone, with everything recomputed: the least one device could do with."""
+    plan = result.best.plan
+    alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
+    need = Room(result.model, result.cluster, result.context).stage(alone, 0, (result.model.layers,))
+    have = usable_bytes(result.cluster)
+    dominant = need.dominant
+    if need.total_bytes <= have:
+        return (
+            f"It fits on one {result.cluster.device.name}: {format_bytes(need.total_bytes)} of {format_bytes(have)} "
+            "with one sequence at a time and everything recomputed, so the other GPUs are for speed."
+        )
+    return (
+        f"One {result.cluster.device.name} is not enough: even with one sequence at a time and everything recomputed "
+        f"it would need {format_bytes(need.total_bytes)} of its {format_bytes(have)}; {dominant} alone is "
+        f"{format_bytes(getattr(need, f'{dominant}_bytes'))}."
+    )
+
+
+def _time(result: Result, best: Prediction) -> str:
+    device_s = best.model_flops / (best.mfu * best.peak_flops_per_s / best.plan.world)
+    world = best.plan.world
+    if world == 1:
+        return f"A step takes {format_seconds(best.step_time_s)} at {best.mfu:.0%} of the peak."
+    return (
+        f"The step's {best.model_flops:.3g} FLOPs would take one such GPU {format_seconds(device_s)} at the same "
+        f"utilisation; {world} take {format_seconds(best.step_time_s)}."
+    )
+
+
+def _memory_techniques(result: Result, best: Prediction) -> str:
+    plan, parts = best.plan, []
+    free = best.usable_bytes - best.memory.total_bytes
+    if plan.zero:
+        sharded = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
+        now = best.memory.weights_bytes + best.memory.gradients_bytes + best.memory.optimizer_bytes
+        whole = sum(memory.STATE_BYTES[plan.precision])
+        parts.append(
+            f"ZeRO-{plan.zero} keeps 1/{plan.dp} of the {sharded[plan.zero - 1]} on each GPU: "
+            f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(best, whole))}"
+        )
+    if plan.recompute == "none":
+        parts.append("nothing is recomputed" + (", as fixed" if result.pins.recompute else ", as the activations fit"))
+    else:
+        parts.append(
+            f"{plan.recompute} recomputation costs {best.times.recompute_s / best.step_time_s:.1%} of the step, "
+            + ("as fixed" if result.pins.recompute else "because with less it would not fit")
+        )
+    if plan.sequence_parallel:
+        parts.append(f"sequence parallelism splits what tp leaves whole {plan.tp} ways at no extra bytes sent forward")
+    text = "; ".join(parts)
+    return f"Memory first: {text}; {format_bytes(free)} stay free." if free >= 0 else f"Memory first: {text}."
+
+
+def _unsharded(best: Prediction, whole: int) -> int:
+    """States of the fullest rank without ZeRO, from the part that its stage does not shard."""
+    plan = best.plan
+    weights, _, _ = memory.STATE_BYTES[plan.precision]
+    parameters = best.memory.weights_bytes // weights * (plan.dp if plan.zero == 3 else 1)
+    return parameters * whole
+
+
+def _within_node(result: Result, best: Prediction) -> str:
+    plan, node = best.plan, result.cluster.node
+    if plan.tp == 1:
+        if plan.world == 1:
+            return ""
+        return "Within a node no layer is split (tp 1): its exchanges, two a layer and pass, would gain nothing."
+    share = best.times.tp_s / best.step_time_s
+    where = f"inside a node over {node.intra.name}" if plan.tp <= node.count else f"across nodes over {node.inter.name}"
+    return (
+        f"Within a node: tp {plan.tp} splits every layer {where}; each GPU sends "
+        f"{format_bytes(best.traffic['tp'])} a step for it, {share:.1%} of the step's time."
+    )
+
+
+def _across(result: Result, best: Prediction) -> str:
+    plan, parts = best.plan, []
+    if plan.pp > 1:
+        layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]
+        spread = f"{min(layers)} to {max(layers)} layers" if min(layers) != max(layers) else f"{layers[0]} layers"
+        parts.append(
+            f"pp {plan.pp} gives each stage {spread}; with {plan.accumulation} microbatches the {plan.schedule} "
+            f"schedule's bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
+            "step is waiting in all"
+        )
+    if plan.dp > 1:
+        parts.append(
+            f"dp {plan.dp} replicas exchange {format_bytes(best.traffic['dp'])} a GPU and step, of which "
+            f"{format_seconds(best.times.dp_s)} ({best.times.dp_s / best.step_time_s:.1%}) do not hide behind computing"
+        )
+    where = "Across nodes" if len(result.cluster.nodes) > 1 else "Across GPUs"
+    return f"{where}: {'; '.join(parts)}." if parts else ""

@@ -1,0 +1,118 @@
+"""`tilemesh plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tilemesh.cli.plan import plan
+from tilemesh.cli.plan_run import load_model
+from tilemesh.core import config
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import preset
+
+app = typer.Typer()
+app.command()(plan)
+
+MEGATRON_530B = [
+    "gpt3-175b", "--set", "model.layers=105,model.width=20480,model.heads=128,model.vocabulary=51200",
+    "--cluster", "280xa100", "--batch", "280",
+    "--fix", "tp=8,pp=35,interleave=3,microbatch=1,recompute=selective,sequence_parallel=yes",
+    "--fix", "attention=materialized,zero=0",
+]  # fmt: skip
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result
+
+
+def test_json_has_every_figure_by_name() -> None:
+    out = run(*MEGATRON_530B, "--json", "-")
+    (best,) = [json.loads(line) for line in out.stdout.splitlines()]
+    assert best["step_time_s"] == pytest.approx(37.83, rel=0.05)
+    assert best["tokens_per_s"] == pytest.approx(280 * 2048 / best["step_time_s"])
+    assert best["mfu"] == pytest.approx(0.56, rel=0.05)
+    assert best["memory"]["activations_bytes"] / 2**30 == pytest.approx(23.1, abs=0.05)
+    for term in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert best["memory"][term] > 0
+    assert best["bubble_fraction"] == pytest.approx(34 / 874)
+    assert set(best["traffic"]) == {"tp", "pp", "dp"}
+    assert best["trainable"] == "not yet"
+    assert "layouts" not in out.stdout  # words go to the other stream
+
+
+def test_the_table_and_why() -> None:
+    out = run("llama-3-8b", "--cluster", "16xh100", "--batch-tokens", "1M").stdout
+    assert "8,030,261,248 parameters on 2x8xh100" in out
+    assert "not yet" in out
+    assert "Why the first" in out
+    assert "runner-up" in out
+
+
+def test_explain_without_a_cluster_is_the_models_arithmetic() -> None:
+    out = run("gpt3-175b", "--explain").stdout
+    for words in ("174,604,259,328", "350 GB", "2,100 GB", "12 M/64", "KV cache", "Amdahl", "Gustafson", "FLOP/B"):
+        assert words in out
+
+
+def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
+    out = run(*MEGATRON_530B, "--explain").stdout
+    for words in ("139 x 178,257,920 B", "23.1 GiB", "(p - 1) / (v m + p - 1)", "MFU", "HFU", "Karp-Flatt", "ridge"):
+        assert words in out
+
+
+def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "PLAN.toml"
+    run(*MEGATRON_530B, "--save", str(path))
+    found = config.load(ParallelPlan, file=path)
+    assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
+    assert "# predicted:" in path.read_text()
+
+
+def test_html_is_written(tmp_path: Path) -> None:
+    run("tiny", "--cluster", "4xcpu", "--batch", "32", "--html", str(tmp_path / "p.html"))
+    assert "<svg" in (tmp_path / "p.html").read_text()
+
+
+def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
+    changed = load_model("gpt3-175b", ["model.width=20480,model.heads=128"])
+    assert (changed.mlp_width, changed.kv_heads) == (81920, 128)
+    (tmp_path / "m.toml").write_text("[model]\nlayers = 2\nwidth = 64\nheads = 4\nvocabulary = 256\ncontext = 32\n")
+    assert load_model(str(tmp_path / "m.toml"), []).layers == 2
+    assert load_model("llama-3-8b", []) == preset("llama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lama-3-8b", "--cluster", "8xh100"], "did you mean 'llama-3-8b'"),
+        (["llama-3-8b", "--cluster", "8xh10"], "did you mean 'h100'"),
+        (["llama-3-8b", "--cluster", "8xh100", "--set", "model.layer=3"], "did you mean 'model.layers'"),
+        (["llama-3-8b", "--cluster", "8xh100", "--set", "layers=3"], "did you mean 'model.layers'"),
+        (["llama-3-8b", "--cluster", "8xh100", "--batch", "0"], "at least 1 sequence"),
+        (["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "4X"], "no known suffix"),
+        (["llama-3-8b", "--fix", "tp=2"], "needs --cluster"),
+        (["gpt3-175b", "--set", "model.width=20480", "--cluster", "8xh100"], "not divisible by 96 heads"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    with pytest.raises(RunError, match=r"gpt3-175b does not fit on 1x8xh100.*such GPUs would do"):
+        CliRunner().invoke(app, ["gpt3-175b", "--cluster", "8xh100", "--json", str(path)], catch_exceptions=False)
+    found = json.loads(path.read_text())
+    assert found["fits"] is False
+    assert found["memory"]["total_bytes"] > found["memory"]["usable_bytes"]

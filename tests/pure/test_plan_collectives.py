@@ -1,0 +1,67 @@
+"""Collectives' seconds: the textbook forms, the counts of comm/schedules, and groups on nodes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.comm.schedules.cost import traffic
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.plan.collectives import (
+    group,
+    neighbour_s,
+    ring_all_gather_s,
+    ring_all_reduce_s,
+    tree_all_reduce_s,
+)
+from tilemesh.plan.constants import LINK_FRACTION
+
+ALPHA, BETA = 3e-6, 200e9
+
+
+@given(st.integers(2, 64), st.integers(1, 10**6))
+def test_a_ring_is_what_the_schedule_sends(ranks: int, block: int) -> None:
+    nbytes = ranks * block
+    for seconds, collective in ((ring_all_reduce_s, "all_reduce"), (ring_all_gather_s, "all_gather")):
+        sent = traffic(collective, "ring", ranks, nbytes)
+        assert seconds(ranks, nbytes, ALPHA, BETA) == pytest.approx(sent.messages * ALPHA + sent.nbytes / BETA)
+
+
+def test_ring_and_tree_by_hand() -> None:
+    assert ring_all_reduce_s(8, 1e9, 0, 100e9) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
+    assert tree_all_reduce_s(8, 1e9, 0, 100e9) == pytest.approx(2 * 3 * 1e9 / 100e9)
+    assert tree_all_reduce_s(1000, 0, 1e-6, 1) == pytest.approx(2 * 10 * 1e-6)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(2, 8), st.integers(1, 10**6))
+def test_two_levels_send_what_the_hierarchical_schedule_sends(inside: int, nodes: int, block: int) -> None:
+    ranks, nbytes = inside * nodes, inside * nodes * block
+    axis = group(parse_cluster(f"{nodes}x8xh100"), ranks, 8 // inside)
+    assert (axis.inside, axis.nodes) == (inside, nodes)
+    assert axis.sent_bytes(nbytes, "all_reduce") == pytest.approx(
+        traffic("all_reduce", "hierarchical", ranks, nbytes, node_size=inside).nbytes
+    )
+
+
+def test_groups_lie_on_nodes_by_stride() -> None:
+    cluster = parse_cluster("64xh100")
+    assert (group(cluster, 8, 1).inside, group(cluster, 8, 1).nodes) == (8, 1)
+    assert (group(cluster, 8, 8).inside, group(cluster, 8, 8).nodes) == (1, 8)
+    assert (group(cluster, 16, 4).inside, group(cluster, 16, 4).nodes) == (2, 8)
+    assert (group(cluster, 16, 1).inside, group(cluster, 16, 1).nodes) == (8, 2)
+    assert group(cluster, 1, 8).all_reduce_s(1e9) == 0
+
+
+def test_small_messages_go_by_tree_and_large_ones_by_ring() -> None:
+    axis = group(parse_cluster("512xh100"), 512, 1)
+    ring = 2 * axis.all_gather_s(8)
+    assert axis.all_reduce_s(8) < ring
+    assert axis.all_reduce_s(1e9) == pytest.approx(2 * axis.all_gather_s(1e9))
+
+
+def test_a_neighbour_in_the_node_is_nearer() -> None:
+    cluster = parse_cluster("16xh100")
+    near, far = neighbour_s(cluster, 4, 2, 1e8), neighbour_s(cluster, 8, 2, 1e8)
+    assert near == pytest.approx(cluster.node.intra.latency_s + 1e8 / (450e9 * LINK_FRACTION))
+    assert far == pytest.approx(cluster.node.inter.latency_s + 1e8 / (50e9 * LINK_FRACTION))

@@ -1,0 +1,192 @@
+"""Memory: the published figures exactly, and what must hold for any model and layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.core import pipeline
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.plan import memory
+from tilemesh.plan.room import Room, layers_in_flight
+from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.step import predict
+
+GIB = 2**30
+MEGATRON = {"vocabulary": 51200, "context": 2048, "dropout": 0.1}
+M22B = ModelConfig(layers=48, width=6144, heads=64, **MEGATRON)
+M530B = ModelConfig(layers=105, width=20480, heads=128, **MEGATRON)
+
+
+def megatron(**fields: Any) -> ParallelPlan:
+    return ParallelPlan(**{"tp": 8, "attention": "materialized", "precision": "bf16-master", **fields})
+
+
+# ---- published -------------------------------------------------------------------------------------------------
+
+
+def test_gpt3_takes_350_gb_of_weights_and_2100_gb_of_adam_states() -> None:
+    weights, _, optimizer = memory.state_bytes(175 * 10**9, "bf16-master")
+    assert (weights, optimizer) == (350 * 10**9, 2100 * 10**9)
+    exact = count_parameters(preset("gpt3-175b")).total
+    weights, _, optimizer = memory.state_bytes(exact, "bf16-master")
+    assert (weights, optimizer) == (2 * exact, 12 * exact)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_the_zero_table(ranks: int) -> None:
+    m = 64 * 10**6
+    table = [sum(memory.state_bytes(m, "bf16-master", stage, ranks)) for stage in range(4)]
+    assert table == [16 * m, 4 * m + 12 * m // ranks, 2 * m + 14 * m // ranks, 16 * m // ranks]
+
+
+@given(
+    st.sampled_from([512, 1024, 2048]), st.integers(1, 4), st.sampled_from([(16, 1024), (32, 4096), (64, 6144)]),
+    st.sampled_from([1, 2, 4, 8]),
+)  # fmt: skip
+def test_a_layer_keeps_what_the_paper_says(s: int, b: int, shape: tuple[int, int], t: int) -> None:
+    """Korthikanti et al. 2022, table 2: exact in integers, as all sizes divide."""
+    a, h = shape
+    model = ModelConfig(layers=1, width=h, heads=a, vocabulary=1, context=s, dropout=0.1)
+    sbh = s * b * h
+
+    def kept(**fields: Any) -> int:
+        return memory.layer_activation_bytes(model, megatron(tp=t, microbatch=b, **fields), s)
+
+    scores = 5 * a * s * s * b // t
+    assert kept() == 10 * sbh + 24 * sbh // t + scores
+    assert kept(recompute="selective") == 10 * sbh + 24 * sbh // t
+    assert kept(recompute="full") == 2 * sbh
+    if t > 1:
+        assert kept(sequence_parallel=True) == 34 * sbh // t + scores
+        assert kept(sequence_parallel=True, recompute="selective") == 34 * sbh // t
+
+
+def test_22b_activations() -> None:
+    """Four sequences in one microbatch and one stage: every layer holds one microbatch."""
+    plain = predict(M22B, parse_cluster("8xa100"), megatron(microbatch=4))
+    assert plain.memory.activations_bytes / GIB == pytest.approx(59.25, abs=0.005)
+    assert not plain.fits  # which is why the paper recomputes
+    both = megatron(microbatch=4, sequence_parallel=True, recompute="selective")
+    found = predict(M22B, parse_cluster("8xa100"), both)
+    assert found.memory.activations_bytes / GIB == pytest.approx(9.5625, abs=1e-9)
+    assert found.fits
+
+
+def test_530b_activations() -> None:
+    """Microbatches of one sequence; the first of 35 stages holds 139 passes of one-layer chunks: 105 (1 + 34/105)."""
+    fields = {"pp": 35, "schedule": "interleaved", "interleave": 3, "accumulation": 280}
+    assert pipeline.in_flight("interleaved", 0, 35, 280, 3) == 139
+    plain = predict(M530B, parse_cluster("280xa100"), megatron(**fields))
+    assert plain.memory.activations_bytes / GIB == pytest.approx(114.0, abs=0.05)
+    both = megatron(**fields, sequence_parallel=True, recompute="selective")
+    found = predict(M530B, parse_cluster("280xa100"), both)
+    assert found.memory.activations_bytes / GIB == pytest.approx(23.1, abs=0.05)
+    assert found.memory.activations_bytes == 139 * 34 * 2048 * 20480 // 8
+
+
+# ---- always ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    heads = draw(st.sampled_from([8, 16]))
+    activation = draw(st.sampled_from(["relu", "gelu", "swiglu"]))
+    return ModelConfig(
+        layers=draw(st.integers(8, 24)),
+        width=heads * draw(st.sampled_from([16, 64, 128])),
+        heads=heads,
+        kv_heads=draw(st.sampled_from([2, 8])),
+        vocabulary=draw(st.sampled_from([256, 50264])),
+        context=draw(st.sampled_from([64, 1024])),
+        norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        activation=activation,
+        mlp_width=draw(st.sampled_from([1024, 4096])),
+        biases=draw(st.booleans()),
+        tied=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+    )
+
+
+PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16-master", "fp16", "fp64"])
+
+
+@given(models(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
+def test_shards_sum_to_the_whole(model: ModelConfig, tp: int, pp: int) -> None:
+    """Over tp, less what is repeated, and over stages, less a tied head's second copy."""
+    shards = shard_parameters(model, tp)
+    parts = count_parameters(model)
+    repeated = max(1, tp // model.kv_heads)  # kv heads fewer than ranks
+    kv = 2 * model.kv_width * (model.width + (1 if model.biases else 0))
+    split = tp * (shards.layer - shards.layer_replicated) - (repeated - 1) * kv
+    assert split + shards.layer_replicated == parts.layer
+    counts = [model.layers // pp + (stage < model.layers % pp) for stage in range(pp)]
+    stages = [stage_parameters(shards, n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
+    again = shards.tied_head if pp > 1 else 0
+    assert sum(stages) - again == stage_parameters(shards, model.layers, True, True)
+    if tp == 1:
+        assert sum(stages) - again == parts.total
+
+
+@given(models(), PRECISIONS, st.booleans(), st.sampled_from(["fused", "materialized"]))
+def test_more_tensor_parallelism_never_needs_more(
+    model: ModelConfig, precision: str, full: bool, attention: str
+) -> None:
+    totals = []
+    for tp in (1, 2, 4, 8):
+        plan = ParallelPlan(tp=tp, precision=precision, recompute="full" if full else "none", attention=attention)
+        totals.append(Room(model, parse_cluster("8xh100"), model.context).stage(plan, 0, (model.layers,)).total_bytes)
+    assert totals == sorted(totals, reverse=True)
+
+
+@given(st.integers(1, 10**9), PRECISIONS, st.integers(1, 512))
+def test_more_zero_never_needs_more_and_shards_cover_the_whole(parameters: int, precision: str, dp: int) -> None:
+    totals = [sum(memory.state_bytes(parameters, precision, stage, dp)) for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    whole, shard = totals[0], totals[3]
+    assert whole <= dp * shard < whole + dp * sum(memory.STATE_BYTES[precision])
+
+
+@given(models(), PRECISIONS, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(["fused", "materialized"]))
+def test_more_recomputation_keeps_less_and_sequence_parallelism_too(
+    model: ModelConfig, precision: str, tp: int, sp: bool, attention: str
+) -> None:
+    def kept(recompute: str, parallel: bool) -> int:
+        plan = ParallelPlan(
+            tp=tp, sequence_parallel=parallel and tp > 1, recompute=recompute, attention=attention, precision=precision
+        )
+        return memory.layer_activation_bytes(model, plan, model.context)
+
+    assert kept("none", sp) >= kept("selective", sp) >= kept("full", sp) > 0
+    assert kept("none", True) <= kept("none", False)
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(2, 4), st.data())
+def test_layers_in_flight_are_what_the_schedule_holds(pp: int, groups: int, v: int, data: st.DataObject) -> None:
+    """Also where chunks differ in layers."""
+    counts = tuple(data.draw(st.lists(st.integers(1, 5), min_size=pp * v, max_size=pp * v)))
+    plan = ParallelPlan(pp=pp, schedule="interleaved", interleave=v, accumulation=groups * pp)
+    held = pipeline.peak_in_flight(pipeline.build("interleaved", pp, groups * pp, v), counts)
+    for stage in range(pp):
+        quick = layers_in_flight(plan, stage, counts)
+        # The quick count takes the passes in order; with unequal chunks the true peak can lie elsewhere in the round.
+        assert quick <= held[stage] <= quick + plan.pp * (max(counts) - min(counts)) * v
+        if max(counts) == min(counts):
+            assert quick == held[stage]
+
+
+def test_autocast_counts_fp32_weights_and_their_copies() -> None:
+    plan = ParallelPlan(precision="bf16")
+    found = predict(preset("gpt2-124m"), parse_cluster("1xh200"), plan)
+    n = count_parameters(preset("gpt2-124m")).total
+    assert found.memory.weights_bytes == 4 * n
+    assert found.memory.working_bytes == 2 * n
+
+
+def test_a_kv_cache_by_hand() -> None:
+    assert memory.kv_cache_bytes(preset("llama-3-70b"), 8192) == 2 * 80 * 8 * 128 * 8192 * 2

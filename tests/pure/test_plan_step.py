@@ -1,0 +1,141 @@
+"""Step time: the published steps, held out but for one pair, and what must hold for any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tilemesh.core.calibration import Rates
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.plan.choose import search
+from tilemesh.plan.constants import MATMUL_FRACTION
+from tilemesh.plan.space import Pins, candidates
+from tilemesh.plan.step import Estimator, predict
+
+
+def megatron(layers: int, width: int, heads: int) -> ModelConfig:
+    return ModelConfig(layers=layers, width=width, heads=heads, vocabulary=51200, context=2048, dropout=0.1)
+
+
+# Korthikanti et al. 2022, tables 3 and 5, A100-80GB: seconds with full recomputation, and with sequence parallelism and
+# selective recomputation; MFU of the latter.
+PUBLISHED: dict[str, tuple[ModelConfig, str, dict[str, Any], float, float, float]] = {
+    "22B": (megatron(48, 6144, 64), "8xa100", {"microbatch": 4}, 1.42, 1.10, 0.415),
+    "175B": (
+        megatron(96, 12288, 96), "64xa100",
+        {"pp": 8, "accumulation": 64, "schedule": "interleaved", "interleave": 3}, 18.13, 13.75, 0.514,
+    ),
+    "530B": (
+        megatron(105, 20480, 128), "280xa100",
+        {"pp": 35, "accumulation": 280, "schedule": "interleaved", "interleave": 3}, 49.05, 37.83, 0.560,
+    ),
+    "1T": (megatron(128, 25600, 160), "512xa100", {"pp": 64, "accumulation": 512}, 94.42, 71.49, 0.563),
+}  # fmt: skip
+FULL: dict[str, Any] = {"recompute": "full"}
+SELECTIVE: dict[str, Any] = {"recompute": "selective", "sequence_parallel": True}
+
+
+def step_s(name: str, recipe: dict[str, Any]) -> float:
+    model, cluster, fields, _, _, _ = PUBLISHED[name]
+    plan = ParallelPlan(tp=8, attention="materialized", precision="bf16-master", **fields, **recipe)
+    return predict(model, parse_cluster(cluster), plan).step_time_s
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_steps_within_five_percent(name: str) -> None:
+    _, _, _, full_s, selective_s, _ = PUBLISHED[name]
+    assert step_s(name, FULL) == pytest.approx(full_s, rel=0.05)
+    assert step_s(name, SELECTIVE) == pytest.approx(selective_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_mfu_is_defined_as_published(name: str) -> None:
+    """With the published step time, our count of FLOPs gives the published MFU."""
+    model, cluster, fields, _, selective_s, mfu = PUBLISHED[name]
+    plan = ParallelPlan(tp=8, attention="materialized", precision="bf16-master", **fields, **SELECTIVE)
+    found = predict(model, parse_cluster(cluster), plan)
+    assert found.mfu * found.step_time_s / selective_s == pytest.approx(mfu, abs=0.003)
+
+
+@pytest.mark.parametrize(("gpus", "accumulation", "published"), [(8192, 32, 430e12), (16384, 16, 400e12)])
+def test_another_papers_model_on_another_gpu(gpus: int, accumulation: int, published: float) -> None:
+    """Llama 3 405B on H100, "The Llama 3 Herd of Models", table 4: FLOP/s a GPU.
+
+    Nothing was fitted to it. The paper does not say how many chunks a stage has; 126 layers on 16 stages allow 7.
+    """
+    model = preset("llama-3-70b").replace(layers=126, width=16384, heads=128, kv_heads=8, mlp_width=53248)
+    plan = ParallelPlan(
+        dp=gpus // 128, tp=8, pp=16, sequence_parallel=True, zero=1, accumulation=accumulation,
+        schedule="interleaved", interleave=7, precision="bf16-master",
+    )  # fmt: skip
+    found = predict(model, parse_cluster(f"{gpus}xh100"), plan)
+    by_6n = 6 * count_parameters(model).total * found.tokens / found.step_time_s / gpus
+    assert by_6n == pytest.approx(published, rel=0.05)
+
+
+def test_the_fitted_constant_is_the_best_for_its_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least squares of the 22B pair's relative errors: a little more or less is worse."""
+
+    def badness(fraction: float) -> float:
+        monkeypatch.setitem(MATMUL_FRACTION, "a100-80", fraction)  # type: ignore[arg-type]
+        return (step_s("22B", FULL) / 1.42 - 1) ** 2 + (step_s("22B", SELECTIVE) / 1.10 - 1) ** 2
+
+    fitted = MATMUL_FRACTION["a100-80"]
+    assert badness(fitted) < min(badness(fitted - 0.003), badness(fitted + 0.003))
+
+
+def test_measured_rates_go_before_the_datasheet() -> None:
+    model, cluster, plan = preset("tiny"), parse_cluster("1xcpu"), ParallelPlan(microbatch=32, precision="fp32")
+    slow = Rates(matmul_flops_per_s={"fp32": 1e10}, copy_bytes_per_s=5e9)
+    measured = Estimator(model, cluster, rates=slow).predict(plan)
+    assert measured.step_time_s > measured.model_flops / 1e10
+    assert measured.step_time_s > 5 * predict(model, cluster, plan).step_time_s
+
+
+def test_closed_form_and_simulation_agree() -> None:
+    estimator = Estimator(preset("llama-3-8b"), parse_cluster("32xh100"))
+    compared = 0
+    for found in candidates(estimator, 64, Pins(zero=1, microbatch=1, recompute="full")):
+        quick, full = estimator.rank_s(found[0]), estimator.predict(found[0].plan()).step_time_s
+        assert quick == pytest.approx(full, rel=0.06)
+        compared += 1
+    assert compared > 20
+
+
+def test_parts_sum_to_the_step() -> None:
+    for found in search("llama-3-8b", "16xh100", batch=64).predictions:
+        assert found.times.total_s == pytest.approx(found.step_time_s)
+        assert min(vars(found.times).values()) >= 0
+        assert found.mfu <= found.hfu < 1
+
+
+def test_recomputing_more_takes_longer() -> None:
+    cluster, model = parse_cluster("8xa100"), preset("llama-2-7b")
+    times = [
+        predict(model, cluster, ParallelPlan(tp=8, recompute=recompute, attention="materialized")).step_time_s
+        for recompute in ("none", "selective", "full")
+    ]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tp": 3, "dp": 8}, "16 ranks|24 ranks"),
+        ({"tp": 5}, "5 ranks"),
+        ({"pp": 8, "schedule": "interleaved", "interleave": 5}, "needs as many layers"),
+        ({"pp": 8, "schedule": "interleaved", "interleave": 2, "accumulation": 3}, "no multiple of 8"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_why(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        predict(preset("llama-2-7b"), parse_cluster("8xh100"), ParallelPlan(**fields))
+
+
+def test_a_context_longer_than_learned_positions_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"model\.context=4096"):
+        Estimator(preset("gpt3-175b"), parse_cluster("8xh100"), 4096)
