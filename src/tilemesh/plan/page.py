@@ -89,9 +89,8 @@ def trade_off(result: Result) -> str:
         x, _ = place(right * step / 5, 0)
         _, y = place(0, top * step / 5)
         drawn.append(f"<line class=grid x1={x:.0f} y1=20 x2={x:.0f} y2={HEIGHT - BOTTOM} />")
-        drawn.append(
-            f"<text x={x:.0f} y={HEIGHT - BOTTOM + 18} text-anchor=middle>{format_seconds(right * step / 5)}</text>"
-        )
+        words, anchor = format_seconds(right * step / 5), "end" if step == 5 else "middle"
+        drawn.append(f"<text x={x:.0f} y={HEIGHT - BOTTOM + 18} text-anchor={anchor}>{words}</text>")
         drawn.append(f"<text x={LEFT - 8} y={y + 4:.0f} text-anchor=end>{format_bytes(top * step / 5)}</text>")
     _, limit = place(0, result.best.usable_bytes)
     drawn.append(f"<line class=limit x1={LEFT} y1={limit:.0f} x2={WIDTH - 20} y2={limit:.0f} />")
