@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import calibrate, doctor, launch, plan
+from tilemesh.cli import bench_kernel, calibrate, doctor, launch, plan, tune
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -30,6 +30,11 @@ app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(launch.launch)
 app.command()(plan.plan)
+app.command()(tune.tune)
+
+bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
+bench.command("kernel")(bench_kernel.bench_kernel)
+app.add_typer(bench, name="bench")
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]

@@ -1,0 +1,57 @@
+"""Host cost and call time of one eager call at small shapes: ours against three ops and `a @ b` alone.
+
+    python benchmarks/host_cost_matmul.py [MxNxK …]
+
+Host cost: the loop's time with a queue that never fills (few calls, then a synchronise outside the clock).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import tilemesh as tm
+
+
+def host_cost_us(call, calls: int = 200, repeats: int = 25) -> float:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - began) / calls * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(found)
+
+
+def calls(shape: str) -> dict[str, Callable[[], object]]:
+    fused = tm.kernels.fused_matmul
+    m, n, k = (int(side) for side in shape.split("x"))
+    a, b, c = (torch.randn(s, device="cuda", dtype=torch.float16) for s in ((m, k), (k, n), (m, n)))
+    out = torch.empty_like(c)
+    kinds = ("auto", "pointer", "tma", "persistent", "split", "library")
+    return {
+        "eager three ops": lambda: torch.relu(a @ b + c),
+        "addmm + relu_": lambda: torch.addmm(c, a, b).relu_(),
+        "a @ b": lambda: a @ b,
+        "empty": lambda: torch.empty_like(c),
+        **{kind: lambda kind=kind: fused(a, b, c, implementation=kind) for kind in kinds},
+        "auto, out=": lambda: fused(a, b, c, out=out),
+    }
+
+
+def main() -> None:
+    for shape in sys.argv[1:] or ["64x64x64", "512x512x512"]:
+        for name, call in calls(shape).items():
+            print(f"{shape:16s} {name:18s} {host_cost_us(call):7.2f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()

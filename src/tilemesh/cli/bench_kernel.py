@@ -1,0 +1,65 @@
+"""`tilemesh bench kernel`: the fused matmul beside its peers on this GPU, as rows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+
+def bench_kernel(
+    operator: Annotated[str, typer.Argument(help="Which operator; there is one: matmul.")] = "matmul",
+    shapes: Annotated[
+        str, typer.Option("--shapes", help="MxNxK, several separated by commas; `suite` for all.")
+    ] = "suite",
+    dtype: Annotated[str, typer.Option("--dtype", help="float16, bfloat16 or float32; several by commas.")] = "float16",
+    c: Annotated[str, typer.Option("--c", help="What C is: full, row, column or none.")] = "full",
+    activation: Annotated[
+        str, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
+    ] = "relu",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile (minutes).")] = True,
+    repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
+    chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline, as .svg.")] = None,
+) -> None:
+    """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
+    console = Console(stderr=json == "-", highlight=False)
+    from tilemesh.core.errors import unknown
+    from tilemesh.kernels.matmul.bench import SUITE, bench_matmul, parse_shape
+    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, DTYPE_BYTES
+
+    wanted = list(SUITE) if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
+    dtypes = [name.strip() for name in dtype.split(",")]
+    known_values = [
+        ("operator", operator, ("matmul",)),
+        ("C kind", c, C_KINDS),
+        ("activation", activation, ACTIVATIONS),
+    ]
+    for kind, given, known in [*known_values, *(("dtype", name, tuple(DTYPE_BYTES)) for name in dtypes)]:
+        if given not in known:
+            raise unknown(kind, given, known)
+    for shape in wanted:
+        parse_shape(shape)
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+
+    rows = []
+    for name in dtypes:
+        with console.status("") as status:
+
+            def show(done: int, total: int, words: str, status: Status = status) -> None:
+                status.update(f"[{done + 1}/{total}] {words}")
+
+            rows += bench_matmul(
+                wanted, dtype=name, c_kind=c, activation=activation, compiled=compiled, repeats=repeats, progress=show
+            )
+    print_rows(rows, console)
+    if json is not None:
+        write_rows(rows, json)
+    if chart is not None:
+        from tilemesh.kernels.matmul.chart import draw
+
+        draw(rows, chart)
+        console.print(f"roofline: {chart}", soft_wrap=True)

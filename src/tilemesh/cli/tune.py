@@ -1,0 +1,60 @@
+"""`tilemesh tune`: find the fastest fused matmul for shapes on this GPU, and remember it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+
+def tune(
+    shapes: Annotated[list[str], typer.Argument(metavar="MxNxK…", help="Shapes to tune, as in 2048x2048x2048.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="float16 or bfloat16.")] = "float16",
+    c: Annotated[str, typer.Option("--c", help="What C is: full, row, column or none.")] = "full",
+    activation: Annotated[
+        str, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
+    ] = "relu",
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Remember the winners for `auto`.")] = True,
+) -> None:
+    """Search tile sizes, pipeline depth and kind of kernel; time finalists beside the built-ins; keep the winner."""
+    console = Console(highlight=False)
+    import torch
+
+    from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.core.units import format_seconds
+    from tilemesh.kernels.matmul import cache
+    from tilemesh.kernels.matmul.bench import parse_shape
+    from tilemesh.kernels.matmul.choice import versions
+    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, dense
+    from tilemesh.kernels.matmul.run import gpu_of
+    from tilemesh.kernels.matmul.trial import Compiler
+    from tilemesh.kernels.matmul.tune import tune as tune_one
+
+    sizes = [parse_shape(shape) for shape in shapes]
+    for kind, given, known in (
+        ("dtype", dtype, ("float16", "bfloat16")), ("C kind", c, C_KINDS), ("activation", activation, ACTIVATIONS),
+    ):  # fmt: skip
+        if given not in known:
+            raise unknown(kind, given, known)
+    if not torch.cuda.is_available():
+        raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    entries = {}
+    with Compiler(device) as compiler:
+        for m, n, k in sizes:
+            problem = dense(m, n, k, dtype=dtype, c_kind=c, activation=activation)
+            with console.status(problem.key) as status:
+
+                def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
+                    status.update(f"{key} [{done}/{total}] {words}")
+
+                found = tune_one(problem, device, compiler=compiler, progress=show)
+            entries[problem.key] = found.entry
+            console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}")
+            for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
+                console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
+    if save:
+        path = cache.store(gpu_of(device.index).name, versions(), entries)
+        console.print(f"remembered in {path}", soft_wrap=True)

@@ -1,0 +1,75 @@
+"""What an implementation name stands for on this device: tables of tuned configurations, tuning on demand, the model.
+
+`select` decides; this file brings it what it decides from. TILEMESH_TUNE (never, once, always) says whether a shape
+that was not tuned on this GPU may be tuned when it is first met; the default is never, so nothing ever pauses unasked.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels.matmul import select
+from tilemesh.kernels.matmul.cache import Table, load, shipped
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
+from tilemesh.kernels.matmul.cost import device_or_nearest, rates_of
+from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.run import gpu_of, interpreted_default
+
+TUNE_MODES = ("never", "once", "always")
+
+_tuned_here: set[str] = set()
+
+
+def choose(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Config:
+    """The configuration an implementation name stands for, for this problem on this device."""
+    if config is not None:
+        return config
+    if implementation == "interpret":
+        return interpreted_default(problem)
+    if implementation not in ("auto", *TILE_KINDS):
+        return Config(implementation)
+    if device.type != "cuda":
+        if implementation == "auto":
+            return Config("torch")
+        raise UsageError(
+            f"implementation '{implementation}' needs CUDA tensors, got {device}: use 'auto' or 'interpret'"
+        )
+    gpu = gpu_of(device.index if device.index is not None else torch.cuda.current_device())
+    if implementation in TILE_KINDS:
+        return default(implementation, problem, multiprocessors=gpu.multiprocessors)
+    tables = [user_table(gpu.name), *([table] if (table := shipped(gpu.name)) else [])]
+    if should_tune(problem, tables[0]):
+        from tilemesh.kernels.matmul.tune import tune_problem
+
+        tables[0].entries[problem.key] = tune_problem(problem, device)
+        _tuned_here.add(problem.key)
+    rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
+    return select.choose(problem, tables, rates, tma=gpu.tma, shared_limit=gpu.shared_bytes)
+
+
+@functools.cache
+def user_table(gpu: str) -> Table:
+    return load(gpu, versions())
+
+
+def versions() -> dict[str, str]:
+    """What a tuned choice depends on besides the GPU."""
+    import triton
+
+    return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
+
+
+def should_tune(problem: Problem, table: Table) -> bool:
+    """TILEMESH_TUNE: never (default) pauses for nothing, once tunes what this GPU has no entry for, always retunes."""
+    mode = os.environ.get("TILEMESH_TUNE", "never")
+    if mode not in TUNE_MODES:
+        raise unknown("TILEMESH_TUNE", mode, TUNE_MODES)
+    if mode == "never" or 0 in (problem.m, problem.n, problem.k) or problem.keep or problem.element_bytes != 2:
+        return False
+    if torch.cuda.is_current_stream_capturing() or problem.key in _tuned_here:
+        return False
+    return mode == "always" or problem.key not in table.entries

@@ -1,0 +1,154 @@
+"""FLOPs and bytes of the fused matmul, and the time a configuration should take.
+
+`cost` counts what no implementation can avoid: the limit column divides it by the machine's ceiling. `predict_s` is a
+model of one configuration: waves of tiles, each bound by the tensor cores, the L2 or memory, plus what a tile cannot
+hide. It is written to rank configurations and to be read, not to be exact: the tuner corrects it by what it measures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilemesh.core.cost import Cost
+from tilemesh.core.hardware import DEVICES, Device, device_for
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
+from tilemesh.kernels.matmul.problem import Problem
+
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the model needs to know of a GPU. The fractions of peak are what well-made kernels reach, not ceilings."""
+
+    multiprocessors: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    l2_bytes_per_s: float
+    l2_bytes: int
+    shared_bytes_per_sm: int
+    launch_s: float = 2.0e-6  # start and drain of one kernel inside a graph
+    tile_s: float = 0.9e-6  # filling the pipeline and writing the last tile: latency nothing overlaps
+
+
+def rates_of(device: Device, dtype: str, precision: str = "tf32") -> Rates:
+    """The model's rates from a datasheet: 0.8 of its dense peak and 0.9 of its bandwidth is what is sustained."""
+    short = SHORT_DTYPES[dtype]
+    if short == "fp32" and precision == "tf32" and "tf32" in device.peak_flops_per_s:
+        short = "tf32"
+    peak = device.peak_flops_per_s.get(short, device.peak_flops_per_s["fp32"])
+    return Rates(
+        multiprocessors=device.sm_count,
+        flops_per_s=0.8 * peak,
+        memory_bytes_per_s=0.9 * device.memory_bytes_per_s,
+        l2_bytes_per_s=2.2 * device.memory_bytes_per_s,
+        l2_bytes=device.l2_bytes,
+        shared_bytes_per_sm=device.shared_bytes_per_sm,
+    )
+
+
+def device_or_nearest(gpu_name: str) -> Device:
+    """The GPU's own figures, or an H100's for one without: good enough to rank by, never shown as a limit."""
+    return device_for(gpu_name) or DEVICES["h100"]
+
+
+def cost(problem: Problem, *, launches: int = 1) -> Cost:
+    """What D = act(A @ B + C) cannot do without: 2MNK FLOPs, each input read once, D written once."""
+    size = problem.element_bytes
+    c_elements = {"none": 0, "full": problem.m * problem.n, "row": problem.n, "column": problem.m}[problem.c_kind]
+    read = size * (problem.m * problem.k + problem.k * problem.n + c_elements)
+    written = size * problem.m * problem.n * (2 if problem.keep else 1)
+    dtype = SHORT_DTYPES[problem.dtype]
+    dtype = "tf32" if dtype == "fp32" and problem.precision == "tf32" else dtype
+    return Cost(2 * problem.m * problem.n * problem.k, read, written, launches=launches, dtype=dtype)
+
+
+def copy_bytes(problem: Problem) -> int:
+    """Bytes moved to give operands that TMA cannot read aligned rows: each read once and written once."""
+    size = problem.element_bytes
+    sides = ((problem.a, problem.m * problem.k), (problem.b, problem.k * problem.n))
+    return sum(2 * size * elements for matrix, elements in sides if not matrix.tma(size))
+
+
+def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
+    """Seconds of kernel time this configuration should take."""
+    if config.kind not in TILE_KINDS:
+        return _library_s(problem, config, rates)
+    size = problem.element_bytes
+    rows, columns = -(-problem.m // config.block_m), -(-problem.n // config.block_n)
+    tiles = rows * columns
+    split = config.split_k if config.kind == "split" else 1
+    units = tiles * split
+    resident = _resident(config, size, rates)
+    steps = math.ceil(problem.k / config.block_k / split)
+    # One step's FLOPs on one multiprocessor, against the bytes it pulls from the L2 with all others pulling too.
+    flops = 2 * config.block_m * config.block_n * config.block_k
+    flops_s = flops / (rates.flops_per_s / rates.multiprocessors * _tensor_fraction(config, resident))
+    busy = min(1.0, units / rates.multiprocessors)
+    loaded = (config.block_m + config.block_n) * config.block_k * size
+    l2_s = loaded / (rates.l2_bytes_per_s / rates.multiprocessors) * max(busy, 0.5)
+    step_s = max(flops_s, l2_s) * (1.25 if config.kind == "pointer" else 1.0)
+    fill_s = rates.tile_s * (0.5 if config.stages > 3 else 0.6)
+    end_s = 0.0 if config.kind == "persistent" or resident > 1 else rates.tile_s
+    waves = units / rates.multiprocessors
+    whole = _waves(config, tiles, units, rates, resident)
+    compute_s = whole * (steps * step_s) + (whole if config.kind != "persistent" else 1) * (fill_s + end_s) / resident
+    work = problem_bytes(problem)
+    memory_s = work / rates.memory_bytes_per_s
+    if split > 1 or config.tail:
+        cut = tiles if split > 1 else tiles % rates.multiprocessors
+        extra = 2 * cut * config.split_k * config.block_m * config.block_n * 4
+        memory_s += extra / rates.l2_bytes_per_s + rates.launch_s + rates.tile_s
+    if config.kind != "pointer":
+        memory_s += copy_bytes(problem) / rates.memory_bytes_per_s + (rates.launch_s if copy_bytes(problem) else 0.0)
+    # Work that ends at once everywhere overlaps its memory traffic badly: the shorter the run, the less is hidden.
+    overlap = 0.15 if waves > 1 else 0.35
+    return rates.launch_s + max(compute_s, memory_s) + overlap * min(compute_s, memory_s)
+
+
+def problem_bytes(problem: Problem) -> int:
+    return cost(problem).bytes_moved
+
+
+def _waves(config: Config, tiles: int, units: int, rates: Rates, resident: int) -> float:
+    """How many tiles the busiest multiprocessor computes; programs that share one finish in steps of their share."""
+    if config.tail and tiles > rates.multiprocessors:
+        full, rest = divmod(tiles, rates.multiprocessors)
+        return full + -(-rest * config.split_k // rates.multiprocessors) / config.split_k
+    slots = rates.multiprocessors * resident
+    return float(-(-units // slots) * resident) if units > slots else max(1.0, units / rates.multiprocessors)
+
+
+def _resident(config: Config, size: int, rates: Rates) -> int:
+    """Programs a multiprocessor holds at once, by shared memory and registers."""
+    if config.kind == "persistent":
+        return config.per_sm
+    by_memory = rates.shared_bytes_per_sm // (shared_bytes(config, size) + 1024)
+    accumulator = config.block_m * config.block_n // (32 * config.warps)
+    by_registers = 65536 // (32 * config.warps * min(255, accumulator + 56))
+    return max(1, min(by_memory, by_registers, 4))
+
+
+def _tensor_fraction(config: Config, resident: int) -> float:
+    """How much of the tensor cores' rate a tile can use: small tiles and lone warp groups leave gaps."""
+    if config.block_m < 64:
+        return 0.35
+    area = config.block_m * config.block_n
+    alone = 0.9 if resident == 1 and config.warps < 8 else 1.0
+    return alone * (1.0 if area >= 128 * 256 else 0.92 if area >= 128 * 128 else 0.75 if area >= 64 * 128 else 0.6)
+
+
+def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
+    """The vendor's matmul at the rate of a good tile kernel, and the passes over D that follow it."""
+    unaligned = 4.0 if problem.layout.endswith("u") else 1.0
+    flops_s = unaligned * cost(problem).flops / rates.flops_per_s
+    tile = 128 * 128
+    tiles = max(1.0, problem.m * problem.n / tile)
+    idle = 1.0 if tiles >= rates.multiprocessors else 1.15
+    matmul_s = max(flops_s * idle, problem_bytes(problem) / rates.memory_bytes_per_s) + rates.launch_s + rates.tile_s
+    moved = problem.m * problem.n * problem.element_bytes
+    passes = 3 if config.kind == "library" else 5
+    # A pass over what was just written finds part of it in the L2.
+    rate = rates.memory_bytes_per_s * (2.0 if passes * moved < rates.l2_bytes else 1.0)
+    return matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)

@@ -1,0 +1,64 @@
+"""Triton's interpreter beside compiled kernels: the same source files, loaded a second time.
+
+`@triton.jit` decides between compiling and interpreting when it decorates, once a process by an environment variable.
+Here kernel.py and passes.py are executed again under another name with the interpreter switched on for just that
+long, so one process can hold both forms. It computes with numpy on the CPU: for tests and for reading, not for speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tilemesh.kernels.matmul.plan import Argument, Descriptor, LaunchPlan, Pointer
+
+_PACKAGE = "tilemesh.kernels.matmul"
+
+
+def run(plan: LaunchPlan, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Interpret every launch of a plan. `tensors` holds what pointers and descriptors name, buffers included."""
+    for step in plan.steps:
+        kernel = _kernels()[step.kernel]
+        arguments = {name: _value(argument, tensors) for name, argument in step.arguments.items()}
+        kernel[(*step.grid, 1)](**arguments, **step.constants)
+
+
+@functools.cache
+def _kernels() -> dict[str, Any]:
+    tiles = _interpreted("kernel", {})
+    passes = _interpreted("passes", vars(tiles))
+    return {**vars(tiles), **vars(passes)}
+
+
+def _interpreted(name: str, helpers: Mapping[str, Any]) -> ModuleType:
+    """A second copy of a module with interpreted jit functions; `helpers` replaces what it imports from a sibling."""
+    spec = importlib.util.find_spec(f"{_PACKAGE}.{name}")
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{_PACKAGE}.{name} has no source file")
+    second = importlib.util.spec_from_file_location(f"{_PACKAGE}.{name}_interpreted", spec.origin)
+    if second is None or second.loader is None:
+        raise ImportError(f"cannot load {spec.origin} a second time")
+    module = importlib.util.module_from_spec(second)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        second.loader.exec_module(module)
+    for helper, value in helpers.items():
+        if helper in vars(module) and not helper.startswith("__"):
+            setattr(module, helper, value)
+    return module
+
+
+def _value(argument: Argument, tensors: Mapping[str, torch.Tensor | None]) -> Any:
+    if isinstance(argument, Pointer):
+        return tensors[argument.of]
+    if isinstance(argument, Descriptor):
+        base = tensors[argument.of]
+        return TensorDescriptor(base, list(argument.shape), list(argument.strides), list(argument.block))
+    return argument

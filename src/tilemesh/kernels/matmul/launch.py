@@ -1,0 +1,159 @@
+"""Compiles the launches of a plan and calls them at the lowest host cost.
+
+Triton's own `kernel[grid](...)` inspects every argument at every call (34 µs on an H200's host), and encodes each
+tensor descriptor anew. A plan fixes all of that beforehand, so here a kernel is compiled from an explicit signature,
+and a call hands prepared arguments straight to the compiled launcher. Arguments are kept by the addresses they hold:
+the caching allocator gives a training loop the same few addresses again and again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from tilemesh.core.errors import RunError
+from tilemesh.kernels.matmul import kernel as tile_kernels
+from tilemesh.kernels.matmul import passes as pass_kernels
+from tilemesh.kernels.matmul.plan import Descriptor, LaunchPlan, Pointer, Step
+
+_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
+
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What compiling needs to know of a tensor: its dtype and whether its address is 16-byte aligned."""
+
+    dtype: str
+    aligned: bool = True
+
+
+def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
+    """Compile one launch (or take it from Triton's cache on disk) for this GPU, or for a target without one present."""
+    function = getattr(tile_kernels, step.kernel, None) or getattr(pass_kernels, step.kernel)
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], object] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for position, name in enumerate(function.arg_names):
+        kind, constant, divisible = _typed(step, name, operands)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[(position,)] = constant
+        elif divisible > 1 and step.hints:
+            attributes[(position,)] = [["tt.divisibility", divisible]]
+    source = ASTSource(function, signature, constants, attributes)
+    options = {"num_warps": step.warps, "num_stages": step.stages, "launch_pdl": step.waits}
+    return triton.compile(source, target=target, options=options)
+
+
+def _typed(step: Step, name: str, operands: Mapping[str, Operand]) -> tuple[str, object, int]:
+    """Type, constant value and known divisor of one argument; the number 1 and None are compiled in.
+
+    The divisor is what lets loads be wide: a row of 3000 16-bit elements starts 16-byte aligned although 3000 is only a
+    multiple of 8, which Triton's own specialisation (by 16 or not at all) does not see.
+    """
+    if name in step.constants:
+        return "constexpr", step.constants[name], 1
+    argument = step.arguments[name]
+    if isinstance(argument, Pointer):
+        operand = operands[argument.of]
+        return "*" + _TYPES[operand.dtype], None, 16 if operand.aligned else 1
+    if isinstance(argument, Descriptor):
+        rows, columns = argument.block
+        return f"tensordesc<{_TYPES[operands[argument.of].dtype]}[{rows}, {columns}]>", None, 1
+    if argument is None or argument == 1:
+        return "constexpr", argument, 1
+    wide = argument >= 2**31 or (step.wide and name[1:2] == "_")
+    return "i64" if wide else "i32", None, math.gcd(argument, 16)
+
+
+class Program:
+    """A plan compiled for the current GPU. `names` is the order in which a call gives the tensors' addresses."""
+
+    def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:
+        self.plan = plan
+        self.names = tuple(names)
+        self._steps = [_Prepared(step, operands, self.names) for step in plan.steps]
+        self._kept: dict[tuple[int, ...], list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+
+    def __call__(self, *addresses: int) -> None:
+        """Launch on a stream: `addresses` is the stream's handle, then one address a name."""
+        calls = self._kept.get(addresses)
+        if calls is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            calls = self._kept[addresses] = [step.call(addresses[0], addresses[1:]) for step in self._steps]
+        for launch, arguments in calls:
+            launch(*arguments)
+
+
+class _Prepared:
+    """One compiled launch, its argument list filled but for addresses."""
+
+    def __init__(self, step: Step, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
+        self.step = step
+        self.compiled = compile_step(step, operands)
+        self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
+        if self.launcher.global_scratch_size or self.launcher.profile_scratch_size:
+            raise RunError(f"kernel {step.kernel} wants scratch memory from Triton, which this launcher does not give")
+        function = self.compiled.src.fn
+        self.descriptors = iter(self.compiled.metadata.tensordesc_meta or ())
+        self.fill: list[Callable[[tuple[int, ...]], list[Any]]] = []
+        for name in function.arg_names:
+            self.fill.append(self._filler(step.arguments.get(name), names))
+
+    def _filler(self, argument: Any, names: tuple[str, ...]) -> Callable[[tuple[int, ...]], list[Any]]:
+        if isinstance(argument, Pointer):
+            at = names.index(argument.of)
+            return lambda addresses: [addresses[at]]
+        if isinstance(argument, Descriptor):
+            at, meta = names.index(argument.of), next(self.descriptors)
+            shape, strides = list(argument.shape), list(argument.strides)
+            return lambda addresses: [_tensor_map(addresses[at], meta, shape, strides), *shape, *strides]
+        return lambda addresses: [argument]  # a number, or a placeholder where the value was compiled in
+
+    def call(self, stream: int, addresses: tuple[int, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        arguments = [value for fill in self.fill for value in fill(addresses)]
+        launcher, compiled = self.launcher, self.compiled
+        head = (*self.step.grid, 1, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        launch = _unwrapped(launcher.launch)
+        if _VERSION <= (3, 6):
+            return launch, (*head, None, None, compiled.packed_metadata, None, None, None, *arguments)
+        tail = (
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            None,
+            None,
+            launcher.arg_annotations,
+            launcher.kernel_signature,
+        )
+        return launch, (*head, *tail, arguments)
+
+
+def _unwrapped(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton wraps its launcher to encode descriptors at each launch; ours are encoded already: take the inner one."""
+    if not inspect.isfunction(launch):
+        return launch
+    inner: Callable[..., Any] = inspect.getclosurevars(launch).nonlocals["launcher"]
+    return inner
+
+
+def _tensor_map(address: int, meta: Mapping[str, Any], shape: list[int], strides: list[int]) -> Any:
+    """A hardware tensor map, as Triton's runtime would encode it; what lies outside the shape reads as zero."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    utils = triton.runtime.driver.active.utils
+    encode = utils.fill_tma_descriptor if _VERSION <= (3, 6) else utils.fill_tma_descriptor_tiled
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return encode(address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], shape, strides, 0)

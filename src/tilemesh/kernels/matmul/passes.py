@@ -1,0 +1,117 @@
+"""The passes around the tile kernels: reduce partial tiles, epilogue over a product, activation gradient, aligned copy.
+
+All are bound by memory: each says what it reads and writes. Like kernel.py, this file is loaded twice and uses only
+language builtins.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from tilemesh.kernels.matmul.kernel import activate, load_c, locate, store_tile
+
+
+@triton.jit
+def add(x, y):
+    return x + y
+
+
+@triton.jit
+def slope(saved, ACTIVATION: tl.constexpr):
+    """The activation's derivative: from D for relu (its sign is enough), from the value before it for the others."""
+    one = tl.full(saved.shape, 1.0, tl.float32)
+    if ACTIVATION == "relu":
+        return tl.where(saved <= 0.0, 0.0, one)
+    elif ACTIVATION == "squared_relu":  # noqa: RET505  (branches are chosen when compiled)
+        return tl.where(saved <= 0.0, 0.0, 2.0 * saved)
+    elif ACTIVATION == "gelu":
+        below = 0.5 * (1.0 + tl.erf(saved * 0.7071067811865476))
+        return below + saved * 0.3989422804014327 * tl.exp(-0.5 * saved * saved)
+    elif ACTIVATION == "gelu_tanh":
+        u = 0.7978845608028654 * saved * (1.0 + 0.044715 * saved * saved)
+        gate = 1.0 / (1.0 + tl.exp(-2.0 * u))
+        return gate + saved * 2.0 * gate * (1.0 - gate) * 0.7978845608028654 * (1.0 + 0.134145 * saved * saved)
+    elif ACTIVATION == "silu":
+        gate = 1.0 / (1.0 + tl.exp(-saved))
+        return gate * (1.0 + saved * (1.0 - gate))
+    return one
+
+
+@triton.jit
+def reduce_tiles(
+    work, c, d, z, M, N, c_m, c_n, d_m, d_n, tile0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    C_KIND: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Sum SPLIT partial tiles in order, finish, write D. Reads SPLIT float32 tiles. Grid: (tiles, BLOCK_M / ROWS)."""
+    tile = tl.program_id(0)
+    row0, col0 = locate(tile0 + tile, M, N, BLOCK_M, BLOCK_N, GROUP)
+    down = tl.program_id(1) * ROWS
+    offsets = (down + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()  # until the kernel that fills `work` has ended and its writes are seen
+    base = work + (tile * SPLIT).to(tl.int64) * (BLOCK_M * BLOCK_N)
+    total = tl.load(base + offsets)
+    for part in tl.static_range(1, SPLIT):
+        total += tl.load(base + part * (BLOCK_M * BLOCK_N) + offsets)
+    if C_KIND != "none":
+        total += load_c(c, row0 + down, col0, M, N, c_m, c_n, ROWS, BLOCK_N, C_KIND).to(tl.float32)
+    if KEEP:
+        store_tile(z, total, row0 + down, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
+    store_tile(d, activate(total, ACTIVATION), row0 + down, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
+
+
+@triton.jit
+def epilogue_pass(
+    product, c, d, z, M, N, p_m, p_n, c_m, c_n, d_m, d_n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, C_KIND: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """D = act(product + C); `product` may be D itself. Reads 2 MN, writes MN. Grid: blocks."""
+    row0, col0 = locate(tl.program_id(0), M, N, ROWS, COLUMNS, 1)
+    total = load_c(product, row0, col0, M, N, p_m, p_n, ROWS, COLUMNS, "full").to(tl.float32)
+    if C_KIND != "none":
+        total += load_c(c, row0, col0, M, N, c_m, c_n, ROWS, COLUMNS, C_KIND).to(tl.float32)
+    if KEEP:
+        store_tile(z, total, row0, col0, M, N, d_m, d_n, ROWS, COLUMNS)
+    store_tile(d, activate(total, ACTIVATION), row0, col0, M, N, d_m, d_n, ROWS, COLUMNS)
+
+
+@triton.jit
+def gradient_pass(
+    grad, saved, out, sums, M, N, g_m, g_n, s_m, s_n, o_m, o_n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, C_KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """out = grad * act'(saved), and C's gradient summed on the way. Reads 2 MN, writes MN. Grid: blocks.
+
+    A row C leaves one float32 row a row block in `sums` (row blocks, N), a column C one column a column block in
+    (column blocks, M): the caller adds the few that are left, in order, so the result does not depend on timing.
+    """
+    row0, col0 = locate(tl.program_id(0), M, N, ROWS, COLUMNS, 1)
+    value = load_c(grad, row0, col0, M, N, g_m, g_n, ROWS, COLUMNS, "full").to(tl.float32)
+    if ACTIVATION != "none":
+        kept = load_c(saved, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full").to(tl.float32)
+        # Not a product where the slope is zero: an infinite gradient of a closed relu stays zero, as in torch.
+        steep = slope(kept, ACTIVATION)
+        if ACTIVATION == "relu" or ACTIVATION == "squared_relu":
+            value = tl.where(kept <= 0.0, 0.0, value * steep)
+        else:
+            value = value * steep
+    store_tile(out, value, row0, col0, M, N, o_m, o_n, ROWS, COLUMNS)
+    if C_KIND == "row":
+        columns = col0 + tl.arange(0, COLUMNS)
+        tl.store(sums + row0 // ROWS * N + columns, tl.reduce(value, 0, add), mask=columns < N)
+    elif C_KIND == "column":
+        rows = row0 + tl.arange(0, ROWS)
+        tl.store(sums + col0 // COLUMNS * M + rows, tl.reduce(value, 1, add), mask=rows < M)
+
+
+@triton.jit
+def copy_pass(
+    source, target, M, N, s_m, s_n, t_m,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """target[:, :N] = source, into rows that start aligned. Reads MN, writes MN. Grid: blocks."""
+    row0, col0 = locate(tl.program_id(0), M, N, ROWS, COLUMNS, 1)
+    value = load_c(source, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full")
+    store_tile(target, value, row0, col0, M, N, t_m, 1, ROWS, COLUMNS)

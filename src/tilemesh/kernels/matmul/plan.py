@@ -1,0 +1,281 @@
+"""From (problem, configuration) to what is launched: kernels, grids, arguments and buffers, as plain values.
+
+A plan is made here, then compiled and launched (launch.py) or interpreted (interpret.py) by code that knows nothing
+of tiles. Nothing here needs torch or a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tilemesh.kernels.matmul.config import Config
+from tilemesh.kernels.matmul.problem import Matrix, Problem
+
+PASS_ROWS, PASS_COLUMNS = 4, 512  # of the memory-bound passes: 16 bytes a thread and more rows than a warp is wide
+COPY_ROWS, COPY_COLUMNS = 4, 1024
+COPY_ALIGNMENT_BYTES = 128  # of a copied row: a cache line, so that no tile's row straddles one more than it must
+REDUCE_ELEMENTS = 1024  # of a tile that one program of the second split-K kernel finishes
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The address of a tensor by the name it has in the plan: a, b, c, d, z (kept), or one of the plan's buffers."""
+
+    of: str
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A TMA descriptor over a tensor: the last stride is 1, the shape is what bounds loads and stores."""
+
+    of: str
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    block: tuple[int, int]
+
+
+Argument = Pointer | Descriptor | int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so."""
+
+    kernel: str
+    grid: tuple[int, int]
+    arguments: Mapping[str, Argument]
+    constants: Mapping[str, object]
+    warps: int = 4
+    stages: int = 3
+    wide: bool = False
+    hints: bool = True  # tell the compiler what divides the strides, so that accesses are wide
+    waits: bool = False  # launched while the one before still runs; the kernel itself waits for it
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Scratch memory for one call."""
+
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    steps: tuple[Step, ...]
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
+
+
+def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interpreted: bool = False) -> LaunchPlan:
+    """The launches of one tile kernel. Interpreted, products are taken in float32 and nothing is launched early."""
+    steps: list[Step] = []
+    buffers: dict[str, Buffer] = {}
+    if config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads):
+        operands = {}
+        for name in ("a", "b"):
+            forced = name in config.copy
+            operands[name] = _aligned(name, getattr(problem, name), problem, steps, buffers, forced)
+        steps += _tma_steps(problem, config, multiprocessors, operands, buffers, interpreted)
+    else:
+        steps += _pointer_steps(problem, config, buffers, interpreted)
+    return LaunchPlan(tuple(steps), buffers)
+
+
+def epilogue_plan(problem: Problem, product: Matrix) -> LaunchPlan:
+    """The library path's second half: D = act(product + C), where `product` may be D's own memory."""
+    grid = (_blocks(problem.m, PASS_ROWS) * _blocks(problem.n, PASS_COLUMNS), 1)
+    arguments: dict[str, Argument] = {"product": Pointer("product"), **_c_d_z(problem), "M": problem.m, "N": problem.n}
+    arguments |= {"p_m": product.row_stride, "p_n": product.column_stride}
+    constants = {"ROWS": PASS_ROWS, "COLUMNS": PASS_COLUMNS, "C_KIND": problem.c_kind}
+    constants |= {"ACTIVATION": problem.activation, "KEEP": problem.keep}
+    return LaunchPlan((Step("epilogue_pass", grid, arguments, constants, wide=problem.wide),))
+
+
+def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activation: str) -> LaunchPlan:
+    """out = grad * act'(saved); a row or column C's gradient is left as partial sums in the pointer `sums`."""
+    rows, columns = out.rows, out.columns
+    tall = 32 if c_kind == "row" else PASS_ROWS  # fewer partial rows to add afterwards
+    wide = 64 if c_kind == "row" else PASS_COLUMNS
+    grid = (_blocks(rows, tall) * _blocks(columns, wide), 1)
+    arguments: dict[str, Argument] = {
+        "grad": Pointer("grad"), "saved": Pointer("saved"), "out": Pointer("out"),
+        "sums": Pointer("sums") if c_kind in ("row", "column") else None, "M": rows, "N": columns,
+        "g_m": grad.row_stride, "g_n": grad.column_stride, "s_m": saved.row_stride, "s_n": saved.column_stride,
+        "o_m": out.row_stride, "o_n": out.column_stride,
+    }  # fmt: skip
+    kind = c_kind if c_kind in ("row", "column") else "none"
+    constants = {"ROWS": tall, "COLUMNS": wide, "C_KIND": kind, "ACTIVATION": activation}
+    far = any(matrix.reach >= 2**31 for matrix in (grad, saved, out))
+    return LaunchPlan((Step("gradient_pass", grid, arguments, constants, wide=far),))
+
+
+def gradient_sums_shape(out: Matrix, c_kind: str) -> tuple[int, int]:
+    """The partial sums `gradient_plan` leaves: (how many, length of each)."""
+    if c_kind == "row":
+        return _blocks(out.rows, 32), out.columns
+    return _blocks(out.columns, PASS_COLUMNS), out.rows
+
+
+def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer], interpreted: bool) -> list[Step]:
+    tiles = _blocks(problem.m, config.block_m) * _blocks(problem.n, config.block_n)
+    split = config.split_k if config.kind == "split" else 1
+    arguments: dict[str, Argument] = {"a": Pointer("a"), "b": Pointer("b"), **_c_d_z(problem)}
+    arguments |= {"work": None, "M": problem.m, "N": problem.n, "K": problem.k}
+    arguments |= {"a_m": problem.a.row_stride, "a_k": problem.a.column_stride}
+    arguments |= {"b_k": problem.b.row_stride, "b_n": problem.b.column_stride}
+    constants = _tile_constants(problem, config, interpreted)
+    chained = split > 1 and config.chained and not interpreted
+    constants |= {"SPLIT": split, "EVEN_K": problem.k % config.block_k == 0, "CHAINED": chained}
+    steps = []
+    if split > 1:
+        buffers["work"] = Buffer(tiles * split * config.block_m * config.block_n, "float32")
+        arguments |= {"work": Pointer("work"), "c": None, "z": None, "c_m": 0, "c_n": 0}
+        constants |= {"C_KIND": "none", "C_FIRST": False, "KEEP": False}
+        steps.append(_reduce_step(problem, config, 0, tiles, chained))
+    tile_step = Step("pointer_tiles", (tiles, split), arguments, constants, config.warps, config.stages, problem.wide)
+    return [tile_step, *steps]
+
+
+def _tma_steps(
+    problem: Problem,
+    config: Config,
+    multiprocessors: int,
+    operands: Mapping[str, tuple[str, Matrix]],
+    buffers: dict[str, Buffer],
+    interpreted: bool,
+) -> list[Step]:
+    tiles = _blocks(problem.m, config.block_m) * _blocks(problem.n, config.block_n)
+    size = problem.element_bytes
+    through = config.tma_epilogue and config.kind != "split"
+    c_tma = through and problem.c_kind == "full" and not (config.c_first or config.c_early) and _plain(problem.c, size)
+    d_tma = through and _plain(problem.d, size)
+    part = (config.block_m, config.block_n // config.subtile)
+    arguments: dict[str, Argument] = {
+        "a_desc": _operand(*operands["a"], config.block_m, config.block_k),
+        "b_desc": _operand(*operands["b"], config.block_k, config.block_n),
+        "c_desc": _operand("c", problem.c, *part) if c_tma and problem.c else None,
+        "d_desc": _operand("d", problem.d, *part) if d_tma else None,
+        **_c_d_z(problem),
+        "M": problem.m, "N": problem.n, "K": problem.k,
+    }  # fmt: skip
+    constants = _tile_constants(problem, config, interpreted)
+    constants |= {"A_TURNED": operands["a"][1].transposed, "B_TURNED": operands["b"][1].transposed}
+    constants |= {
+        "C_TMA": c_tma,
+        "D_TMA": d_tma,
+        "PREFETCH": config.prefetch and _prefetches(problem, config) and not interpreted,
+    }
+    rest = tiles % multiprocessors if config.tail and tiles > multiprocessors else 0
+    chained = config.chained and not interpreted
+    constants["CHAINED"] = chained and rest > 0
+    one = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
+    whole = Step("tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
+                 config.warps, config.stages, problem.wide)  # fmt: skip
+    if config.kind == "split":
+        return _cut(whole, problem, config, 0, tiles, buffers, chained)
+    main = whole
+    if config.kind == "persistent":
+        programs = min(tiles - rest, multiprocessors * config.per_sm)
+        loop = {"FLATTEN": config.flatten, "SPECIALIZE": config.specialize}
+        walked = arguments | {"tiles": tiles - rest}
+        main = replace(
+            whole, kernel="persistent_tiles", grid=(programs, 1), arguments=walked, constants=constants | loop
+        )
+    return [main] + (_cut(whole, problem, config, tiles - rest, rest, buffers, chained) if rest else [])
+
+
+def _cut(
+    whole: Step, problem: Problem, config: Config, tile0: int, tiles: int, buffers: dict[str, Buffer], chained: bool
+) -> list[Step]:
+    """Tiles tile0.. cut along K over `split_k` programs each, and the pass that sums and finishes them.
+
+    After a main kernel (tile0 > 0) the cut tiles depend on nothing it writes, so they start on multiprocessors it
+    leaves idle; they only end after it, so that whatever follows in the stream still comes after both.
+    """
+    buffers["work"] = Buffer(tiles * config.split_k * config.block_m * config.block_n, "float32")
+    unused: dict[str, Argument] = {"c_desc": None, "d_desc": None, "c": None, "z": None, "c_m": 0, "c_n": 0}
+    arguments = dict(whole.arguments) | unused | {"work": Pointer("work"), "tile0": tile0}
+    follows = chained and tile0 > 0
+    off = {"PREFETCH": False, "C_TMA": False, "D_TMA": False, "C_KIND": "none", "C_FIRST": False, "KEEP": False}
+    off |= {"C_EARLY": False, "CHAINED": chained, "FOLLOWS": follows, "SPLIT": config.split_k}
+    constants = dict(whole.constants) | off
+    first = replace(whole, grid=(tiles, config.split_k), arguments=arguments, constants=constants, waits=follows)
+    return [first, _reduce_step(problem, config, tile0, tiles, chained)]
+
+
+def _prefetches(problem: Problem, config: Config) -> bool:
+    c = problem.c
+    if config.block_n < 64:
+        return False  # a tile's row of C is less than the line that one prefetch asks for
+    return problem.c_kind == "full" and problem.element_bytes == 2 and c is not None and c.column_stride == 1
+
+
+def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int, chained: bool) -> Step:
+    rows = max(1, min(config.block_m, REDUCE_ELEMENTS // config.block_n))
+    arguments: dict[str, Argument] = {"work": Pointer("work"), **_c_d_z(problem)}
+    arguments |= {"M": problem.m, "N": problem.n, "tile0": tile0}
+    constants = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "GROUP": config.group, "SPLIT": config.split_k,
+        "ROWS": rows, "C_KIND": problem.c_kind, "ACTIVATION": problem.activation, "KEEP": problem.keep,
+        "CHAINED": chained,
+    }  # fmt: skip
+    return Step(
+        "reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide, waits=chained
+    )
+
+
+def _tile_constants(problem: Problem, config: Config, interpreted: bool) -> dict[str, object]:
+    return {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP": config.group,
+        "PARTS": config.subtile, "C_KIND": problem.c_kind, "C_FIRST": config.c_first and problem.c_kind != "none",
+        "ACTIVATION": problem.activation, "KEEP": problem.keep, "PRECISION": problem.precision,
+        "UPCAST": interpreted and problem.dtype != "float32",
+    }  # fmt: skip
+
+
+def _c_d_z(problem: Problem) -> dict[str, Argument]:
+    c = problem.c
+    return {
+        "c": Pointer("c") if c else None, "d": Pointer("d"), "z": Pointer("z") if problem.keep else None,
+        "c_m": c.row_stride if c else 0, "c_n": c.column_stride if c else 0,
+        "d_m": problem.d.row_stride, "d_n": problem.d.column_stride,
+    }  # fmt: skip
+
+
+def _operand(name: str, matrix: Matrix, rows: int, columns: int) -> Descriptor:
+    """The descriptor of a matrix; a transposed one is described as it lies, and turned after the load."""
+    if matrix.transposed:
+        return Descriptor(name, (matrix.columns, matrix.rows), (matrix.column_stride, 1), (columns, rows))
+    return Descriptor(name, (matrix.rows, matrix.columns), (matrix.row_stride, 1), (rows, columns))
+
+
+def _plain(matrix: Matrix | None, element_bytes: int) -> bool:
+    return matrix is not None and not matrix.transposed and matrix.tma(element_bytes)
+
+
+def _aligned(
+    name: str, matrix: Matrix, problem: Problem, steps: list[Step], buffers: dict[str, Buffer], forced: bool
+) -> tuple[str, Matrix]:
+    """The operand itself where TMA can read it, else a copy with aligned rows: few bytes beside the product's FLOPs."""
+    size = problem.element_bytes
+    if matrix.tma(size) and not forced:
+        return name, matrix
+    turned = abs(matrix.row_stride) < abs(matrix.column_stride)  # copy along the nearer stride: coalesced reads
+    rows, columns = (matrix.columns, matrix.rows) if turned else (matrix.rows, matrix.columns)
+    strides = (matrix.column_stride, matrix.row_stride) if turned else (matrix.row_stride, matrix.column_stride)
+    unit = COPY_ALIGNMENT_BYTES // size
+    leading = _blocks(columns, unit) * unit
+    copy = f"{name}_copy"
+    buffers[copy] = Buffer(rows * leading, problem.dtype)
+    arguments: dict[str, Argument] = {"source": Pointer(name), "target": Pointer(copy), "M": rows, "N": columns}
+    arguments |= {"s_m": strides[0], "s_n": strides[1], "t_m": leading}
+    grid = (_blocks(rows, COPY_ROWS) * _blocks(columns, COPY_COLUMNS), 1)
+    constants = {"ROWS": COPY_ROWS, "COLUMNS": COPY_COLUMNS}
+    # Wide stores would put unaligned reads eight elements apart from thread to thread; without, they are neighbours.
+    steps.append(Step("copy_pass", grid, arguments, constants, wide=problem.wide, hints=matrix.tma(size)))
+    return copy, Matrix(matrix.rows, matrix.columns, *((1, leading) if turned else (leading, 1)))
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)

@@ -1,0 +1,121 @@
+"""What is asked of the fused matmul, as a plain value: D = act(A @ B + C).
+
+A `Problem` holds everything a choice of kernel may depend on and nothing else (no tensor, no pointer), so
+plans, costs, the tuner and the cache can be written and tested without torch.
+
+M, N, K are sizes as in A (M,K), B (K,N), D (M,N). Strides are in elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu")
+C_KINDS = ("none", "full", "row", "column")  # row: (N,), the usual bias; column: (M,1)
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+TMA_ALIGNMENT_BYTES = 16  # of a descriptor's base address and of every stride but the last
+INT32_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How a matrix lies in memory: its sizes, its two strides and whether its address is 16-byte aligned."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+    aligned: bool = True
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the first dim is the contiguous one (a column-major matrix)."""
+        return self.row_stride == 1 and self.column_stride != 1
+
+    def tma(self, element_bytes: int) -> bool:
+        """Whether a TMA descriptor can describe it: one unit stride, the other and the address 16-byte aligned."""
+        if self.rows == 0 or self.columns == 0 or not self.aligned:
+            return False
+        leading = self.column_stride if self.transposed else self.row_stride
+        contiguous = self.row_stride if self.transposed else self.column_stride
+        span = self.rows if self.transposed else self.columns
+        in_order = leading >= span and contiguous == 1
+        return in_order and leading * element_bytes % TMA_ALIGNMENT_BYTES == 0
+
+    @property
+    def reach(self) -> int:
+        """One past the largest element offset that indexing it can produce."""
+        if self.rows == 0 or self.columns == 0:
+            return 0
+        return (self.rows - 1) * abs(self.row_stride) + (self.columns - 1) * abs(self.column_stride) + 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fused matmul. `keep` asks for the value before the activation too, which some gradients need."""
+
+    a: Matrix
+    b: Matrix
+    c: Matrix | None
+    d: Matrix
+    c_kind: str
+    dtype: str
+    activation: str
+    precision: str = "tf32"  # of a float32 product: "tf32" or "ieee"; other dtypes ignore it
+    keep: bool = False
+
+    @property
+    def m(self) -> int:
+        return self.d.rows
+
+    @property
+    def n(self) -> int:
+        return self.d.columns
+
+    @property
+    def k(self) -> int:
+        return self.a.columns
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def wide(self) -> bool:
+        """Whether an element offset can pass 2**31, so that index math must be 64-bit."""
+        matrices = [self.a, self.b, self.d] + ([self.c] if self.c else [])
+        return any(matrix.reach >= INT32_LIMIT for matrix in matrices)
+
+    @property
+    def layout(self) -> str:
+        """What of the strides matters to speed, as a word for cache keys: `nn`, `nt`, `tn`, `tt` (+`u` unaligned)."""
+        size = self.element_bytes
+        turned = "".join("t" if matrix.transposed else "n" for matrix in (self.a, self.b))
+        return turned + ("" if self.a.tma(size) and self.b.tma(size) else "u")
+
+    @property
+    def key(self) -> str:
+        """The name under which a tuned configuration is stored, e.g. `2048x2048x2048 float16 nn full relu`."""
+        dtype = self.dtype + ("-ieee" if self.dtype == "float32" and self.precision == "ieee" else "")
+        return f"{self.m}x{self.n}x{self.k} {dtype} {self.layout} {self.c_kind} {self.activation}"
+
+
+def contiguous(rows: int, columns: int) -> Matrix:
+    return Matrix(rows, columns, max(columns, 1), 1)
+
+
+def dense(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str = "float16",
+    c_kind: str = "full",
+    activation: str = "relu",
+    keep: bool = False,
+) -> Problem:
+    """The problem of contiguous matrices: what benchmarks, the tuner and predictions speak of."""
+    c = {"full": contiguous(m, n), "row": Matrix(1, n, 0, 1), "column": Matrix(m, 1, 1, 0), "none": None}[c_kind]
+    a, b, d = contiguous(m, k), contiguous(k, n), contiguous(m, n)
+    return Problem(a, b, c, d, c_kind, dtype, activation, keep=keep)

@@ -1,0 +1,221 @@
+"""Computing one problem on tensors: each implementation made ready once, then called at low host cost.
+
+`prepare` turns (problem, configuration, device) into a `Runner`, a function of tensors that writes D (and Z, the value
+before the activation, when the problem keeps it). All tensors are two-dimensional here; the door (ops.py) sees to that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, check, default
+from tilemesh.kernels.matmul.plan import LaunchPlan, epilogue_plan, tiles_plan
+from tilemesh.kernels.matmul.problem import Matrix, Problem
+
+# a, b, c, d, z: what is given, then what is written.
+Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], None]
+
+INTERPRETED_MULTIPROCESSORS = 4  # of the pretended GPU: few, so that small tests have several waves and a tail
+
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # a CPU build has none
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a GPU decides which kernels it can run."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+
+    @property
+    def tma(self) -> bool:
+        return self.capability >= (9, 0)
+
+
+@functools.cache
+def gpu_of(index: int) -> Gpu:
+    facts = torch.cuda.get_device_properties(index)
+    shared = int(facts.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, shared)
+
+
+def matrix_of(tensor: Tensor) -> Matrix:
+    """How a 2-d tensor lies in memory; the stride of a dim of size 1 is never used, so it is made a good one."""
+    (rows, columns), (row_stride, column_stride) = tensor.shape, tensor.stride()
+    if rows == 1 and column_stride == 1:
+        row_stride = -(-columns // 16) * 16
+    elif columns == 1 and row_stride == 1:
+        column_stride = -(-rows // 16) * 16
+    return Matrix(rows, columns, row_stride, column_stride, tensor.data_ptr() % 16 == 0)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def prepare(problem: Problem, config: Config, device: torch.device, *, interpret: bool = False) -> Runner:
+    """A runner for this configuration. Compiles what is not compiled yet; one that cannot run raises here."""
+    if problem.m == 0 or problem.n == 0:
+        return _nothing
+    if config.kind == "torch" or (problem.k == 0 and config.kind != "pointer"):
+        return functools.partial(_torch, problem.activation)
+    if interpret:
+        check(config, problem)
+        return _Interpreted(problem, config)
+    if device.type != "cuda":
+        raise UsageError(
+            f"implementation '{config.kind}' needs a CUDA tensor, got {device}: use 'auto', or 'interpret'"
+        )
+    gpu = gpu_of(_index(device))
+    check(config, problem, shared_limit=gpu.shared_bytes)
+    if config.kind == "library":
+        return _library(problem, device)
+    uses_tma = config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads)
+    if uses_tma and not gpu.tma:
+        raise UsageError(f"kind '{config.kind}' needs TMA, which {gpu.name} does not have: use 'pointer' or 'library'")
+    return _Launched(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _nothing(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+    """D has no elements."""
+
+
+def _torch(activation: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+    total = a @ b if c is None else torch.addmm(c, a, b)
+    if z is not None:
+        z.copy_(total)
+    d.copy_(reference.activate(total, activation))
+
+
+class _Launched:
+    """Tile kernels on a GPU."""
+
+    def __init__(self, plan: LaunchPlan, problem: Problem, device: torch.device, product: str | None = None) -> None:
+        from tilemesh.kernels.matmul.launch import Operand, Program
+
+        self.device, self.index = device, _index(device)
+        self.several = torch.cuda.device_count() > 1
+        self.has_c, self.keep = problem.c is not None, problem.keep
+        self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
+        operands = {
+            name: Operand(problem.dtype, matrix.aligned)
+            for name, matrix in (("a", problem.a), ("b", problem.b), ("c", problem.c), ("d", problem.d))
+            if matrix is not None
+        }
+        operands |= {"z": Operand(problem.dtype), "product": Operand(problem.dtype, problem.d.aligned)}
+        operands |= {name: Operand(buffer.dtype) for name, buffer in plan.buffers.items()}
+        names = ["a", "b", *(["c"] if self.has_c else []), "d", *(["z"] if self.keep else []), *plan.buffers]
+        if product:
+            names = ["product", *names[2:]]
+        self.program = Program(plan, operands, names)
+
+    def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+        addresses = [_current_stream(self.index), a.data_ptr(), b.data_ptr()]
+        if c is not None:
+            addresses.append(c.data_ptr())
+        addresses.append(d.data_ptr())
+        if z is not None:
+            addresses.append(z.data_ptr())
+        if self.buffers:
+            # Fresh each call: memory kept from one call to the next would race between streams.
+            scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
+            addresses += [buffer.data_ptr() for buffer in scratch]
+        self.launch(addresses)
+
+    def launch(self, addresses: list[int]) -> None:
+        """A launch belongs to the current device's context; with one GPU there is no other."""
+        if self.several and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                self.program(*addresses)
+        else:
+            self.program(*addresses)
+
+
+def _library(problem: Problem, device: torch.device) -> Runner:
+    """The vendor's matmul, then one pass for C and the activation; or all in one where its own epilogue can do it."""
+    if epilogue_in_library(problem):
+        gelu = problem.activation == "gelu_tanh"
+
+        def in_one(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+            assert c is not None
+            torch._addmm_activation(c.reshape(-1), a, b, use_gelu=gelu, out=d)
+
+        return in_one
+    if problem.c is None and problem.activation == "none" and not problem.keep:
+
+        def alone(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+            torch.mm(a, b, out=d)
+
+        return alone
+    finish = _Launched(epilogue_plan(problem, problem.d), problem, device, product="d")
+
+    def two(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+        torch.mm(a, b, out=d)
+        addresses = [_current_stream(finish.index), d.data_ptr()]
+        if c is not None:
+            addresses.append(c.data_ptr())
+        addresses.append(d.data_ptr())
+        if z is not None:
+            addresses.append(z.data_ptr())
+        finish.launch(addresses)
+
+    return two
+
+
+def epilogue_in_library(problem: Problem) -> bool:
+    """Whether cuBLASLt adds the bias and applies the activation itself (its gelu is the tanh form)."""
+    fits = problem.c_kind == "row" and problem.activation in ("relu", "gelu_tanh") and not problem.keep
+    plain = problem.d.column_stride == 1 and (problem.c is None or problem.c.column_stride == 1)
+    return fits and plain and problem.dtype in ("float16", "bfloat16")
+
+
+class _Interpreted:
+    """The same plan on the CPU. The interpreter multiplies bfloat16 wrongly and cuts where it should round to it, so
+    there products are taken in float32 and results are written in float32 and rounded by torch.
+    """
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        if config.kind not in TILE_KINDS:
+            self.plan = epilogue_plan(problem, problem.d)
+        else:
+            self.plan = tiles_plan(problem, config, INTERPRETED_MULTIPROCESSORS, interpreted=True)
+        self.library = config.kind == "library"
+
+    def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+        from tilemesh.kernels.matmul import interpret
+
+        tensors: dict[str, Tensor | None] = {"a": a, "b": b, "c": c, "d": d, "z": z}
+        rounded = {"d": d, "z": z} if d.dtype == torch.bfloat16 else {}
+        for name, target in rounded.items():
+            if target is not None:
+                tensors[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32, device=d.device)
+        for name, buffer in self.plan.buffers.items():
+            tensors[name] = torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype), device=a.device)
+        if self.library:
+            torch.mm(a, b, out=d)
+            tensors["product"] = d
+        interpret.run(self.plan, tensors)
+        for name, target in rounded.items():
+            written = tensors[name]
+            if target is not None and written is not None:
+                target.copy_(written)
+
+
+def interpreted_default(problem: Problem) -> Config:
+    """Small enough to interpret quickly, several tiles even for small matrices."""
+    block = 64 if max(problem.m, problem.n) <= 256 else 128
+    base = default("pointer", problem)
+    return Config("pointer", min(block, base.block_m), block, base.block_k)

@@ -1,0 +1,103 @@
+"""What `auto` means: which configuration computes a problem, from what was tuned, else from what the model expects.
+
+In order: this very problem in the user's table, then in the table that travels with the package; the nearest tuned
+problem of the same kind; the cost model, where it is sure; else the library. Pure: no clock, no GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tilemesh.kernels.matmul.cache import Entry, Table
+from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, TILE_KINDS, Config, default, refusal
+from tilemesh.kernels.matmul.cost import Rates, predict_s
+from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
+
+# Sum of |log2| over M, N and K within which a tuned shape speaks for another; 1 is one dim twice as long.
+NEAR = 1.0
+OTHER_KIND = 0.2  # added for another C kind, activation or 16-bit dtype
+# The model is believed against the library only when it promises this much.
+SURE = 0.85
+
+
+def choose(
+    problem: Problem,
+    tables: Sequence[Table],
+    rates: Rates,
+    *,
+    tma: bool = True,
+    shared_limit: int = HOPPER_SHARED_BYTES,
+) -> Config:
+    """The configuration `auto` uses. `tables` in order of trust, the user's own first."""
+    if problem.dtype == "float64":
+        return Config("torch")
+    for table in tables:
+        entry = table.entries.get(problem.key)
+        if entry is not None and _runs(entry.config, problem, tma, shared_limit):
+            return entry.config
+    close = nearest(problem, (pair for table in tables for pair in table.entries.items()), tma, shared_limit)
+    if close is not None:
+        return close
+    return by_model(problem, rates, tma=tma, shared_limit=shared_limit)
+
+
+def nearest(
+    problem: Problem, entries: Iterable[tuple[str, Entry]], tma: bool = True, shared_limit: int = HOPPER_SHARED_BYTES
+) -> Config | None:
+    """The configuration of the nearest tuned problem that can run this one, within `NEAR`."""
+    best, best_distance = None, NEAR
+    for key, entry in entries:
+        distance = _distance(problem, key)
+        if (
+            distance <= best_distance
+            and _runs(entry.config, problem, tma, shared_limit)
+            and _suits(entry.config, problem)
+        ):
+            best, best_distance = entry.config, distance
+    return best
+
+
+def by_model(problem: Problem, rates: Rates, *, tma: bool = True, shared_limit: int = HOPPER_SHARED_BYTES) -> Config:
+    """The model's choice among each kind's default, and the library unless it is clearly beaten."""
+    library = Config("library")
+    if problem.k == 0 or DTYPE_BYTES[problem.dtype] != 2:
+        return library  # float32 was not modelled; the vendor's kernels are safe there
+    kinds = TILE_KINDS if tma else ("pointer",)
+    offered = [default(kind, problem, multiprocessors=rates.multiprocessors) for kind in kinds]
+    fitting = [config for config in offered if _runs(config, problem, tma, shared_limit)]
+    if not fitting:
+        return library
+    best = min(fitting, key=lambda config: predict_s(problem, config, rates))
+    sure = predict_s(problem, best, rates) < SURE * predict_s(problem, library, rates)
+    return best if sure else library
+
+
+def _runs(config: Config, problem: Problem, tma: bool, shared_limit: int) -> bool:
+    needs_tma = config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads)
+    return (tma or not needs_tma) and refusal(config, problem, shared_limit=shared_limit) is None
+
+
+def _suits(config: Config, problem: Problem) -> bool:
+    """A neighbour's tile must not be mostly padding here, nor its share of K empty."""
+    if config.kind not in TILE_KINDS:
+        return True
+    return config.block_m < 2 * max(problem.m, 16) and config.split_k * config.block_k <= max(problem.k, 1)
+
+
+def _distance(problem: Problem, key: str) -> float:
+    """How far a tuned key is from a problem: infinite across layouts and element sizes."""
+    try:
+        shape, dtype, layout, c_kind, activation = key.split(" ")
+        m, n, k = (int(side) for side in shape.split("x"))
+    except ValueError:
+        return math.inf
+    same_size = DTYPE_BYTES.get(dtype) == problem.element_bytes and problem.element_bytes == 2
+    if not same_size or layout.endswith("u") != problem.layout.endswith("u") or 0 in (m, n, k):
+        return math.inf
+    if 0 in (problem.m, problem.n, problem.k):
+        return math.inf
+    ratios = ((problem.m, m), (problem.n, n), (problem.k, k))
+    apart = sum(abs(math.log2(ours / theirs)) for ours, theirs in ratios)
+    others = (dtype != problem.dtype) + (c_kind != problem.c_kind) + (activation != problem.activation)
+    return apart + OTHER_KIND * (others + (layout != problem.layout))

@@ -1,0 +1,42 @@
+"""Modules over the fused kernels, drop-in for torch's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import unknown
+from tilemesh.kernels.matmul.problem import ACTIVATIONS
+from tilemesh.kernels.ops import fused_matmul
+
+
+class FusedLinear(nn.Linear):
+    """`nn.Linear` with its activation fused in: act(x @ weight.T + bias). Parameters and state dict are the same."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str | None = "relu",
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if (activation or "none") not in ACTIVATIONS:
+            raise unknown("activation", str(activation), ACTIVATIONS)
+        self.activation = activation or "none"
+        self.implementation = implementation
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        # One row, as nn.Linear allows: the kernels want two dims.
+        if input.dim() == 1:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        return fused_matmul(
+            input, self.weight.t(), self.bias, activation=self.activation, implementation=self.implementation
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"

@@ -1,0 +1,271 @@
+"""The door to the kernels: public functions that check, choose and launch.
+
+`fused_matmul` has three ways in. Eager without gradients: a dictionary finds a prepared runner by everything that
+could change the choice, so checks and choices are made once a signature. Eager with gradients: the same inside an
+autograd function. Traced (torch.compile, export, fake tensors): an operator registered with torch.library, whose
+implementation is the first way again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.matmul import gradient, reference
+from tilemesh.kernels.matmul.arguments import allows_tf32, apart, check_out, checked_shape, problem_of, two_dim
+from tilemesh.kernels.matmul.choice import choose, user_table
+from tilemesh.kernels.matmul.config import Config, decode, encode
+from tilemesh.kernels.matmul.run import Runner, prepare
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_runners: dict[tuple[object, ...], tuple[Runner, tuple[int, ...]]] = {}
+
+
+def fused_matmul(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    activation: str | None = "relu",
+    out: Tensor | None = None,
+    implementation: str = "auto",
+    config: Config | None = None,
+) -> Tensor:
+    """D = act(A @ B + C) in one pass: C is added and the activation applied before D is written.
+
+    a: (…, M, K); b: (K, N); c: (…, M, N), (N,), (…, M, 1) or None; all of one dtype and device, any strides.
+    activation: none, relu, gelu (exact), gelu_tanh, silu or squared_relu. Sums are float32 (float64 for float64).
+    implementation: `auto` uses what was fastest when tuned; the others force one (`interpret`: Triton's interpreter on
+    the CPU). config: a tile configuration to use instead of the tuned or default one.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(a, b, c, activation or "none", out, implementation, config)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        # Function transforms (torch.func) look through plain torch only.
+        checked_shape(a, b, c, activation or "none", implementation, config)
+        return reference.fused_matmul(a, b, c, activation or "none")
+    if not _is_plain(a, b, c):
+        return _traced(a, b, c, activation or "none", out, implementation, config)
+    if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
+        a, b, c = _autocast(a, b, c)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)):
+        if out is not None:
+            raise UsageError("out= with inputs that require gradients: leave out= away, or use torch.no_grad()")
+        result: Tensor = _Fused.apply(a, b, c, activation or "none", implementation, config)
+        return result
+    return _eager(a, b, c, activation or "none", out, implementation, config, False)[0]
+
+
+def _eager(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
+    config: Config | None, keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(D, Z): Z is the value before the activation when `keep` asks for it."""
+    if out is not None:
+        a, b, c = apart(a, out), apart(b, out), None if c is None else apart(c, out)
+    address = a.data_ptr() | b.data_ptr()
+    # Everything below decides what is right or fast; equal keys may share a runner. Device by index, -1 for a CPU.
+    key: tuple[object, ...] = (
+        a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.get_device(), b.get_device(),
+        activation, implementation, config, keep, a.dtype is torch.float32 and allows_tf32(),
+    )  # fmt: skip
+    if c is not None:
+        address |= c.data_ptr()
+        key += (c.shape, c.stride(), c.dtype, c.get_device())
+    if out is not None:
+        address |= out.data_ptr()
+        key += (out.shape, out.stride(), out.dtype, out.get_device(), None)
+    # Alignment of each counts only where one is unaligned, which is rare: then the key names them all.
+    if address & 15:
+        key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
+    found = _runners.get(key)
+    if found is None:
+        found = _runners[key] = _prepare(a, b, c, activation, out, implementation, config, keep)
+    runner, shape = found
+    d = a.new_empty(shape) if out is None else out
+    z = a.new_empty(shape) if keep else None
+    if len(shape) == 2 and (c is None or c.dim() == 2 or c.dim() == 1) and a.dim() == 2:
+        runner(a, b, c, d, z)
+    else:
+        runner(*two_dim(a, b, c, d, z))
+    return d, z
+
+
+def _prepare(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
+    config: Config | None, keep: bool,
+) -> tuple[Runner, tuple[int, ...]]:  # fmt: skip
+    """Check everything, choose, and make ready: done once for each signature."""
+    shape = checked_shape(a, b, c, activation, implementation, config)
+    check_out(out, shape, a)
+    d = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
+    problem = problem_of(*two_dim(a, b, c, d, None)[:4], activation=activation, keep=keep)
+    chosen = choose(problem, implementation, config, a.device)
+    if a.device.type == "cuda" and implementation != "interpret":
+        with torch.cuda.device(a.device):
+            return prepare(problem, chosen, a.device), shape
+    return prepare(problem, chosen, a.device, interpret=implementation == "interpret"), shape
+
+
+def forget() -> None:
+    """Drop prepared runners and loaded tables: after tuning, or after a cache file was edited."""
+    _runners.clear()
+    user_table.cache_clear()
+
+
+def _is_plain(a: Tensor, b: Tensor, c: Tensor | None) -> bool:
+    """Real tensors and nobody watching: no subclass, no dispatch mode (fake tensors, tracing), no lazy negation."""
+    if type(a) not in _PLAIN_TYPES or type(b) not in _PLAIN_TYPES or a.is_neg() or b.is_neg():
+        return False
+    if c is not None and (type(c) not in _PLAIN_TYPES or c.is_neg()):
+        return False
+    return not torch._C._len_torch_dispatch_stack()
+
+
+def _autocast(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As torch casts a matmul's inputs: floating point ones, float64 excepted, to the autocast dtype."""
+    dtype = torch.get_autocast_dtype(a.device.type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(a), cast(b), None if c is None else cast(c)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, c, activation, implementation, config):  # type: ignore[no-untyped-def]
+        keep = gradient.keeps_sum(activation)
+        d, z = _eager(a, b, c, activation, None, implementation, config, keep)
+        _remember(ctx, a, b, c, d, z, activation, implementation)
+        return d
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return (*_gradients(ctx, grad), None, None, None)
+
+
+def _remember(ctx, a, b, c, d, z, activation, implementation) -> None:  # type: ignore[no-untyped-def]
+    """Save the least: D for relu, Z for smooth activations; C itself only to differentiate twice through those."""
+    saved = z if gradient.keeps_sum(activation) else d if activation == "relu" else None
+    ctx.save_for_backward(a, b, c if gradient.keeps_sum(activation) else None, saved)
+    ctx.c_shape = None if c is None else c.shape
+    ctx.choice = (activation, implementation)
+
+
+def _gradients(ctx, grad: Tensor | None) -> gradient.Gradients:  # type: ignore[no-untyped-def]
+    if grad is None:
+        return None, None, None
+    a, b, c, saved = ctx.saved_tensors
+    activation, implementation = ctx.choice
+    if torch.is_grad_enabled() and (grad.requires_grad or a.requires_grad or b.requires_grad):
+        stand_in = c if c is not None else None if ctx.c_shape is None else grad.new_empty(ctx.c_shape)
+        return gradient.differentiable(grad, a, b, stand_in, saved, activation)
+    columns = grad.shape[-1]
+    grad_2d = grad.reshape(-1, columns)
+    a_2d = a.reshape(-1, a.shape[-1])
+    saved_2d = grad_2d if saved is None else saved.reshape(-1, columns)
+    # Under tracing plain torch is best: the compiler fuses the pass with its neighbours, and sees through it.
+    traced = not _is_plain(grad, a, b)
+    how = "torch" if traced else _how(implementation, grad)
+    if traced:
+        implementation = "torch"
+    c_kind = _summed_kind(ctx.c_shape, grad.shape) if ctx.needs_input_grad[2] else "none"
+    dz, dc = gradient.activation_gradient(grad_2d, saved_2d, activation, c_kind, how)
+    if ctx.needs_input_grad[2]:
+        dc = dz.reshape(grad.shape).sum_to_size(ctx.c_shape) if dc is None else dc.reshape(ctx.c_shape)
+    da = _product(dz, b.mT, implementation).reshape(a.shape) if ctx.needs_input_grad[0] else None
+    db = _product(a_2d.mT, dz, implementation) if ctx.needs_input_grad[1] else None
+    return da, db, dc
+
+
+def _how(implementation: str, grad: Tensor) -> str:
+    if implementation == "interpret":
+        return "interpret"
+    tiles = (
+        grad.device.type == "cuda" and grad.dtype != torch.float64 and implementation != "torch" and grad.numel() > 0
+    )
+    return "triton" if tiles else "torch"
+
+
+def _summed_kind(c_shape: torch.Size, shape: torch.Size) -> str:
+    """Row or column where the fused pass can sum C's gradient, else full (summed by torch, if at all)."""
+    rows, columns = shape[:-1].numel(), shape[-1]
+    if c_shape.numel() == columns and c_shape[-1] == columns and rows != 1:
+        return "row"
+    if len(c_shape) >= 2 and c_shape[-1] == 1 and c_shape.numel() == rows and columns != 1:
+        return "column"
+    return "full"
+
+
+def _product(x: Tensor, y: Tensor, implementation: str) -> Tensor:
+    """A plain product: the vendor's under `auto`, the forced kernel where one was forced."""
+    if implementation in ("auto", "library", "torch") or 0 in (*x.shape, *y.shape):
+        return x @ y
+    return _eager(x, y, None, "none", None, implementation, None, False)[0]
+
+
+# ---- the traced operator ---------------------------------------------------------------------------------------
+
+_library = torch.library.Library("tilemesh", "DEF")
+_library.define(
+    "fused_matmul(Tensor a, Tensor b, Tensor? c, str activation, str implementation, str config, bool keep)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def _traced(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    activation: str,
+    out: Tensor | None,
+    implementation: str,
+    config: Config | None,
+) -> Tensor:
+    """The call as one operator in a graph; a configuration travels as text."""
+    if torch.is_autocast_enabled(a.device.type):
+        a, b, c = _autocast(a, b, c)
+    needs = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad))
+    keep = needs and gradient.keeps_sum(activation)
+    encoded = "" if config is None else encode(config)
+    d = torch.ops.tilemesh.fused_matmul.default(a, b, c, activation, implementation, encoded, keep)[0]
+    return d if out is None else out.copy_(d)
+
+
+def _decoded(config: str) -> Config | None:
+    return decode(config) if config else None
+
+
+def _op(a, b, c, activation, implementation, config, keep):  # type: ignore[no-untyped-def]
+    d, z = _eager(a, b, c, activation, None, implementation, _decoded(config), keep)
+    return d, a.new_empty(0) if z is None else z
+
+
+def _op_fake(a, b, c, activation, implementation, config, keep):  # type: ignore[no-untyped-def]
+    shape = checked_shape(a, b, c, activation, implementation, _decoded(config))
+    return a.new_empty(shape), a.new_empty(shape if keep else 0)
+
+
+def _op_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    a, b, c, activation, implementation, _, keep = inputs
+    if gradient.keeps_sum(activation) and not keep:
+        raise UsageError(
+            f"tilemesh::fused_matmul with '{activation}' and gradients needs keep=True: call fused_matmul instead"
+        )
+    _remember(ctx, a, b, c, output[0], output[1], activation, implementation)
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx, grad, grad_z):  # type: ignore[no-untyped-def]
+    return (*_gradients(ctx, grad), None, None, None, None)
+
+
+_library.impl("fused_matmul", _op, "CPU")
+_library.impl("fused_matmul", _op, "CUDA")
+torch.library.register_fake("tilemesh::fused_matmul", _op_fake, lib=_library)
+torch.library.register_autograd("tilemesh::fused_matmul", _op_backward, setup_context=_op_setup, lib=_library)

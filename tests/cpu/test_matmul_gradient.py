@@ -1,0 +1,167 @@
+"""Gradients of the fused matmul, tracing, autocast and the module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilemesh as tm
+from tilemesh.kernels.matmul import reference
+
+pytest.importorskip("triton")
+
+fused = tm.kernels.fused_matmul
+Config = tm.kernels.Config
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu")
+C_SHAPES = {"full": (6, 5), "row": (5,), "column": (6, 1), "scalar": (1,), "none": None}
+
+
+def leaves(m, n, k, c_shape, dtype=torch.float64, batch=()):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(*batch, m, k), (k, n)] + ([c_shape] if c_shape is not None else [])
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("c_kind", C_SHAPES)
+def test_gradcheck_once_and_twice(activation, c_kind):
+    inputs = leaves(6, 5, 4, C_SHAPES[c_kind])
+    torch.autograd.gradcheck(lambda *t: fused(*t, activation=activation), inputs)
+    torch.autograd.gradgradcheck(lambda *t: fused(*t, activation=activation), inputs)
+
+
+@pytest.mark.parametrize("c_shape", [(2, 6, 5), (6, 5), (5,), (6, 1), (2, 1, 1)])
+def test_gradcheck_batched(c_shape):
+    torch.autograd.gradcheck(lambda *t: fused(*t, activation="silu"), leaves(6, 5, 4, c_shape, batch=(2,)))
+
+
+KINDS = ("full", "row", "column", "none")
+
+
+@pytest.mark.parametrize(
+    ("activation", "c_kind"),
+    [(name, KINDS[(number + more) % 4]) for number, name in enumerate(ACTIVATIONS) for more in (0, 1)],
+)
+def test_interpreted_gradients_are_as_near_to_float64_as_torchs_own(activation, c_kind):
+    """The fused gradient pass and both products, in the interpreter, in float32."""
+    c_shape = {"full": (70, 66), "row": (66,), "column": (70, 1), "none": None}[c_kind]
+    ours = leaves(70, 66, 40, c_shape, torch.float32)
+    grad = torch.randn(70, 66, generator=torch.Generator().manual_seed(9))
+    fused(*ours, activation=activation, implementation="interpret").backward(grad)
+    plain, exact = ([t.detach().to(d).requires_grad_() for t in ours] for d in (torch.float32, torch.float64))
+    for tensors in (plain, exact):
+        c = tensors[2] if len(tensors) > 2 else None
+        reference.fused_matmul(tensors[0], tensors[1], c, activation).backward(grad.to(tensors[0].dtype))
+    for mine, theirs, true in zip(ours, plain, exact, strict=True):
+        allowed = 2 * (theirs.grad - true.grad).abs().max().item() + 4e-6 * true.grad.abs().max().item()
+        assert (mine.grad - true.grad).abs().max().item() <= allowed
+
+
+@pytest.mark.parametrize(
+    "config", [Config("tma", 64, 64, 64), Config("split", 64, 64, 32, split_k=2)], ids=lambda c: c.label
+)
+def test_forced_kernels_keep_the_sum_for_the_backward_pass(config):
+    ours = leaves(40, 72, 32, (72,), torch.float32)
+    fused(*ours, activation="gelu", implementation="interpret", config=config).sum().backward()
+    plain = [t.detach().requires_grad_() for t in ours]
+    reference.fused_matmul(*plain, "gelu").sum().backward()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_is_asked_for_is_computed():
+    a, b, c = leaves(6, 5, 4, (5,))
+    b.requires_grad_(False)
+    fused(a, b, c).sum().backward()
+    assert a.grad is not None
+    assert b.grad is None
+    assert c.grad is not None
+
+
+def test_a_closed_relu_stops_an_infinite_gradient():
+    a = torch.tensor([[-1.0, 0.0]], requires_grad=True)
+    for implementation in ("auto", "interpret"):
+        d = fused(a, torch.eye(2), torch.tensor([0.0, 1.0]), implementation=implementation)
+        (grad,) = torch.autograd.grad(d, a, torch.tensor([[float("inf"), 2.0]]))
+        assert grad[0, 0] == 0 or grad[0, 0].isnan()  # inf times b's zero is NaN in the product, never from relu
+        assert not torch.isinf(grad[0, 0])
+
+
+def test_deterministic_algorithms_are_respected():
+    torch.use_deterministic_algorithms(True)
+    try:
+        ours = leaves(70, 66, 40, (66,), torch.float32)
+        results = []
+        for _ in range(2):
+            d = fused(
+                *ours, activation="silu", implementation="interpret", config=Config("split", 64, 64, 32, split_k=2)
+            )
+            results.append(torch.autograd.grad(d.sum(), ours))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_compile_takes_it_as_one_operator(activation):
+    def call(a, b, c):
+        return fused(a, b, c, activation=activation) * 2
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    ours, plain = leaves(6, 5, 4, (5,)), leaves(6, 5, 4, (5,))
+    compiled(*ours).sum().backward()
+    (reference.fused_matmul(*plain, activation) * 2).sum().backward()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*ours), call(*plain))
+
+
+def test_compile_with_a_forced_config_and_out():
+    def call(a, b, out):
+        return fused(a, b, implementation="interpret", config=Config("pointer", 64, 64, 32), out=out)
+
+    a, b, out = torch.randn(8, 8), torch.randn(8, 8), torch.empty(8, 8)
+    assert torch.compile(call, fullgraph=True, backend="aot_eager")(a, b, out) is not None
+    torch.testing.assert_close(out, torch.relu(a @ b))
+
+
+@pytest.mark.parametrize(("activation", "keep"), [("relu", False), ("none", False), ("silu", True)])
+@pytest.mark.parametrize("c_kind", ["full", "row", "none"])
+def test_opcheck(activation, keep, c_kind):
+    inputs = leaves(6, 5, 4, C_SHAPES[c_kind], torch.float32)
+    arguments = (*inputs, *([None] if c_kind == "none" else []), activation, "auto", "", keep)
+    torch.library.opcheck(torch.ops.tilemesh.fused_matmul.default, arguments)
+
+
+def test_fake_tensors_and_transforms():
+    with FakeTensorMode():
+        assert fused(torch.empty(2, 3, 4), torch.empty(4, 5)).shape == (2, 3, 5)
+        with pytest.raises(ValueError, match="do not multiply"):
+            fused(torch.empty(3, 4), torch.empty(5, 5))
+    a, b = torch.randn(6, 4), torch.randn(4, 5)
+    value = torch.func.grad(lambda x: fused(x, b, activation="none").sum())(a)
+    torch.testing.assert_close(value, torch.ones(6, 5) @ b.t())
+
+
+def test_autocast_casts_as_a_matmul_does():
+    ours = leaves(6, 5, 4, (5,), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        d = fused(*ours)
+        assert d.dtype == torch.bfloat16
+        assert fused(*(t.double() for t in ours)).dtype == torch.float64
+    d.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in ours)
+
+
+def test_module_is_a_linear_with_its_activation():
+    layer = tm.kernels.FusedLinear(8, 5, activation="gelu")
+    plain = torch.nn.Linear(8, 5)
+    plain.load_state_dict(layer.state_dict())
+    for shape in ((3, 8), (2, 3, 8), (8,)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(layer(x), torch.nn.functional.gelu(plain(x)))
+    assert "activation=gelu" in repr(layer)
+    torch.testing.assert_close(tm.kernels.FusedLinear(8, 5, bias=False, activation=None)(x).shape, torch.Size([5]))

@@ -1,0 +1,256 @@
+"""Configurations, the search space, launch plans and `auto`'s choice: all without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import DEVICES
+from tilemesh.kernels.matmul import cache, select
+from tilemesh.kernels.matmul.cache import Entry, Table
+from tilemesh.kernels.matmul.config import (
+    KINDS,
+    TILE_KINDS,
+    Config,
+    check,
+    decode,
+    default,
+    encode,
+    from_dict,
+    refusal,
+    space,
+    to_dict,
+)
+from tilemesh.kernels.matmul.cost import rates_of
+from tilemesh.kernels.matmul.plan import Descriptor, Pointer, tiles_plan
+from tilemesh.kernels.matmul.problem import Matrix, Problem, contiguous, dense
+
+RATES = rates_of(DEVICES["h200"], "float16")
+SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
+
+
+def test_config_survives_a_round_trip_and_stays_short():
+    config = Config("persistent", 128, 256, 64, 8, 3, subtile=2)
+    assert from_dict(to_dict(config)) == config
+    full = Config("persistent", 64, 64, 32, 4, 5, 16, 2, 2, True, tail=True, copy="ab", flatten=False)
+    assert decode(encode(full)) == full
+    assert decode(encode(config)) == config
+    assert to_dict(Config("library")) == {"kind": "library"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "persistant"}, "did you mean 'persistent'"),
+        ({"kind": "tma", "blok_m": 64}, "unknown config field 'blok_m'"),
+        ({"block_m": 64}, "expected a kind"),
+        ({"kind": "tma", "block_m": 96}, "power of two"),
+        ({"kind": "tma", "stages": 0}, "at least 1"),
+        ({"kind": "tma", "copy": "c"}, "copy"),
+    ],
+)
+def test_bad_configs_say_what_is_wrong(values, words):
+    with pytest.raises(UsageError, match=words):
+        from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config("tma", 256, 256, 64, 8), "registers"),
+        (Config("tma", 128, 256, 128, 8, 5), "shared memory"),
+        (Config("tma", 8, 128, 64), "at least 16"),
+        (Config("tma", 128, 32, 64, subtile=4), "subtile"),
+        (Config("split", split_k=1), "split_k"),
+        (Config("tma", split_k=4), "does not use split_k"),
+        (Config("pointer", tail=True, split_k=2), "tail"),
+        (Config("pointer", c_early=True), "c_early"),
+        (Config("tma", specialize=True), "specialize"),
+    ],
+)
+def test_refusals_come_before_any_launch(config, words):
+    assert words in (refusal(config, dense(512, 512, 512)) or "")
+    with pytest.raises(UsageError, match="cannot compute"):
+        check(config, dense(512, 512, 512))
+
+
+def test_float64_is_left_to_torch():
+    assert "torch" in (refusal(Config("tma"), dense(8, 8, 8, dtype="float64")) or "")
+    assert refusal(Config("torch"), dense(8, 8, 8, dtype="float64")) is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_space_is_runnable_fixed_and_free_of_repeats(shape):
+    problem = dense(*shape)
+    grid = space(problem)
+    assert grid
+    assert grid == space(problem)
+    assert len(set(grid)) == len(grid)
+    assert all(refusal(config, problem) is None for config in grid)
+    smaller = space(problem, shared_limit=100 * 1024)
+    assert set(smaller) <= set(grid)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_kind_has_a_default_that_runs(shape, kind, dtype):
+    problem = dense(*shape, dtype=dtype)
+    assert refusal(default(kind, problem), problem) is None
+
+
+def test_labels_tell_configurations_of_a_grid_apart():
+    grid = space(dense(2048, 2048, 2048))
+    assert len({config.label for config in grid}) == len(grid)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(100, 130, 70), (1, 8, 16), (257, 513, 65)])
+@pytest.mark.parametrize("kind", TILE_KINDS)
+def test_plan_covers_every_tile_and_names_only_what_exists(shape, kind):
+    problem = dense(*shape)
+    config = default(kind, problem)
+    plan = tiles_plan(problem, config, 4)
+    known = {"a", "b", "c", "d", "z", *plan.buffers}
+    for step in plan.steps:
+        for argument in step.arguments.values():
+            if isinstance(argument, Pointer | Descriptor):
+                assert argument.of in known
+            if isinstance(argument, Descriptor):
+                assert argument.strides[1] == 1
+                assert argument.strides[0] * 2 % 16 == 0
+    tiles = -(-problem.m // config.block_m) * -(-problem.n // config.block_n)
+    main = next(step for step in plan.steps if "tiles" in step.kernel)
+    covered = main.arguments["tiles"] if kind == "persistent" else main.grid[0]
+    assert covered == tiles
+
+
+def test_unaligned_operands_are_copied_and_aligned_ones_are_not():
+    kernels = [step.kernel for step in tiles_plan(dense(100, 100, 101), Config("tma"), 4).steps]
+    assert kernels == ["copy_pass", "copy_pass", "tma_tiles"]  # rows of 101 and of 100 elements
+    assert [step.kernel for step in tiles_plan(dense(100, 104, 104), Config("tma"), 4).steps] == ["tma_tiles"]
+    forced = tiles_plan(dense(100, 104, 104), Config("tma", copy="a"), 4)
+    assert list(forced.buffers) == ["a_copy"]
+
+
+def test_tail_cuts_only_the_last_wave():
+    config = Config("persistent", 64, 64, 64, split_k=3, tail=True)
+    main, cut, last = tiles_plan(dense(64 * 3, 64 * 5, 256), config, 4).steps
+    assert main.arguments["tiles"] == 12
+    assert cut.grid == (3, 3)
+    assert cut.arguments["tile0"] == 12
+    assert last.kernel == "reduce_tiles"
+    assert last.grid[0] == 3
+    assert len(tiles_plan(dense(64 * 4, 64 * 5, 256), config, 4).steps) == 1  # whole waves: nothing to cut
+
+
+def test_large_tensors_get_wide_strides():
+    assert dense(65536, 32768, 16).wide
+    assert not dense(4096, 4096, 4096).wide
+    assert all(step.wide for step in tiles_plan(dense(65536, 32769, 16), Config("pointer"), 132).steps)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "fits"),
+    [
+        (contiguous(4, 8), True),
+        (contiguous(4, 9), False),
+        (Matrix(4, 8, 8, 1, aligned=False), False),
+        (Matrix(8, 4, 1, 8), True),
+        (Matrix(4, 8, 16, 2), False),
+        (Matrix(4, 8, 0, 1), False),
+        (contiguous(0, 8), False),
+    ],
+)
+def test_what_tma_can_read(matrix, fits):
+    assert matrix.tma(2) is fits
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------
+
+
+def table(*pairs: tuple[Problem, Config]) -> Table:
+    return Table("gpu", {}, {problem.key: Entry(config, 1e-5) for problem, config in pairs})
+
+
+def test_exact_entries_win_and_the_users_come_first():
+    problem = dense(512, 512, 512)
+    mine, theirs = Config("pointer", 64, 64, 64), Config("tma", 64, 64, 64)
+    assert select.choose(problem, [table((problem, mine)), table((problem, theirs))], RATES) == mine
+    assert select.choose(problem, [table(), table((problem, theirs))], RATES) == theirs
+
+
+def test_a_near_shape_speaks_for_another_but_not_across_alignment():
+    known = Config("tma", 64, 64, 64)
+    tables = [table((dense(512, 512, 512), known))]
+    assert select.choose(dense(512, 640, 512), tables, RATES) == known
+    assert select.choose(dense(512, 512, 512, dtype="bfloat16", c_kind="row"), tables, RATES) == known
+    assert select.nearest(dense(512, 513, 511), tables[0].entries.items()) is None
+    assert select.nearest(dense(8192, 8192, 512), tables[0].entries.items()) is None
+    assert select.nearest(dense(16, 512, 512), tables[0].entries.items()) is None
+
+
+def test_an_entry_that_cannot_run_here_is_passed_over():
+    problem = dense(512, 512, 512)
+    big = Config("tma", 128, 256, 64, 8, 4)
+    assert select.choose(problem, [table((problem, big))], RATES, shared_limit=64 * 1024) != big
+    assert select.choose(problem, [table((problem, big))], RATES, tma=False).kind in ("pointer", "library")
+
+
+def test_unsure_means_library_and_float64_means_torch():
+    assert select.choose(dense(512, 512, 512, dtype="float32"), [], RATES) == Config("library")
+    assert select.choose(dense(512, 512, 512, dtype="float64"), [], RATES) == Config("torch")
+    assert select.choose(dense(8, 8, 0), [], RATES) == Config("library")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_whatever_is_chosen_runs(shape):
+    for c_kind in ("full", "row", "none"):
+        problem = dense(*shape, c_kind=c_kind)
+        assert refusal(select.choose(problem, [], RATES), problem) is None
+
+
+# ---- tables on disk --------------------------------------------------------------------------------------------
+
+
+def test_cache_file_is_readable_and_grows(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    versions = {"torch": "2.11.0", "triton": "3.6.0"}
+    first, second = dense(512, 512, 512).key, dense(64, 64, 64).key
+    cache.store("NVIDIA H200", versions, {first: Entry(Config("tma", 64, 64, 64), 4e-6, 6e-6)})
+    path = cache.store("NVIDIA H200", versions, {second: Entry(Config("library"), 4e-6)})
+    assert path.parent == tmp_path / "tilemesh" / "matmul"
+    assert "h200" in path.name
+    assert "3.6.0" in path.name
+    assert set(cache.load("NVIDIA H200", versions).entries) == {first, second}
+    assert cache.load("NVIDIA H200", {**versions, "triton": "3.7.1"}).entries == {}
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_a_broken_cache_file_is_named():
+    for text in ("{", "[]", '{"format": 1}', '{"format": 0, "gpu": "x", "versions": {}, "entries": {}}'):
+        with pytest.raises(UsageError, match=r"some/file\.json"):
+            Table.from_json(text, "some/file.json")
+
+
+def test_the_shipped_table_fits_its_gpu():
+    shipped = cache.shipped("NVIDIA H200")
+    assert shipped is not None
+    assert len(shipped.entries) >= 14
+    for key, entry in shipped.entries.items():
+        shape, dtype, _, c_kind, activation = key.split(" ")
+        m, n, k = (int(side) for side in shape.split("x"))
+        problem = dense(m, n, k, dtype=dtype, c_kind=c_kind, activation=activation)
+        assert problem.key == key
+        assert refusal(entry.config, problem) is None
+        assert entry.library_s is None or entry.measured_s <= entry.library_s
+    assert cache.shipped("Some Other GPU") is None
+
+
+def test_values_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config("tma").kind = "pointer"  # type: ignore[misc]
