@@ -121,6 +121,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.cli.main",
         "tilemesh.launch.job",
         "tilemesh.core.config",
+        "tilemesh.comm",
+        "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
     ],

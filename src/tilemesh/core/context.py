@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
 
+JOB_VARIABLE = "TILEMESH_JOB"  # the folder of the job that our launcher has started this process in
+VERDICT_FILE = "verdict"  # in that folder: why a watchdog inside a rank ended the job
+
 
 @dataclass(frozen=True)
 class Membership:

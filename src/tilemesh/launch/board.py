@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tilemesh.core.context import membership
+from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError
 
-JOB_VARIABLE = "TILEMESH_JOB"  # the folder of the job that started this process
 BOARD_FILE = "board"
 
 _RECORD_BYTES = 1024

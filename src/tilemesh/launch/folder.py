@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tilemesh.launch.board import JOB_VARIABLE
+from tilemesh.core.context import JOB_VARIABLE
 
 _PREFIX = "tilemesh-job-"
 _LOCK = "lock"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilemesh.core.context import membership
+from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import Death, Failure, blame, failure_of, last_words, mpi_deaths
@@ -278,6 +278,9 @@ class _Job:
     # Ending -------------------------------------------------------------------------------------------
 
     def _failure(self) -> Failure | None:
+        verdict = self.folder / VERDICT_FILE
+        if verdict.exists():  # a rank that waited for another knows more than what can be seen from here
+            return Failure(None, verdict.read_text(errors="replace").strip(), "", 0.0)
         records = [self.board.read(rank) for rank in range(self.ranks)]
         if not self.mpi:
             return blame(records, [Death(rank, code) for rank, code in self.codes.items()])

@@ -9,7 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from tilemesh.launch.board import JOB_VARIABLE, my_status
+from tilemesh.core.context import JOB_VARIABLE
+from tilemesh.launch.board import my_status
 
 COUNT = 1 << 16
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from tilemesh.core.context import Membership, membership
+from tilemesh.core.context import JOB_VARIABLE, Membership, membership
 from tilemesh.core.cores import cores_for, threads_for, visible_cores
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, JOB_VARIABLE, my_status
+from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, my_status
 
 INTERRUPTED_CODE = 128 + signal.SIGINT
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

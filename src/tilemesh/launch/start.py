@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import tilemesh
+from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.cores import available_cores, threads_for
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.launch.board import JOB_VARIABLE
 from tilemesh.launch.rank import THREAD_VARIABLES, is_python
 
 TRANSPORTS = ("mpi", "torch")

@@ -1,0 +1,88 @@
+"""Which algorithm a call uses. `auto` is a rule of thumb by size until values are fitted on the machine.
+
+The answer depends only on what all ranks know alike (collective, bytes, rank count, dtype, transport): ranks that
+disagreed here would wait for one another for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilemesh.comm.runtime.transport import Transport
+from tilemesh.comm.schedules.book import BOOK, require_algorithm
+from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_bytes
+
+SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
+
+_SMALL = {
+    "all_reduce": "recursive_doubling",
+    "reduce_scatter": "recursive_halving",
+    "all_gather": "bruck",
+    "all_to_all": "bruck",
+    "broadcast": "tree",
+    "reduce": "tree",
+    "scatter": "tree",
+    "gather": "tree",
+    "barrier": "recursive_doubling",
+}
+_LARGE = _SMALL | {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "all_to_all": "pairwise"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is known of a call before it starts. `private`: sizes that only the two ranks concerned know."""
+
+    collective: str
+    nbytes: int
+    dtype: str
+    op: str
+    uneven: bool = False
+    private: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    algorithm: str
+    why: str
+
+
+def choose(request: Request, algorithm: str, transport: Transport) -> Choice:
+    """The algorithm to use; what was asked for by name is checked and kept."""
+    if algorithm == "auto":
+        return _auto(request, transport)
+    require_algorithm(request.collective, algorithm, ("native", "auto"))
+    refusal = refuses(request, algorithm, transport)
+    if refusal:
+        raise UsageError(f"algorithm '{algorithm}' cannot serve this {request.collective}: {refusal}")
+    return Choice(algorithm, "asked for")
+
+
+def refuses(request: Request, algorithm: str, transport: Transport) -> str | None:
+    """Why this algorithm cannot serve the call, or None."""
+    if algorithm == "native":
+        return transport.lacks(request.collective, request.dtype, request.op, request.uneven)
+    if algorithm.startswith("flat") and not transport.caps.arena:
+        return f"it needs memory that the ranks share, which {transport.name} does not offer here"
+    if request.private and (algorithm == "bruck" or algorithm.startswith("flat")):
+        return "it must know every rank's block sizes; with send_counts and recv_counts use pairwise, naive or native"
+    return None
+
+
+def candidates(request: Request, transport: Transport) -> dict[str, str | None]:
+    """Every algorithm for the collective, with why it is out of the question (None: it is not)."""
+    names = ("native", *BOOK[request.collective])
+    return {name: refuses(request, name, transport) for name in names}
+
+
+def _auto(request: Request, transport: Transport) -> Choice:
+    if transport.size == 1:
+        return Choice("naive", "one rank: nothing moves")
+    if refuses(request, "native", transport) is None:
+        return Choice("native", f"{transport.name}'s own is the safe choice until this machine is fitted")
+    is_small = request.nbytes < SMALL_BYTES
+    name = (_SMALL if is_small else _LARGE)[request.collective]
+    if refuses(request, name, transport):
+        name = _LARGE[request.collective]
+    side = "below" if is_small else "from"
+    return Choice(name, f"{format_bytes(request.nbytes)}, {side} {format_bytes(SMALL_BYTES)} on")

@@ -1,0 +1,318 @@
+"""The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
+
+Every collective goes the same way: check the arguments, flatten, choose an algorithm, run it (or hand it to the
+library), give the result the shape and kind of what came in (`call.py`). Whatever is wrong with the arguments is said
+before anything is sent, so the communicator stays usable. Ranks must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.runtime import arguments as check
+from tilemesh.comm.runtime.arithmetic import require_operation
+from tilemesh.comm.runtime.call import Call, Caller, flattened
+from tilemesh.comm.runtime.explain import explanation
+from tilemesh.comm.runtime.handle import Handle
+from tilemesh.comm.runtime.memory import Like, described, here, opened, store
+from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
+from tilemesh.comm.runtime.watch import Watch
+from tilemesh.comm.schedules.book import require_algorithm
+from tilemesh.comm.schedules.collectives import cut, require_collective
+from tilemesh.core.errors import UsageError
+
+
+class Communicator:
+    """Ranks 0 to size-1 of a group. `x` may be a numpy array or a torch tensor; what goes in comes out.
+
+    Common to all collectives: `out` takes the result (and may be `x` itself), `algorithm` is "auto", "native" or a
+    name from the book of schedules, `wait=False` returns a handle at once. `axis` is what is split or joined, into
+    parts that differ by at most one unless `counts` says how long each rank's part is.
+    """
+
+    def __init__(
+        self, transport: Transport, engine: Engine, watch: Watch, label: str = "world", node_size: int | None = None
+    ) -> None:
+        self.transport = transport
+        self.label = label
+        self.engine = engine
+        self.watch = watch
+        self._caller = Caller(transport, engine, watch, label, node_size)
+        self._splits = 0
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        return self.transport.size
+
+    @property
+    def backend(self) -> str:
+        return self.transport.name
+
+    @property
+    def sent(self) -> Sent:
+        """Messages and bytes this rank has sent point to point (the library's own collectives are not counted)."""
+        return self.transport.sent
+
+    def __repr__(self) -> str:
+        return f"<Communicator {self.label}: rank {self.rank} of {self.size} over {self.backend}>"
+
+    # Collectives --------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", wait: bool = True
+    ) -> Any:
+        """Every rank gets the combination of all ranks' arrays (global-sum)."""
+        shape, like = described(x)
+        require_operation(op, like.dtype)
+        call = Call("all_reduce", like, shape, (math.prod(shape),), op=op, out=out)
+        return self._caller.run(call, x, algorithm, wait)
+
+    def reduce(
+        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True
+    ) -> Any:
+        """The root gets the combination of all ranks' arrays; the others get None."""
+        shape, like = described(x)
+        require_operation(op, like.dtype)
+        root = check.rank_of(root, self.size, "root")
+        call = Call("reduce", like, shape, (math.prod(shape),), op=op, root=root, out=out)
+        return self._caller.run(call, x, algorithm, wait)
+
+    def broadcast(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True) -> Any:
+        """Every rank gets the root's array. The others' `x` gives shape and dtype; its values are not looked at."""
+        shape, like = described(x)
+        root = check.rank_of(root, self.size, "root")
+        call = Call("broadcast", like, shape, (math.prod(shape),), root=root, out=out)
+        return self._caller.run(call, x if self.rank == root else None, algorithm, wait)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        axis: int = 0,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str = "auto",
+        wait: bool = True,
+    ) -> Any:
+        """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
+        shape, like = described(x)
+        require_operation(op, like.dtype)
+        axis = check.axis_of(axis, shape)
+        parts = self._parts(counts, shape[axis], axis)
+        mine = check.with_length(shape, axis, parts[self.rank])
+        call = Call("reduce_scatter", like, mine, check.elements(parts, shape, axis), op=op, axis=axis, out=out)
+        return self._caller.run(call, x, algorithm, wait)
+
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        axis: int = 0,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str = "auto",
+        wait: bool = True,
+    ) -> Any:
+        """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
+        shape, like = described(x)
+        axis = check.axis_of(axis, shape)
+        parts = self._lengths(counts, shape[axis])
+        joined = check.with_length(shape, axis, sum(parts))
+        call = Call("all_gather", like, joined, check.elements(parts, shape, axis), axis=axis, out=out)
+        return self._caller.run(call, x, algorithm, wait)
+
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        axis: int = 0,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str = "auto",
+        wait: bool = True,
+    ) -> Any:
+        """The root gets all ranks' arrays, joined along `axis`; the others get None."""
+        shape, like = described(x)
+        root = check.rank_of(root, self.size, "root")
+        axis = check.axis_of(axis, shape)
+        parts = self._lengths(counts, shape[axis])
+        joined = check.with_length(shape, axis, sum(parts))
+        call = Call("gather", like, joined, check.elements(parts, shape, axis), root=root, axis=axis, out=out)
+        return self._caller.run(call, x, algorithm, wait)
+
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        axis: int = 0,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str = "auto",
+        wait: bool = True,
+    ) -> Any:
+        """Rank r gets part r of the root's array. Only the root's `x` is looked at; the others may give None."""
+        root = check.rank_of(root, self.size, "root")
+        require_algorithm("scatter", algorithm, ("auto", "native"))
+        shape, like = self._root_says(root, x)
+        axis = check.axis_of(axis, shape)
+        parts = self._parts(counts, shape[axis], axis)
+        mine = check.with_length(shape, axis, parts[self.rank])
+        call = Call("scatter", like, mine, check.elements(parts, shape, axis), root=root, axis=axis, out=out)
+        return self._caller.run(call, x if self.rank == root else None, algorithm, wait)
+
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        axis: int = 0,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        out: Any = None,
+        algorithm: str = "auto",
+        wait: bool = True,
+    ) -> Any:
+        """Part d of every rank's array goes to rank d, which gets them joined in rank order (peer-exchange).
+
+        With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
+        """
+        shape, like = described(x)
+        axis = check.axis_of(axis, shape)
+        if (send_counts is None) != (recv_counts is None):
+            raise UsageError("all_to_all takes send_counts and recv_counts together, or neither")
+        sends = self._parts(send_counts, shape[axis], axis, "send_counts")
+        receives = check.counts_of(recv_counts, self.size, "recv_counts") or (sends[self.rank],) * self.size
+        call = Call(
+            "all_to_all",
+            like,
+            check.with_length(shape, axis, sum(receives)),
+            check.elements(sends, shape, axis),
+            received=check.elements(receives, shape, axis),
+            axis=axis,
+            out=out,
+            private=send_counts is not None,
+        )
+        return self._caller.run(call, x, algorithm, wait)
+
+    def barrier(self, *, algorithm: str = "auto", wait: bool = True) -> Any:
+        """Nobody leaves before everybody has come."""
+        call = Call("barrier", Like("uint8"), (1,), (1,), op="max")
+        return self._caller.run(call, np.zeros(1, np.uint8), algorithm, wait)
+
+    # Messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, to: int, tag: int = 0) -> None:
+        """Send an array; returns when it may be changed again, which can be as late as its receipt."""
+        self.isend(x, to, tag).wait()
+
+    def recv(self, out: Any, source: int, tag: int = 0) -> Any:
+        """Receive into `out`, which must have the size of what was sent; returns it."""
+        return self.irecv(out, source, tag).wait()
+
+    def isend(self, x: Any, to: int, tag: int = 0) -> Handle:
+        array, _ = opened(x)
+        return self._message(True, to, tag, flattened(array), lambda: None)
+
+    def irecv(self, out: Any, source: int, tag: int = 0) -> Handle:
+        array, like = opened(out, "out")
+        check.out_array(out, tuple(out.shape), like)
+        landing = array.reshape(-1) if array.flags.c_contiguous else np.empty(array.size, array.dtype)
+
+        def finish() -> Any:
+            store(landing.reshape(array.shape), out)
+            return out
+
+        return self._message(False, source, tag, landing, finish)
+
+    def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any) -> Handle:
+        peer = check.rank_of(peer, self.size, "to" if is_send else "source")
+        tag = check.tag_of(tag)
+        if peer == self.rank:
+            raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
+        region = as_bytes(flat)
+        message = Message(is_send, peer, self.transport.view(region), region.nbytes)
+        name = f"{'send to' if is_send else 'recv from'} rank {peer}"
+        return self._caller.start_message(name, message, tag, finish)
+
+    # Groups and the rest ------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator for each color, its ranks in order of key (then rank); None for those who give None.
+
+        A collective call: every rank of this communicator makes it, in the same order as its other splits.
+        """
+        wanted = None if color is None else check.whole(color, "color")
+        key = check.whole(key, "key")
+        self._splits += 1
+        given = "none" if wanted is None else str(wanted)
+        answers = self._caller.ask("split", f"{given} {key}")
+        if wanted is None:
+            return None
+        places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == str(wanted)]
+        members = [rank for _, rank in sorted(places)]
+        label = f"{self.label}/{self._splits}.{wanted}"
+        return Communicator(self.transport.split(members, label), self.engine, self.watch.of(members), label)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
+        """An array for this communicator's collectives (a collective call): ordinary memory for now."""
+        if type(dtype).__module__ == "torch":
+            import torch
+
+            return torch.empty(shape, dtype=dtype)
+        return np.empty(shape, dtype)
+
+    def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
+        """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
+        require_collective(collective)
+        return explanation(self.transport, collective, check.whole(nbytes, "nbytes"), dtype, op)
+
+    def max_over_ranks(self, values: list[float]) -> list[float]:
+        """The largest of each number over all ranks, for whoever agrees on timings."""
+        return [float(value) for value in self.all_reduce(np.array(values, np.float64), "max")]
+
+    def abort(self, reason: str) -> None:
+        """End the whole job, now."""
+        self.transport.abort(reason)
+
+    def _parts(self, counts: Sequence[int] | None, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
+        parts = check.counts_of(counts, self.size, what)
+        if parts is None:
+            return cut(length, self.size)
+        check.require_total(parts, length, axis, what)
+        return parts
+
+    def _lengths(self, counts: Sequence[int] | None, mine: int) -> tuple[int, ...]:
+        parts = check.counts_of(counts, self.size, "counts") or (mine,) * self.size
+        if parts[self.rank] != mine:
+            raise UsageError(f"counts {list(parts)} give rank {self.rank} {parts[self.rank]}: its array has {mine}")
+        return parts
+
+    def _root_says(self, root: int, x: Any) -> tuple[tuple[int, ...], Like]:
+        """Shape and kind of the root's array, told to all; what is wrong with it is raised on every rank."""
+        text, like = "", Like("float64")
+        shape: tuple[int, ...] = ()
+        if self.rank == root:
+            try:
+                shape, like = described(x)
+                kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
+                text = f"{kind} {like.dtype} {','.join(map(str, shape))}"
+            except UsageError as error:
+                text = f"refused {error}"
+        kind, rest = self._caller.tell(text, root).split(" ", 1)
+        if kind == "refused":
+            raise UsageError(f"scatter from rank {root}: {rest}")
+        if self.rank == root:
+            return shape, like
+        dtype, lengths = rest.split(" ")
+        return tuple(int(length) for length in lengths.split(",") if length), Like(dtype, here(kind))

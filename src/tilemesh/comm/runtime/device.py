@@ -1,0 +1,116 @@
+"""Collectives on GPU memory, by nccl: the tensor never leaves the device, and its stream orders everything.
+
+`wait()` here means what it means in torch: work that is put on the current stream afterwards sees the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tilemesh.comm.runtime.run import Running
+from tilemesh.comm.runtime.transport import Token
+from tilemesh.comm.schedules.collectives import REDUCING
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.call import Call
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_LOGIC: dict[str, Any] = {  # nccl does not add bools: as bytes of 0 and 1, "or" is the larger and "and" the smaller
+    "sum": dist.ReduceOp.MAX,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.MIN,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class _Work:
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def test(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class Device:
+    """nccl over one group of ranks."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def running(self, call: Call, x: Any, has_result: bool) -> Running:
+        """The call under way; `x` is None on ranks that contribute nothing."""
+        device = torch.device("cuda", torch.cuda.current_device()) if x is None else x.device
+        dtype = getattr(torch, call.like.dtype)
+        source = torch.empty(0, dtype=dtype, device=device) if x is None else x.detach()
+        if source.ndim and x is not None:
+            source = source.movedim(call.axis, 0)
+        source = source.contiguous().reshape(-1)
+        length = 1
+        for part in call.shape:
+            length *= part
+        result = torch.empty(length if has_result else 0, dtype=dtype, device=device)
+        is_logic = dtype == torch.bool
+        if is_logic:
+            source, result = source.view(torch.uint8), result.view(torch.uint8)
+        op = (_LOGIC if is_logic else _OPS)[call.op]
+        work = self._start(call, source, result, op)
+
+        def steps() -> Iterator[Token]:
+            if work is not None:
+                yield _Work(work)
+
+        return Running(steps(), lambda: _shaped(call, result.view(dtype), dist.get_world_size(self.group), has_result))
+
+    def _start(self, call: Call, source: Any, result: Any, op: Any) -> Any:
+        options: dict[str, Any] = {"group": self.group, "async_op": True}
+        is_root = dist.get_rank(self.group) == call.root
+        if call.collective in ("all_reduce", "reduce"):
+            target = result if result.numel() else source.clone()
+            target.copy_(source)
+            if call.collective == "all_reduce":
+                return dist.all_reduce(target, op, **options)
+            return dist.reduce(target, group_dst=call.root, op=op, **options)
+        if call.collective == "broadcast":
+            if is_root:
+                result.copy_(source)
+            return dist.broadcast(result, group_src=call.root, **options)
+        if call.collective == "reduce_scatter":
+            return dist.reduce_scatter(result, list(source.split(call.sizes)), op, **options)
+        if call.collective == "all_gather":
+            return dist.all_gather(list(result.split(call.sizes)), source, **options)
+        if call.collective == "gather":
+            parts = list(result.split(call.sizes)) if is_root else None
+            return dist.gather(source, parts, group_dst=call.root, **options)
+        if call.collective == "scatter":
+            parts = list(source.split(call.sizes)) if is_root else None
+            return dist.scatter(result, parts, group_src=call.root, **options)
+        return dist.all_to_all_single(result, source, list(call.received), list(call.sizes), **options)
+
+
+def _shaped(call: Call, result: Any, ranks: int, has_result: bool) -> Any:
+    if not has_result:
+        return None
+    if call.op == "avg" and call.collective in REDUCING:
+        result = result / ranks
+    if call.shape:
+        rest = (*call.shape[: call.axis], *call.shape[call.axis + 1 :])
+        result = result.reshape(call.shape[call.axis], *rest).movedim(0, call.axis)
+    else:
+        result = result.reshape(())
+    if call.out is None:
+        return result.contiguous()
+    call.out.copy_(result)
+    return call.out

@@ -1,0 +1,39 @@
+"""What `wait=False` returns: a call under way. Until `wait()` has returned, neither input nor result is yours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilemesh.comm.runtime.run import Engine, Running
+from tilemesh.comm.runtime.watch import Watch
+
+
+class Handle:
+    """`wait()` returns the result; `test()` moves all that is under way and says whether this one is done.
+
+    There is no thread in the background: things move inside `test()`, `wait()` and other calls of the communicator.
+    """
+
+    def __init__(self, engine: Engine, running: Running, watch: Watch, doing: tuple[str, int, str, int]) -> None:
+        self._engine = engine
+        self._running = running
+        self._watch = watch
+        self._doing = doing
+
+    def test(self) -> bool:
+        if not self._running.is_done:
+            self._engine.progress()
+        return self._running.is_done
+
+    def wait(self) -> Any:
+        if self._running.is_done and self._running.error is None:
+            return self._running.result
+        self._watch.enter(*self._doing)
+        try:
+            return self._engine.wait(self._running)
+        finally:
+            self._watch.leave()
+
+    def __repr__(self) -> str:
+        label, sequence, name, _ = self._doing
+        return f"<{name} #{sequence} of {label}: {'done' if self._running.is_done else 'under way; call wait()'}>"

@@ -1,0 +1,128 @@
+"""numpy arrays and torch tensors as one thing: a numpy array over the same memory, and the way back.
+
+A CPU tensor shares its memory with the array. bf16, which numpy does not know, travels as its 16-bit patterns under
+the name "bfloat16". A CUDA tensor is staged through pinned host memory (over nccl it never comes here).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.runtime.arithmetic import BF16
+from tilemesh.comm.runtime.transport import Array
+from tilemesh.core.errors import UsageError
+
+_KINDS = "biufg"  # bool, signed, unsigned, float: what every transport can carry and combine
+
+
+@dataclass(frozen=True)
+class Like:
+    """What came in, so that what goes out is the same: numpy or torch, dtype, device."""
+
+    dtype: str
+    device: str | None = None  # None: numpy
+
+    @property
+    def is_torch(self) -> bool:
+        return self.device is not None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device is not None and self.device.startswith("cuda")
+
+    @property
+    def carrier(self) -> np.dtype[Any]:
+        return np.dtype(np.uint16) if self.dtype == BF16 else np.dtype(self.dtype)
+
+    def back(self, array: Array) -> Any:
+        """The array as what came in; a CPU tensor shares its memory."""
+        if self.device is None:
+            return array
+        import torch
+
+        if self.dtype == BF16:
+            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        else:
+            tensor = torch.from_numpy(array)
+        return tensor if self.device == "cpu" else tensor.to(self.device)
+
+
+def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
+    """Shape and kind of x. Refuses what no transport could carry."""
+    if isinstance(x, np.ndarray):
+        return x.shape, _numpy_like(x.dtype, what)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        raise UsageError(f"{what} is a {type(x).__name__}: expected a numpy array or a torch tensor")
+    if x.layout != torch.strided:
+        raise UsageError(f"{what} is a tensor in {x.layout}: a collective carries dense tensors")
+    return tuple(x.shape), _torch_like(x.dtype, x.device, what)
+
+
+# Kept, because asking numpy for a dtype's name takes longer than a small message.
+@lru_cache(maxsize=256)
+def _numpy_like(dtype: np.dtype[Any], what: str) -> Like:
+    if dtype.kind not in _KINDS:
+        raise UsageError(f"{what} has dtype {dtype}: a collective carries float, integer and bool arrays")
+    if not dtype.isnative:
+        raise UsageError(f"{what} has dtype {dtype} in foreign byte order: convert it with astype('{dtype.name}')")
+    return Like(dtype.name)
+
+
+@lru_cache(maxsize=256)
+def _torch_like(dtype: Any, device: Any, what: str) -> Like:
+    name = str(dtype).removeprefix("torch.")
+    is_carried = name in (BF16, "bool") or name.startswith(("int", "uint", "float"))
+    if not is_carried or name.startswith("float8"):
+        raise UsageError(f"{what} is a tensor of {dtype}: a collective carries float, integer and bool tensors")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{what} is a tensor on {device}: expected one on cpu or cuda")
+    return Like(name, str(device))
+
+
+def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
+    """A numpy array over x's memory (CUDA: a copy of it on the host), and what x is."""
+    _, like = described(x, what)
+    if isinstance(x, np.ndarray):
+        return x, like
+    import torch
+
+    host = x.detach()
+    if x.is_cuda:
+        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        pinned.copy_(host)
+        host = pinned
+    if like.dtype == BF16:
+        return host.view(torch.int16).numpy().view(np.uint16), like
+    return host.numpy(), like
+
+
+def here(kind: str) -> str | None:
+    """This rank's own device of a kind ("numpy", "cpu" or "cuda"): None for numpy."""
+    if kind != "cuda":
+        return None if kind == "numpy" else kind
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def store(result: Array, out: Any) -> None:
+    """Copy a result into the caller's `out`, whatever memory that is."""
+    if isinstance(out, np.ndarray):
+        if out.shape != result.shape or not _same_place(out, result):
+            out[...] = result.reshape(out.shape)
+        return
+    array, like = opened(out, "out")
+    if like.device == "cpu":
+        store(result, array)
+    else:
+        out.copy_(like.back(np.ascontiguousarray(result)).reshape(out.shape))
+
+
+def _same_place(one: Array, other: Array) -> bool:
+    return one.__array_interface__["data"][0] == other.__array_interface__["data"][0] and one.strides == other.strides

@@ -1,0 +1,131 @@
+"""MPI through mpi4py: upper-case buffer calls only, so that nothing is ever pickled.
+
+Every communicator works on a duplicate of its own, so that its messages cannot meet those of a program that also uses
+MPI by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from mpi4py import MPI
+
+from tilemesh.comm.runtime.transport import Arena, Array, Bytes, Caps, Lazy, Message, NativeCall, Sent, Token, as_bytes
+from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
+from tilemesh.core.errors import RunError
+
+_OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # MPI does not add bools
+
+_isend, _irecv = MPI.Comm.Isend, MPI.Comm.Irecv
+_waitall, _testall = MPI.Request.Waitall, MPI.Request.Testall
+
+
+class _Requests:
+    def __init__(self, requests: list[Any]) -> None:
+        self.requests = requests
+
+    def test(self) -> bool:
+        return bool(_testall(self.requests))
+
+    def wait(self) -> None:
+        _waitall(self.requests)
+
+
+class MpiTransport:
+    name = "mpi"
+    caps = Caps(native=frozenset(COLLECTIVES))
+    device = None
+
+    def __init__(self, comm: Any) -> None:
+        """`comm` becomes ours: give a duplicate."""
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.sent = Sent()
+
+    @classmethod
+    def world(cls) -> MpiTransport:
+        return cls(MPI.COMM_WORLD.Dup())
+
+    def view(self, region: Bytes) -> Any:
+        return (region, region.nbytes, MPI.BYTE)
+
+    def post(self, messages: Sequence[Message], tag: int) -> Token:
+        comm, sent = self.comm, self.sent
+        requests = []
+        for is_send, peer, view, nbytes in messages:
+            if is_send:
+                requests.append(_isend(comm, view, peer, tag))
+                sent.messages += 1
+                sent.nbytes += nbytes
+            else:
+                requests.append(_irecv(comm, view, peer, tag))
+        return _Requests(requests)
+
+    def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
+        if collective in REDUCING and dtype == "longdouble":
+            return "MPI libraries disagree about long double"
+        return None
+
+    def native(self, call: NativeCall) -> Token:
+        name, arguments = _native_call(self.comm, call)
+        blocking = getattr(self.comm, name)
+        start = getattr(self.comm, "I" + name.lower())
+        return Lazy(lambda: blocking(*arguments), lambda: _Requests([start(*arguments)]))
+
+    def arena(self, nbytes: int) -> Arena | None:
+        return None
+
+    def split(self, members: Sequence[int], label: str) -> MpiTransport:
+        everyone = self.comm.Get_group()
+        group = everyone.Incl(list(members))
+        try:
+            return MpiTransport(self.comm.Create_group(group))
+        finally:
+            group.Free()
+            everyone.Free()
+
+    def abort(self, reason: str) -> NoReturn:
+        print(f"tilemesh: {reason}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+        raise RunError(reason)  # Abort does not return
+
+
+def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:
+    """The MPI function and its arguments. What is only moved travels as bytes, what is combined with its type."""
+    size = call.source.itemsize
+    is_root = comm.Get_rank() == call.root
+    if call.collective == "barrier":
+        return "Barrier", ()
+    if call.collective in REDUCING:
+        op = (_LOGIC if call.source.dtype == bool else _OPS)[call.op]
+        if call.collective == "all_reduce":
+            return "Allreduce", (call.source, call.target, op)
+        if call.collective == "reduce":
+            return "Reduce", (call.source, call.target if is_root else None, op, call.root)
+        return "Reduce_scatter", (call.source, call.target, list(call.counts), op)
+    mine, result = _plain(call.source), _plain(call.target)
+    if call.collective == "broadcast":
+        if is_root:
+            call.target[:] = call.source
+        return "Bcast", (result, call.root)
+    if call.collective == "all_gather":
+        return "Allgatherv", (mine, _parts(call.target, call.counts, size))
+    if call.collective == "gather":
+        return "Gatherv", (mine, _parts(call.target, call.counts, size) if is_root else None, call.root)
+    if call.collective == "scatter":
+        return "Scatterv", (_parts(call.source, call.counts, size) if is_root else None, result, call.root)
+    return "Alltoallv", (_parts(call.source, call.counts, size), _parts(call.target, call.received, size))
+
+
+def _plain(array: Array) -> list[Any]:
+    return [as_bytes(array), array.nbytes, MPI.BYTE]
+
+
+def _parts(array: Array, counts: Sequence[int], size: int) -> list[Any]:
+    lengths = [count * size for count in counts]
+    return [as_bytes(array), lengths, [0, *accumulate(lengths)][:-1], MPI.BYTE]

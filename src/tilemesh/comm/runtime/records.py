@@ -1,0 +1,122 @@
+"""Where each rank keeps what it is doing, for the others to read when somebody has not come.
+
+One record a rank in memory that all of a node map: in the launcher's job folder where there is one, otherwise an
+anonymous file of rank 0 that the others reach through procfs, so that nothing stays behind after a kill. A record is
+written now and then by the rank's watchdog, never by a call, so it is for people and may be a moment old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tilemesh.core.context import JOB_VARIABLE, VERDICT_FILE
+
+FILE = "calls"
+
+_BYTES = 2048
+_LENGTH = struct.Struct("<H")
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A call under way: the `sequence`-th collective of a communicator (-1: a message), since when (monotonic)."""
+
+    label: str
+    sequence: int
+    name: str
+    nbytes: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank last published: its call, how far it has come in each communicator, and where its program is."""
+
+    pid: int
+    at_ns: int
+    where: str = ""
+    doing: Doing | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+class Board:
+    """All ranks' records, over whatever memory they share."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, ranks: int) -> None:
+        self.memory = memory
+        self.ranks = ranks
+
+    def write(self, rank: int, record: Record) -> None:
+        raw = json.dumps(asdict(record)).encode()
+        if len(raw) > _BYTES - _LENGTH.size:  # very many groups: the present call matters most
+            raw = json.dumps(asdict(Record(record.pid, record.at_ns, record.where[:200], record.doing))).encode()
+        at = rank * _BYTES
+        self.memory[at : at + _LENGTH.size + len(raw)] = _LENGTH.pack(len(raw)) + raw
+
+    def read(self, rank: int) -> Record | None:
+        at = rank * _BYTES
+        raw = bytes(self.memory[at : at + _BYTES])
+        (length,) = _LENGTH.unpack_from(raw)
+        try:
+            fields = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
+        except ValueError:  # nothing there yet, or caught in the middle of a write
+            return None
+        doing = fields.pop("doing")
+        return Record(**fields, doing=Doing(**doing) if doing else None)
+
+
+def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board | None:
+    """The board of this job, or None where none can be shared. `tell(text)`: rank 0's text, on every rank."""
+    folder = os.environ.get(JOB_VARIABLE)
+    nbytes = ranks * _BYTES
+    if folder is not None and Path(folder).is_dir():
+        handle = os.open(Path(folder, FILE), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.ftruncate(handle, nbytes)  # the same for all: whoever comes first makes it
+    else:
+        handle = _anonymous(nbytes) if rank == 0 else -1
+        host, path = tell(f"{socket.gethostname()} /proc/{os.getpid()}/fd/{handle}").split(" ")
+        if rank != 0:
+            handle = _open(path) if host == socket.gethostname() else -1
+    if handle < 0:
+        return None
+    try:
+        return Board(mmap.mmap(handle, nbytes), ranks)
+    finally:
+        if rank != 0 or folder is not None:
+            os.close(handle)  # rank 0 keeps its anonymous file open: the others may still be on their way to it
+
+
+def leave_verdict(reason: str) -> None:
+    """Put the reason where the launcher can find it; without a launcher this does nothing."""
+    folder = os.environ.get(JOB_VARIABLE)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            Path(folder, VERDICT_FILE).write_text(reason + "\n", encoding="utf-8")
+
+
+def private_board(ranks: int) -> Board:
+    """For ranks of one process."""
+    return Board(bytearray(ranks * _BYTES), ranks)
+
+
+def _anonymous(nbytes: int) -> int:
+    if not hasattr(os, "memfd_create"):
+        return -1
+    handle = os.memfd_create("tilemesh-calls", os.MFD_CLOEXEC)
+    os.ftruncate(handle, nbytes)
+    return handle
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1

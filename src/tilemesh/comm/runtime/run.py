@@ -1,0 +1,195 @@
+"""Running a program: binding it to memory once, then stepping through it, blocking or in the background.
+
+`Bound` is a program whose every range has become a view of real memory. `steps` is a generator that yields whatever
+has to be waited for: a blocking call waits for each, a background call tests. The engine moves *all* that is under way
+whenever somebody waits, because two ranks may wait for their handles in different orders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.runtime.arithmetic import Combine
+from tilemesh.comm.runtime.lower import LANDING, Local, Meet, Post, Program, Span, Wait
+from tilemesh.comm.runtime.transport import Arena, Array, Message, Token, Transport, as_bytes
+from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
+
+_POST, _WAIT, _COPY, _REDUCE, _MEET = range(5)
+_LINE = 64  # bytes of a cache line: spaces in an arena start on one
+
+
+class Bound:
+    """A program with its memory: views made once, used at every call."""
+
+    def __init__(self, program: Program, transport: Transport, combine: Combine | None, memory: Memory) -> None:
+        self.transport = transport
+        self.combine = combine
+        self.memory = memory
+        self.posts = 0
+        self.code: list[tuple[int, Any, Any]] = []
+        for instruction in program.instructions:
+            self._bind(instruction)
+
+    def _bind(self, instruction: Post | Wait | Local | Meet) -> None:
+        if isinstance(instruction, Post):
+            self.posts += 1
+            messages = [self._message(*message) for message in instruction.messages]
+            self.code.append((_POST, instruction.number, messages))
+        elif isinstance(instruction, Wait):
+            self.code.append((_WAIT, instruction.number, None))
+        elif isinstance(instruction, Meet):
+            self.code.append((_MEET, None, None))
+        else:
+            target = self.memory.view(instruction.target)
+            source = self.memory.view(instruction.source, instruction.peer)
+            if instruction.reduce:
+                self.code.append((_REDUCE, target, source))
+            elif not _is_same(target, source):
+                self.code.append((_COPY, target, source))
+
+    def _message(self, is_send: bool, peer: int, span: Span) -> Message:
+        region = as_bytes(self.memory.view(span))
+        return Message(is_send, peer, self.transport.view(region), region.nbytes)
+
+    def steps(self, tag: int) -> Iterator[Token]:
+        """Carry the program out, yielding what must be done before it can go on."""
+        post, combine, copy = self.transport.post, self.combine, np.copyto
+        tokens: list[Token] = [None] * self.posts  # type: ignore[list-item]
+        for code, first, second in self.code:
+            if code == _POST:
+                tokens[first] = post(second, tag)
+            elif code == _WAIT:
+                yield tokens[first]
+            elif code == _REDUCE:
+                combine(first, second)  # type: ignore[misc]
+            elif code == _COPY:
+                copy(first, second)
+            else:
+                yield self.memory.arena.meet()  # type: ignore[union-attr]
+
+
+class Memory:
+    """The spaces of one rank as flat arrays: the caller's, our own, or (shared) parts of an arena.
+
+    Given arrays are used as they are; missing ones are made. In an arena INPUT and DATA begin at the same place on
+    every rank: `input_elements` is the largest INPUT of all ranks.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        carrier: np.dtype[Any],
+        given: Array | None,
+        data: Array | None,
+        arena: Arena | None = None,
+        input_elements: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.arena = arena
+        self.rank = rank
+        self.carrier = carrier
+        self.starts = (0, _line_up(input_elements * carrier.itemsize))
+        lengths = program.lengths
+        if arena is not None:
+            mine = arena.of(rank)
+            given = mine[: lengths[INPUT] * carrier.itemsize].view(carrier)
+            data = mine[self.starts[1] :][: lengths[DATA] * carrier.itemsize].view(carrier)
+        self.spaces: dict[int, Array] = {
+            INPUT: np.empty(lengths[INPUT], carrier) if given is None else given,
+            DATA: np.empty(lengths[DATA], carrier) if data is None else data,
+            TEMP: np.empty(lengths[TEMP], carrier),
+            LANDING: np.empty(lengths[LANDING], carrier),
+        }
+
+    def view(self, span: Span, peer: int = -1) -> Array:
+        if peer in (-1, self.rank):
+            return self.spaces[span.space][span.lo : span.hi]
+        assert self.arena is not None
+        size = self.carrier.itemsize
+        start = self.starts[span.space]
+        return self.arena.of(peer)[start + span.lo * size : start + span.hi * size].view(self.carrier)
+
+
+def arena_bytes(input_elements: int, data_elements: int, itemsize: int) -> int:
+    return _line_up(input_elements * itemsize) + _line_up(data_elements * itemsize)
+
+
+class Running:
+    """A collective under way."""
+
+    def __init__(self, steps: Iterator[Token], finish: Callable[[], Any]) -> None:
+        self.steps = steps
+        self.finish = finish
+        self.token: Token | None = None
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; True when anything moved."""
+        moved = False
+        try:
+            while not self.is_done and (self.token is None or self.token.test()):
+                self.token = next(self.steps, None)
+                moved = True
+                if self.token is None:
+                    self.complete()
+        except BaseException as error:
+            self.error, self.is_done = error, True
+            raise
+        return moved
+
+    def complete(self) -> None:
+        self.result = self.finish()
+        self.is_done = True
+
+
+class Engine:
+    """All that is under way in the communicators that came from one `connect`."""
+
+    def __init__(self) -> None:
+        self.pending: list[Running] = []
+
+    def run(self, running: Running) -> Any:
+        """To its end, blocking."""
+        if self.pending:
+            self.start(running)
+            return self.wait(running)
+        for token in running.steps:
+            token.wait()
+        running.complete()
+        return running.result
+
+    def start(self, running: Running) -> None:
+        running.advance()
+        if not running.is_done:
+            self.pending.append(running)
+
+    def progress(self) -> bool:
+        """Move all that is under way as far as it goes; True when anything moved."""
+        try:
+            return sum(running.advance() for running in self.pending) > 0  # all of them, not up to the first
+        finally:
+            self.pending = [running for running in self.pending if not running.is_done]
+
+    def wait(self, running: Running) -> Any:
+        while not running.is_done:
+            if self.pending == [running] and running.token is not None:
+                running.token.wait()  # the only one: no need to keep asking
+            if not self.progress() and not running.is_done:
+                time.sleep(0)
+        if running.error is not None:
+            raise running.error
+        return running.result
+
+
+def _line_up(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

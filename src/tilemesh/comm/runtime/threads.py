@@ -1,0 +1,198 @@
+"""Ranks as threads of one process: for tests, notebooks, and for a single process (one rank).
+
+A message is matched when both sides have posted it, and copied from the sender's memory straight into the receiver's:
+the strictest of semantics, so that what works here does not lean on anybody's hidden buffers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from tilemesh.comm.runtime.transport import Arena, Bytes, Caps, Message, NativeCall, Sent, Token
+from tilemesh.core.errors import RunError
+
+T = TypeVar("T")
+
+_GRACE_S = 3.0  # after a failure, ranks that do not end by themselves are left behind: a thread cannot be stopped
+
+
+class World:
+    """What the ranks of one process share: mailboxes, arenas, and the reason why it all ended, if it did."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.posted: dict[tuple[Any, ...], deque[tuple[Message, _Pending]]] = defaultdict(deque)
+        self.arenas: dict[tuple[str, int], _Shared] = {}
+        self.failure: str | None = None
+        self.failed_at: float | None = None
+
+    def fail(self, reason: str) -> None:
+        with self.changed:
+            self.failure = self.failure or reason
+            self.failed_at = self.failed_at or time.monotonic()
+            self.changed.notify_all()
+
+    def require_whole(self) -> None:
+        if self.failure is not None:
+            raise RunError(self.failure)
+
+
+class _Pending:
+    """The messages of one post that have not been matched yet."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self.world = world
+        self.left = count
+
+    def test(self) -> bool:
+        if self.left:
+            self.world.require_whole()
+        return self.left == 0
+
+    def wait(self) -> None:
+        with self.world.changed:
+            while self.left:
+                self.world.require_whole()
+                self.world.changed.wait()
+
+
+class ThreadTransport:
+    name = "threads"
+    caps = Caps(arena=True)
+    device = None
+
+    def __init__(self, world: World, rank: int, size: int, label: str = "world") -> None:
+        self.world = world
+        self.rank = rank
+        self.size = size
+        self.label = label
+        self.sent = Sent()
+        self._arenas = 0
+
+    def view(self, region: Bytes) -> Bytes:
+        return region
+
+    def post(self, messages: Sequence[Message], tag: int) -> Token:
+        pending = _Pending(self.world, len(messages))
+        with self.world.changed:
+            self.world.require_whole()
+            for message in messages:
+                self._match(message, pending, tag)
+            self.world.changed.notify_all()
+        return pending
+
+    def _match(self, message: Message, pending: _Pending, tag: int) -> None:
+        if message.is_send:
+            self.sent.messages += 1
+            self.sent.nbytes += message.nbytes
+        pair = (self.rank, message.peer) if message.is_send else (message.peer, self.rank)
+        waiting = self.world.posted[self.label, *pair, tag, not message.is_send]
+        if not waiting:
+            self.world.posted[self.label, *pair, tag, message.is_send].append((message, pending))
+            return
+        other, others = waiting.popleft()
+        source, target = (message, other) if message.is_send else (other, message)
+        if source.nbytes != target.nbytes:
+            self.world.fail(
+                f"rank {pair[0]} sent {source.nbytes} bytes to rank {pair[1]}, which expected {target.nbytes}"
+            )
+            self.world.require_whole()
+        target.view[:] = source.view
+        pending.left -= 1
+        others.left -= 1
+
+    def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
+        return "threads have no library of collectives underneath"
+
+    def native(self, call: NativeCall) -> Token:
+        raise RunError(f"native {call.collective}: threads have no library of collectives underneath")
+
+    def arena(self, nbytes: int) -> Arena | None:
+        self._arenas += 1
+        with self.world.changed:
+            key = (self.label, self._arenas)
+            if key not in self.world.arenas:
+                self.world.arenas[key] = _Shared(self.world, self.size, nbytes)
+            shared = self.world.arenas[key]
+            shared.users += 1
+            if shared.users == self.size:
+                del self.world.arenas[key]  # everybody has it: the list need not keep it alive
+        return _ThreadArena(shared, self.rank)
+
+    def split(self, members: Sequence[int], label: str) -> ThreadTransport:
+        return ThreadTransport(self.world, members.index(self.rank), len(members), label)
+
+    def abort(self, reason: str) -> NoReturn:
+        self.world.fail(reason)
+        raise RunError(reason)
+
+
+class _Shared:
+    def __init__(self, world: World, size: int, nbytes: int) -> None:
+        self.world = world
+        self.memory = [np.zeros(nbytes, np.uint8) for _ in range(size)]
+        self.epoch = [0] * size
+        self.users = 0
+
+
+class _ThreadArena:
+    def __init__(self, shared: _Shared, rank: int) -> None:
+        self.shared = shared
+        self.rank = rank
+
+    def of(self, rank: int) -> Bytes:
+        return self.shared.memory[rank]
+
+    def meet(self) -> Token:
+        world = self.shared.world
+        with world.changed:
+            self.shared.epoch[self.rank] += 1
+            world.changed.notify_all()
+        return _Meeting(self.shared, self.shared.epoch[self.rank])
+
+
+class _Meeting:
+    def __init__(self, shared: _Shared, epoch: int) -> None:
+        self.shared = shared
+        self.epoch = epoch
+
+    def test(self) -> bool:
+        self.shared.world.require_whole()
+        return min(self.shared.epoch) >= self.epoch
+
+    def wait(self) -> None:
+        world = self.shared.world
+        with world.changed:
+            while not self.test():
+                world.changed.wait()
+
+
+def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:
+    """`main(transport)` in one thread a rank; results in rank order. The first exception ends all and is raised."""
+    world = World()
+    results: list[Any] = [None] * ranks
+    errors: list[tuple[int, BaseException]] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = main(ThreadTransport(world, rank, ranks))
+        except BaseException as error:
+            errors.append((rank, error))
+            world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not (world.failed_at and time.monotonic() > world.failed_at + _GRACE_S):
+            thread.join(0.5)
+    if errors:
+        raise errors[0][1]
+    world.require_whole()
+    return results

@@ -1,0 +1,141 @@
+"""What a transport must be able to do: move regions of bytes between ranks, and nothing about what they mean.
+
+`post` starts messages and returns a token; everything else waits through tokens, so that the same program runs
+blocking or in the background. A transport may also offer the library's own collectives (`native`) and memory that
+ranks share (`arena`); without them those algorithms are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
+
+
+class Message(NamedTuple):
+    """One side of a point-to-point message; `view` is what the transport's own `view` made of the region."""
+
+    is_send: bool
+    peer: int
+    view: Any
+    nbytes: int
+
+
+class Token(Protocol):
+    """Something under way."""
+
+    def test(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a transport has beyond messages. `native`: collectives of its library; `arena`: shared memory."""
+
+    native: frozenset[str] = frozenset()
+    arena: bool = False
+
+
+@dataclass(frozen=True)
+class NativeCall:
+    """A collective for the library underneath: flat arrays, and where each rank's part lies.
+
+    `counts`, `received`: elements of each rank's block (sent, and for all_to_all received); empty where there are none.
+    """
+
+    collective: str
+    source: Array
+    target: Array
+    op: str = "sum"
+    root: int = 0
+    counts: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class Arena(Protocol):
+    """Memory of equal size for each rank, in which all can read: one's own part, the others', and a meeting point."""
+
+    def of(self, rank: int) -> Bytes: ...
+
+    def meet(self) -> Token: ...
+
+
+@dataclass
+class Sent:
+    """What this rank has sent point to point, counted where it leaves."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+
+class Transport(Protocol):
+    name: str
+    rank: int
+    size: int
+    caps: Caps
+    sent: Sent
+    device: Any  # collectives on GPU memory (`device.Device`), or None
+
+    def view(self, region: Bytes) -> Any: ...
+
+    def post(self, messages: Sequence[Message], tag: int) -> Token: ...
+
+    def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
+        """Why the library's own collective cannot serve such a call; None when it can. The same on every rank."""
+
+    def native(self, call: NativeCall) -> Token:
+        """The library's own collective; it starts when the token is first tested or waited for."""
+
+    def arena(self, nbytes: int) -> Arena | None:
+        """A collective call."""
+
+    def split(self, members: Sequence[int], label: str) -> Transport:
+        """A transport among these ranks of this one, in that order; called by each of them, and by no other."""
+
+    def abort(self, reason: str) -> NoReturn:
+        """End the job: all ranks, now."""
+
+
+class Lazy:
+    """A library's collective: blocking when waited for at once, in the background when tested first."""
+
+    def __init__(self, blocking: Callable[[], object], start: Callable[[], Token]) -> None:
+        self.blocking = blocking
+        self.start = start
+        self.token: Token | None = None
+
+    def test(self) -> bool:
+        if self.token is None:
+            self.token = self.start()
+        return self.token.test()
+
+    def wait(self) -> None:
+        if self.token is None:
+            self.blocking()
+        else:
+            self.token.wait()
+
+
+class Done:
+    """A token of something that is already finished."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+def as_bytes(array: Array) -> Bytes:
+    """The same memory as bytes; the array must be flat and contiguous."""
+    return array.view(np.uint8)

@@ -1,0 +1,254 @@
+"""Proof that a schedule does what its collective promises, by running it on symbols instead of numbers.
+
+A slot holds a label and the set of ranks whose contributions went into it. The proof fails, and says where, when
+- a contribution is missing, counted twice, or in the wrong place at the end;
+- ranks that must agree have added in different orders (up to a + b = b + a): floating-point sums would differ in bits;
+- a send has no receive in its round, or a receive no send, or their lengths differ (with every message received in
+  its own round, nobody waits for a later round of another: no circle of waiting);
+- a slot is overwritten while a message leaves it or another arrives in it;
+- a neighbour's slot is read in the epoch in which it is written, or may be overwritten while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tilemesh.comm.schedules.collectives import ends, starts
+from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Round, Schedule, Sparse, Step
+from tilemesh.core.errors import UsageError
+
+
+class BrokenScheduleError(UsageError):
+    """A schedule that does not do what its collective promises."""
+
+
+def check(schedule: Schedule) -> int:
+    """Prove a schedule and return its number of rounds; or raise, naming the first thing that is wrong."""
+    proof = _Proof(schedule)
+    rounds = 0
+    for number, steps in enumerate(schedule.rounds()):
+        proof.number = number
+        proof.round(steps)
+        rounds += 1
+    proof.end()
+    return rounds
+
+
+class _Proof:
+    """The symbolic state of all ranks.
+
+    A slot's content is one integer: contributors as bits, above them the label, above that the number of the tree of
+    additions that made it. Trees are numbered as they appear; a leaf's number is its rank's.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.number = 0
+        n, chunks = schedule.ranks, schedule.chunks
+        self.ranks = n
+        self.everyone = (1 << n) - 1
+        self.labels = (1 << chunks.bit_length()) - 1
+        self.above = n + chunks.bit_length()
+        self.trees: dict[tuple[int, int], int] = {}
+        self.is_exchange = schedule.collective == "all_to_all"
+        # A barrier carries no data: hearing of somebody twice is as good as once.
+        self.is_idempotent = schedule.collective == "barrier"
+        self.slots: list[tuple[list[int | None], ...]] = []
+        for rank in range(n):
+            given = starts(schedule.collective, rank, schedule.root, n, chunks)
+            leaves = [who << self.above | label << n | 1 << who for label, who in given]
+            self.slots.append((list(leaves), [None] * chunks, [None] * schedule.temp))
+        # Happens-before through syncs alone: clock[q][p] is the first epoch of p that q has not yet met.
+        self.clock = [[0] * n for _ in range(n)] if schedule.shared else []
+        self.epoch = [0] * n
+        self.written: dict[tuple[int, int, int], int] = {}
+        self.reads: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+
+    def fail(self, rank: int, words: str) -> BrokenScheduleError:
+        s = self.schedule
+        return BrokenScheduleError(
+            f"{s.algorithm} {s.collective} of {s.ranks} ranks, round {self.number}, rank {rank}: {words}"
+        )
+
+    # One round ----------------------------------------------------------------------------------------------------
+
+    def round(self, steps: Round) -> None:
+        if any(len(step.peer) != self.ranks for step in steps):
+            raise self.fail(0, f"a step's vector is not of {self.ranks} ranks")
+        for step in steps:
+            if step.kind == "sync":
+                self.meet(step)
+        for step in steps:
+            if step.kind in ("copy", "read"):
+                for rank, peer, at, count, source_at in _parts(step):
+                    self.move(step, rank, peer, at, count, source_at)
+        self.messages([step for step in steps if step.kind in ("send", "recv")])
+
+    def meet(self, step: Step) -> None:
+        if not self.schedule.shared:
+            raise self.fail(0, "a sync in a schedule that is not marked as sharing memory")
+        groups: dict[int, list[int]] = defaultdict(list)
+        for rank, group in enumerate(step.peer):
+            if group != NOBODY:
+                groups[group].append(rank)
+        for members in groups.values():
+            for rank in members:
+                self.epoch[rank] += 1
+                self.clock[rank][rank] = self.epoch[rank]
+            met = [max(self.clock[rank][other] for rank in members) for other in range(self.ranks)]
+            for rank in members:
+                self.clock[rank] = list(met)
+
+    def move(self, step: Step, rank: int, peer: int, at: int, count: int, source_at: int) -> None:
+        owner = rank if step.kind == "copy" else peer
+        if step.kind == "read" and not self.schedule.shared:
+            raise self.fail(rank, "a read in a schedule that is not marked as sharing memory")
+        for i in range(count):
+            value = self.get(owner, step.source, source_at + i, reader=rank)
+            if step.kind == "read":
+                self.note_read(rank, owner, step.source, source_at + i)
+            self.put(rank, step.space, at + i, value, step.reduce)
+
+    def messages(self, steps: list[Step]) -> None:
+        wire: dict[tuple[int, int], list[tuple[bool, list[int]]]] = defaultdict(list)
+        sent: dict[int, int] = defaultdict(int)
+        for step in steps:
+            if step.kind == "send":
+                for rank, peer, at, count, _ in _parts(step):
+                    if peer == rank or not 0 <= peer < self.ranks:
+                        raise self.fail(rank, f"sends to rank {peer}")
+                    values = [self.get(rank, step.space, slot, rank) for slot in range(at, at + count)]
+                    wire[rank, peer].append((step.space == TEMP, values))
+                    sent[rank] |= self.mask(step.space, at, count)
+        arriving: list[tuple[Step, int, int, list[int]]] = []
+        overwritten: dict[int, int] = defaultdict(int)
+        combined: dict[int, int] = defaultdict(int)
+        for step in steps:
+            if step.kind == "recv":
+                for rank, peer, at, count, _ in _parts(step):
+                    if not wire.get((peer, rank)):
+                        raise self.fail(rank, f"waits for rank {peer}, which sends it nothing in this round")
+                    is_temp, values = wire[peer, rank].pop(0)
+                    if is_temp != (step.space == TEMP) or len(values) != count:
+                        raise self.fail(
+                            rank, f"expects {count} slots from rank {peer}, which sends {len(values)} of another size"
+                        )
+                    mask = self.mask(step.space, at, count)
+                    touched = overwritten[rank] | (0 if step.reduce else combined[rank] | sent[rank])
+                    if touched & mask:
+                        raise self.fail(
+                            rank, f"what arrives from rank {peer} overwrites slots in use in the same round"
+                        )
+                    (combined if step.reduce else overwritten)[rank] |= mask
+                    arriving.append((step, rank, at, values))
+        for (rank, peer), left in wire.items():
+            if left:
+                raise self.fail(
+                    rank, f"sends to rank {peer}, which does not receive it in this round: it waits for ever"
+                )
+        for step, rank, at, values in arriving:
+            for i, value in enumerate(values):
+                self.put(rank, step.space, at + i, value, step.reduce)
+
+    # Slots --------------------------------------------------------------------------------------------------------
+
+    def mask(self, space: int, at: int, count: int) -> int:
+        before = (0, self.schedule.chunks, 2 * self.schedule.chunks)[space]
+        return ((1 << count) - 1) << (before + at)
+
+    def get(self, owner: int, space: int, slot: int, reader: int) -> int:
+        row = self.slots[owner][space]
+        if not 0 <= slot < len(row):
+            raise self.fail(reader, f"{SPACES[space]} slot {slot} of rank {owner} is outside its {len(row)}")
+        value = row[slot]
+        if value is None:
+            raise self.fail(reader, f"{SPACES[space]} slot {slot} of rank {owner} is used before anything is in it")
+        return value
+
+    def put(self, rank: int, space: int, slot: int, value: int, reduce: bool) -> None:
+        row = self.slots[rank][space]
+        if space == INPUT:
+            raise self.fail(rank, "writes to the caller's input")
+        if not 0 <= slot < len(row):
+            raise self.fail(rank, f"{SPACES[space]} slot {slot} is outside its {len(row)}")
+        if reduce:
+            value = self.combine(rank, space, slot, value)
+        label = self.label(value)
+        if space == DATA:
+            at_home = (label, value & self.everyone) == (rank, 1 << slot) if self.is_exchange else label == slot
+            if not at_home:
+                raise self.fail(rank, f"chunk {label} is put into data slot {slot}, which has another chunk's size")
+        if self.clock:
+            self.note_write(rank, space, slot)
+        row[slot] = value
+
+    def combine(self, rank: int, space: int, slot: int, value: int) -> int:
+        held = self.get(rank, space, slot, rank)
+        label = self.label(value)
+        if self.label(held) != label:
+            raise self.fail(rank, f"chunk {label} is added to chunk {self.label(held)}")
+        twice = held & value & self.everyone
+        if twice and not self.is_idempotent:
+            raise self.fail(rank, f"the contribution of rank {twice.bit_length() - 1} is counted twice in slot {slot}")
+        one, other = held >> self.above, value >> self.above
+        pair = (one, other) if one < other else (other, one)
+        tree = self.trees.setdefault(pair, self.ranks + len(self.trees))
+        return tree << self.above | label << self.ranks | (held | value) & self.everyone
+
+    def label(self, value: int) -> int:
+        return value >> self.ranks & self.labels
+
+    # Epochs -------------------------------------------------------------------------------------------------------
+
+    def note_read(self, rank: int, owner: int, space: int, slot: int) -> None:
+        if owner == rank:
+            return
+        # An input counts as written in epoch 0: until a sync its owner may not have arrived with it.
+        if self.clock[rank][owner] <= self.written.get((owner, space, slot), 0):
+            raise self.fail(
+                rank, f"reads {SPACES[space]} slot {slot} of rank {owner} in the epoch in which it is written"
+            )
+        self.reads[owner, space, slot].append((rank, self.epoch[rank]))
+
+    def note_write(self, rank: int, space: int, slot: int) -> None:
+        self.require_unread(rank, space, slot, "is overwritten while rank {} may still read it")
+        self.written[rank, space, slot] = self.epoch[rank]
+
+    def require_unread(self, rank: int, space: int, slot: int, words: str) -> None:
+        for reader, epoch in self.reads.get((rank, space, slot), ()):
+            if self.clock[rank][reader] <= epoch:
+                raise self.fail(rank, f"{SPACES[space]} slot {slot} " + words.format(reader))
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        s = self.schedule
+        bits: dict[frozenset[int], int] = {}
+        for rank in range(self.ranks):
+            row = self.slots[rank][DATA]
+            for slot, (label, whose) in ends(s.collective, rank, s.root, self.ranks, s.chunks).items():
+                if whose not in bits:
+                    bits[whose] = sum(1 << who for who in whose)
+                wanted = label << self.ranks | bits[whose]
+                value = row[slot]
+                if value is None or value & ((1 << self.above) - 1) != wanted:
+                    raise self.fail(rank, f"ends with {self.words(row[slot])} in slot {slot}, not {self.words(wanted)}")
+            if s.collective == "all_reduce" and row != self.slots[0][DATA]:
+                raise self.fail(rank, "adds in another order than rank 0: their sums could differ in the last bit")
+        for rank, space, slot in self.reads:
+            self.require_unread(rank, space, slot, "goes back to the caller while rank {} may still read it")
+
+    def words(self, value: int | None) -> str:
+        if value is None:
+            return "nothing"
+        who = [str(rank) for rank in range(self.ranks) if value >> rank & 1]
+        return f"chunk {self.label(value)} of ranks {','.join(who)}"
+
+
+def _parts(step: Step) -> list[tuple[int, int, int, int, int]]:
+    """(rank, peer, at, count, source_at) of all who take part."""
+    if isinstance(step.peer, Sparse):
+        ranks = sorted(step.peer.values)
+        return [(r, step.peer[r], step.at[r], step.count[r], step.source_at[r]) for r in ranks if step.count[r] > 0]
+    everyone = zip(range(len(step.peer)), step.peer, step.at, step.count, step.source_at, strict=True)
+    return [part for part in everyone if part[1] != NOBODY and part[3] > 0]

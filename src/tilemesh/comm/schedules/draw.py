@@ -1,0 +1,136 @@
+"""A schedule to look at: round by round in the terminal, as an SVG, and the picture of what a collective moves."""
+
+from __future__ import annotations
+
+from html import escape
+
+from tilemesh.comm.schedules.collectives import COLLECTIVES, ends, require_collective, starts
+from tilemesh.comm.schedules.schedule import DATA, SPACES, Move, Schedule, moves
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
+
+LEGEND = (
+    "→2:3 sends chunk 3 to rank 2; ←1:0 receives chunk 0 from rank 1, + adds it to what is there; ⇒ copies\n"
+    "i: the caller's input, t: scratch, else the result; 1[0-3]: chunks 0 to 3 in rank 1's memory; sync: all meet; ·: idle"
+)
+
+MAX_ROUNDS = 400  # of a drawing: beyond that nobody can read it
+
+
+def text(schedule: Schedule) -> str:
+    """One line a round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots."""
+    rows = [["round", *(f"rank {rank}" for rank in range(schedule.ranks))]]
+    for number, round_ in enumerate(schedule.rounds()):
+        if number == MAX_ROUNDS:
+            rows.append(["…", *("…" for _ in range(schedule.ranks))])
+            break
+        cells = ["  ".join(_words(move, rank) for move in moves(round_, rank)) for rank in range(schedule.ranks)]
+        rows.append([str(number), *(cell or "·" for cell in cells)])
+    widths = [max(len(row[column]) for row in rows) for column in range(schedule.ranks + 1)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([_title(schedule), "", *lines, "", LEGEND])
+
+
+def svg(schedule: Schedule) -> str:
+    """Ranks side by side, time downwards; an arrow a message, coloured by chunk, dashed where it is only copied."""
+    left, top, column, line = 60, 60, 110, 34
+    rounds = []
+    for number, round_ in enumerate(schedule.rounds()):
+        if number == MAX_ROUNDS:
+            break
+        rounds.append(round_)
+    width, height = left + column * schedule.ranks, top + line * (len(rounds) + 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14">{escape(_title(schedule))}</text>',
+        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3" orient="auto">'
+        '<path d="M0,0 L7,3 L0,6 z" fill="#444"/></marker></defs>',
+    ]
+    for rank in range(schedule.ranks):
+        x = left + column * rank
+        parts.append(f'<text x="{x}" y="44" text-anchor="middle">rank {rank}</text>')
+        parts.append(f'<line x1="{x}" y1="50" x2="{x}" y2="{height - 8}" stroke="#ddd"/>')
+    for number, round_ in enumerate(rounds):
+        y = top + line * number
+        parts.append(f'<text x="8" y="{y + 6}" fill="#666">{number}</text>')
+        for rank in range(schedule.ranks):
+            for move in moves(round_, rank):
+                parts.append(_mark(move, rank, left, y, column, line))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def picture(collective: str, ranks: int, root: int = 0) -> str:
+    """What a collective moves: each rank's blocks before and after. b2: block 2 of rank 1; Σ2: all ranks' block 2."""
+    require_collective(collective)
+    chunks = 1 if collective in ("broadcast", "barrier") else ranks
+    rows = []
+    for rank in range(ranks):
+        before = [_name(label, {who}, ranks) for label, who in starts(collective, rank, root, ranks, chunks)]
+        after = ["." for _ in range(chunks)]
+        for slot, (label, whose) in ends(collective, rank, root, ranks, chunks).items():
+            after[slot] = _name(label, whose, ranks)
+        if collective in ("all_gather", "gather"):
+            before = [before[0] if slot == rank else "." for slot in range(chunks)]
+        rows.append((f"rank {rank}", " ".join(before or ["."] * chunks), " ".join(after)))
+    width = max(len(before) for _, before, _ in rows)
+    return "\n".join([collective, *(f"  {who}   {before.ljust(width)}   →   {after}" for who, before, after in rows)])
+
+
+def pictures(ranks: int) -> str:
+    """All collectives."""
+    return "\n\n".join(picture(name, ranks) for name in COLLECTIVES if name != "barrier")
+
+
+def _title(schedule: Schedule) -> str:
+    s = schedule
+    shared = ", through shared memory" if s.shared else ""
+    return f"{s.algorithm} {s.collective}: {s.ranks} ranks, {s.chunks} chunk{'s' if s.chunks > 1 else ''}{shared}"
+
+
+def _slots(move: Move, at: int, space: int) -> str:
+    last = f"-{at + move.count - 1}" if move.count > 1 else ""
+    where = "" if space == DATA else SPACES[space][0]
+    return f"{where}{at}{last}"
+
+
+def _words(move: Move, rank: int) -> str:
+    sign = "+" if move.reduce else ""
+    if move.kind == "sync":
+        return "sync"
+    if move.kind == "send":
+        return f"→{move.peer}:{_slots(move, move.at, move.space)}"
+    if move.kind == "recv":
+        return f"←{move.peer}:{_slots(move, move.at, move.space)}{sign}"
+    source = _slots(move, move.source_at, move.source)
+    if move.kind == "read" and move.peer != rank:
+        return f"{move.peer}[{source}]⇒{_slots(move, move.at, move.space)}{sign}"
+    return f"{source}⇒{_slots(move, move.at, move.space)}{sign}"
+
+
+def _mark(move: Move, rank: int, left: int, y: int, column: int, line: int) -> str:
+    x = left + column * rank
+    colour = _COLOURS[move.at % len(_COLOURS)]
+    if move.kind == "recv":
+        peer_x = left + column * move.peer
+        dash = "" if move.reduce else ' stroke-dasharray="4 3"'
+        middle = (x + peer_x) / 2
+        label = _slots(move, move.at, move.space) + ("+" if move.reduce else "")
+        return (
+            f'<line x1="{peer_x}" y1="{y}" x2="{x}" y2="{y + line - 10}" stroke="{colour}" stroke-width="2"{dash} '
+            f'marker-end="url(#tip)"/><text x="{middle}" y="{y + line / 2 - 8}" text-anchor="middle">{label}</text>'
+        )
+    if move.kind == "sync":
+        return f'<line x1="{x - 40}" y1="{y - 6}" x2="{x + 40}" y2="{y - 6}" stroke="#888" stroke-width="3"/>'
+    if move.kind in ("copy", "read"):
+        return f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{escape(_words(move, rank))}</title></circle>'
+    return ""
+
+
+def _name(label: int, whose: frozenset[int] | set[int], ranks: int) -> str:
+    if len(whose) == ranks and ranks > 1:
+        return f"Σ{label}"
+    who = min(whose)
+    return f"{_LETTERS[who] if who < len(_LETTERS) else f'r{who}.'}{label}"

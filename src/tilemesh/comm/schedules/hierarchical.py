@@ -1,0 +1,135 @@
+"""Two levels: within each node first, between nodes with one rank a node, then within the nodes again.
+
+For machines whose links inside a node are much faster than those between nodes. Nodes are `node_size` neighbouring
+ranks (the last may be smaller). Where all nodes are full, all_reduce lets every rank carry its share between nodes:
+reduce-scatter inside, a ring between the ranks of equal place, all-gather inside; otherwise a leader carries it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tilemesh.comm.schedules import ring, tree
+from tilemesh.comm.schedules.groups import Part, in_groups, spans_of
+from tilemesh.comm.schedules.ring import own_block, root_input, whole_input
+from tilemesh.comm.schedules.schedule import Round, Schedule
+
+NODE_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks in nodes; the leader of the root's node is the root, of the others the first rank."""
+
+    ranks: int
+    node_size: int
+    root: int = 0
+
+    @property
+    def members(self) -> list[range]:
+        return [range(at, min(at + self.node_size, self.ranks)) for at in range(0, self.ranks, self.node_size)]
+
+    @property
+    def leaders(self) -> list[int]:
+        return [self.root if self.root in node else node[0] for node in self.members]
+
+    @property
+    def roots_node(self) -> int:
+        return self.root // self.node_size
+
+    def inside(self, build: Callable[[int, int], Schedule], chunks: int, *, blocks: bool = False) -> Iterator[Round]:
+        """A rooted schedule in every node, its root the leader. `blocks`: one block a rank; else the whole payload."""
+        parts = []
+        for node, leader in zip(self.members, self.leaders, strict=True):
+            spans = [(rank, 1) for rank in node] if blocks else [(0, chunks)]
+            parts.append(Part(build(len(node), leader - node[0]), node, spans))
+        return in_groups(self.ranks, parts)
+
+    def between(self, schedule: Schedule, chunks: int, *, blocks: bool = False) -> Iterator[Round]:
+        """A schedule among the leaders. `blocks`: chunk j stands for node j's blocks; else for a share of it all."""
+        sizes = [len(node) for node in self.members] if blocks else _even(chunks, schedule.chunks)
+        return in_groups(self.ranks, [Part(schedule, self.leaders, spans_of(sizes))])
+
+
+def all_reduce(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
+    nodes = Nodes(ranks, node_size)
+    count = len(nodes.members)
+    size = len(nodes.members[0])
+    if ranks % node_size:
+
+        def by_leaders() -> Iterator[Round]:
+            yield whole_input(ranks, count)
+            yield from nodes.inside(tree.reduce, count)
+            yield from nodes.between(ring.all_reduce(count), count)
+            yield from nodes.inside(tree.broadcast, count)
+
+        return Schedule("all_reduce", "hierarchical", ranks, root, count, by_leaders)
+
+    chunks = size * count
+
+    def by_all() -> Iterator[Round]:
+        yield whole_input(ranks, chunks)
+        slices = [(place * count, count) for place in range(size)]
+        yield from in_groups(ranks, [Part(ring.reduce_scatter(size), node, slices) for node in nodes.members])
+        rails = [range(place, ranks, size) for place in range(size)]
+        yield from in_groups(
+            ranks,
+            [
+                Part(ring.all_reduce(count), rail, [(place * count + j, 1) for j in range(count)])
+                for place, rail in enumerate(rails)
+            ],
+        )
+        yield from in_groups(ranks, [Part(ring.all_gather(size), node, slices) for node in nodes.members])
+
+    return Schedule("all_reduce", "hierarchical", ranks, root, chunks, by_all)
+
+
+def broadcast(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
+    nodes = Nodes(ranks, node_size, root)
+
+    def rounds() -> Iterator[Round]:
+        yield root_input(ranks, root, 1)
+        yield from nodes.between(tree.broadcast(len(nodes.members), nodes.roots_node), 1)
+        yield from nodes.inside(tree.broadcast, 1)
+
+    return Schedule("broadcast", "hierarchical", ranks, root, 1, rounds)
+
+
+def reduce(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
+    nodes = Nodes(ranks, node_size, root)
+
+    def rounds() -> Iterator[Round]:
+        yield whole_input(ranks, 1)
+        yield from nodes.inside(tree.reduce, 1)
+        yield from nodes.between(tree.reduce(len(nodes.members), nodes.roots_node), 1)
+
+    return Schedule("reduce", "hierarchical", ranks, root, 1, rounds)
+
+
+def all_gather(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
+    nodes = Nodes(ranks, node_size)
+
+    def rounds() -> Iterator[Round]:
+        yield own_block(ranks)
+        yield from nodes.inside(tree.gather, ranks, blocks=True)
+        yield from nodes.between(ring.all_gather(len(nodes.members)), ranks, blocks=True)
+        yield from nodes.inside(tree.broadcast, ranks)
+
+    return Schedule("all_gather", "hierarchical", ranks, root, ranks, rounds)
+
+
+def reduce_scatter(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:
+    nodes = Nodes(ranks, node_size)
+
+    def rounds() -> Iterator[Round]:
+        yield whole_input(ranks, ranks)
+        yield from nodes.inside(tree.reduce, ranks)
+        yield from nodes.between(ring.reduce_scatter(len(nodes.members)), ranks, blocks=True)
+        yield from nodes.inside(tree.scatter, ranks, blocks=True)
+
+    return Schedule("reduce_scatter", "hierarchical", ranks, root, ranks, rounds)
+
+
+def _even(chunks: int, parts: int) -> list[int]:
+    return [chunks // parts] * parts

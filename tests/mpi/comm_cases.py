@@ -1,0 +1,441 @@
+"""What every transport must get right: collectives against closed-form answers, and the rest of the surface.
+
+Runs inside ranks (`comm_script.py`) and on threads alike. Inputs are small whole numbers, exact in every dtype, so
+answers are compared bit for bit; that ranks agree on sums that are *not* exact is a case of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tilemesh.comm import Communicator, minimal
+from tilemesh.comm.runtime.choose import Request, refuses
+from tilemesh.comm.schedules.book import BOOK
+from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED, cut
+from tilemesh.core.errors import UsageError
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+WHOLE = ("int32", "int64", "uint8", "int8", "int16", "uint16", "uint32", "uint64")
+DTYPES = (*FLOATS, *WHOLE, "bool")
+OPERATIONS = ("sum", "max", "min", "prod", "avg")
+COMBINE: dict[str, Any] = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@dataclass(frozen=True)
+class Case:
+    collective: str
+    algorithm: str
+    dtype: str
+    length: int
+    op: str = "sum"
+    root: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.collective}/{self.algorithm} {self.dtype}[{self.length}] {self.op} root {self.root}"
+
+
+def serves(comm: Communicator, collective: str, algorithm: str, dtype: str, length: int) -> bool:
+    uneven = collective in BLOCKED and length % comm.size > 0 and collective != "all_gather"
+    request = Request(collective, 1, dtype, "sum", uneven)
+    return refuses(request, algorithm, comm.transport) is None
+
+
+def cases(comm: Communicator, full: bool) -> Iterator[Case]:
+    """CI: every collective × algorithm, dtypes and operations in turn. Full: their product."""
+    turn = 0
+    for collective, row in BOOK.items():
+        if collective == "barrier":
+            continue
+        for algorithm in ("native", "auto", *row):
+            lengths = (0, 1, 3, 37, 4096, 40_000) if full else (0, 5, 64, 20_011)
+            for length in lengths:
+                turn += 1
+                dtypes = DTYPES if full else (DTYPES[turn % len(DTYPES)],)
+                for dtype in dtypes:
+                    operations = OPERATIONS if collective in REDUCING else ("sum",)
+                    for op in operations if full else (operations[turn % len(operations)],):
+                        if op == "avg" and dtype not in FLOATS:
+                            op = "sum"
+                        root = turn % comm.size if collective in ROOTED else 0
+                        if algorithm == "auto" or serves(comm, collective, algorithm, dtype, length):
+                            yield Case(collective, algorithm, dtype, length, op, root)
+
+
+def values(case: Case, rank: int) -> np.ndarray[Any, Any]:
+    """What a rank contributes, in float64: small whole numbers; products stay small."""
+    i = np.arange(case.length)
+    if case.op == "prod":
+        return np.where((i + rank) % 3 == 0, 2.0, 1.0)
+    return ((7 * i + 13 * rank) % 11).astype(np.float64)
+
+
+def answer(case: Case, comm: Communicator) -> np.ndarray[Any, Any] | None:
+    """The closed form, in float64."""
+    n, me = comm.size, comm.rank
+    everyone = [values(case, rank) for rank in range(n)]
+    if case.dtype == "bool":
+        everyone = [x.astype(bool).astype(np.float64) for x in everyone]
+    is_root = me == case.root
+    if case.collective in REDUCING:
+        total = reduce(COMBINE[case.op], everyone)
+        total = total / n if case.op == "avg" else total
+        if case.collective == "reduce_scatter":
+            return np.array_split(total, n)[me]
+        return total if case.collective == "all_reduce" or is_root else None
+    if case.collective in ("all_gather", "gather"):
+        return np.concatenate(everyone) if case.collective == "all_gather" or is_root else None
+    if case.collective == "broadcast":
+        return everyone[case.root]
+    if case.collective == "scatter":
+        return np.array_split(everyone[case.root], n)[me]
+    return np.concatenate([np.array_split(x, n)[me] for x in everyone])
+
+
+def typed(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """The array in that dtype: numpy, or torch where numpy has none."""
+    if dtype == "bfloat16":
+        import torch
+
+        return torch.from_numpy(array).to(torch.bfloat16)
+    return array.astype(dtype)
+
+
+def call(comm: Communicator, case: Case, x: Any, **options: Any) -> Any:
+    method = getattr(comm, case.collective)
+    if case.collective in REDUCING:
+        options["op"] = case.op
+    if case.collective in ROOTED:
+        options["root"] = case.root
+    return method(x, algorithm=case.algorithm, **options)
+
+
+def check_case(comm: Communicator, case: Case) -> None:
+    given = typed(values(case, comm.rank), case.dtype)
+    before = typed(values(case, comm.rank), case.dtype)
+    if case.collective == "scatter" and comm.rank != case.root:
+        given = None
+    result = call(comm, case, given)
+    wanted = answer(case, comm)
+    if wanted is None:
+        assert result is None
+        return
+    require_equal(result, typed(wanted, case.dtype))
+    if given is not None:
+        require_equal(given, before)  # the input is never touched
+
+
+def require_equal(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    assert got.dtype == wanted.dtype
+    assert tuple(got.shape) == tuple(wanted.shape)
+    if isinstance(got, np.ndarray):
+        assert np.array_equal(got, wanted), f"got {got}, wanted {wanted}"
+    else:
+        assert got.equal(wanted), f"got {got}, wanted {wanted}"
+
+
+# The rest of the surface ------------------------------------------------------------------------------------------
+
+
+def same_bits_everywhere(comm: Communicator) -> None:
+    """Sums that round: every rank must get the same bits, and close to the exact ones."""
+    for algorithm in ("native", *BOOK["all_reduce"]):
+        for dtype in ("float32", "float16", "bfloat16"):
+            if not serves(comm, "all_reduce", algorithm, dtype, 0):
+                continue
+            everyone = [np.random.default_rng(rank).normal(size=1037) for rank in range(comm.size)]
+            rounded = [
+                np.asarray(typed(x, dtype).float() if dtype == "bfloat16" else typed(x, dtype)) for x in everyone
+            ]
+            mine = comm.all_reduce(typed(everyone[comm.rank], dtype), algorithm=algorithm)
+            bits = mine.view(np.uint8) if isinstance(mine, np.ndarray) else mine.view(__import__("torch").uint8).numpy()
+            rows = comm.all_gather(bits.reshape(1, -1), algorithm="ring")
+            assert (rows == rows[0]).all(), f"{algorithm} {dtype}: ranks differ"
+            as_float = np.asarray(mine.float() if dtype == "bfloat16" else mine, np.float64)
+            exact = np.sum([x.astype(np.float64) for x in rounded], axis=0)
+            scale = np.sum([np.abs(x.astype(np.float64)) for x in rounded], axis=0)
+            epsilon = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
+            # Each of at most n - 1 roundings errs by half a unit in the last place of a partial sum.
+            assert (np.abs(as_float - exact) <= comm.size * epsilon * scale).all(), (algorithm, dtype)
+
+
+def in_place_and_out(comm: Communicator) -> None:
+    for algorithm in ("native", *BOOK["all_reduce"]):
+        for length in (6, 50_000):
+            if not serves(comm, "all_reduce", algorithm, "float64", 0):
+                continue
+            x = np.arange(length) + float(comm.rank)
+            total = comm.size * np.arange(length) + sum(range(comm.size))
+            y = np.empty(length)
+            assert comm.all_reduce(x, out=y, algorithm=algorithm) is y
+            assert np.array_equal(y, total)
+            assert comm.all_reduce(x, out=x, algorithm=algorithm) is x
+            assert np.array_equal(x, total), algorithm
+    whole = np.zeros((comm.size * 3, 2))
+    mine = whole[comm.rank * 3 : comm.rank * 3 + 3]
+    mine[:] = comm.rank + 1
+    for algorithm in BOOK["all_gather"]:
+        if serves(comm, "all_gather", algorithm, "float64", 0):
+            comm.all_gather(mine, out=whole, algorithm=algorithm)
+            assert np.array_equal(whole[::3, 0], np.arange(comm.size) + 1.0), algorithm
+    big = np.arange(comm.size * 9_000, dtype=np.float64) + comm.rank
+    wanted = minimal.all_to_all(comm, big)
+    comm.all_to_all(big, out=big)
+    assert np.array_equal(big, wanted)
+    strided = np.zeros((4, 6))[:, ::2]
+    comm.all_reduce(np.ones((4, 3)), out=strided)
+    assert (strided == comm.size).all()
+
+
+def axes_and_strides(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    cube = np.arange(2 * (2 * n + 1) * 3, dtype=np.float64).reshape(2, 2 * n + 1, 3)
+    for x in (cube, cube.transpose(2, 1, 0).copy().transpose(2, 1, 0), np.asfortranarray(cube), cube[::-1]):
+        for axis in (0, 1, 2, -1):
+            part = comm.reduce_scatter(x, axis=axis, algorithm="ring")
+            require_equal(part, np.ascontiguousarray(np.array_split(n * x, n, axis)[me]))
+            exchanged = comm.all_to_all(x + me, axis=axis)
+            wanted = np.concatenate([np.array_split(x + rank, n, axis)[me] for rank in range(n)], axis)
+            require_equal(exchanged, wanted)
+            joined = comm.all_gather(x + me, axis=axis)
+            require_equal(joined, np.concatenate([x + rank for rank in range(n)], axis))
+            target = np.empty(joined.shape)
+            assert comm.all_gather(x + me, axis=axis, out=target) is target
+            require_equal(target, joined)
+    scalar = comm.all_reduce(np.array(2.0))
+    assert scalar.shape == ()
+    assert scalar == 2.0 * n
+    read_only = np.ones(5)
+    read_only.flags.writeable = False
+    assert comm.all_reduce(read_only).tolist() == [n] * 5
+
+
+def uneven_parts(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    lengths = [(3 * rank) % 4 for rank in range(n)]  # some of them 0
+    mine = np.full((lengths[me], 2), me, np.int64)
+    wanted = np.repeat(np.arange(n), lengths)
+    for algorithm in ("auto", *BOOK["all_gather"]):
+        if algorithm == "auto" or serves(comm, "all_gather", algorithm, "int64", 0):
+            joined = comm.all_gather(mine, counts=lengths, algorithm=algorithm)
+            assert np.array_equal(joined[:, 0], wanted), algorithm
+    at_root = comm.gather(mine, root=n - 1, counts=lengths)
+    assert me != n - 1 or np.array_equal(at_root[:, 1], wanted)
+    x = np.arange(sum(lengths), dtype=np.float32)
+    for algorithm in ("auto", *BOOK["reduce_scatter"]):
+        if algorithm == "auto" or serves(comm, "reduce_scatter", algorithm, "float32", 0):
+            part = comm.reduce_scatter(x, counts=lengths, algorithm=algorithm)
+            start = sum(lengths[:me])
+            assert np.array_equal(part, n * x[start : start + lengths[me]]), algorithm
+    sends = [(me + 2 * rank) % 3 for rank in range(n)]
+    receives = [(rank + 2 * me) % 3 for rank in range(n)]
+    for algorithm in ("auto", "pairwise", "naive"):
+        got = comm.all_to_all(
+            np.full(sum(sends), me, np.int32), send_counts=sends, recv_counts=receives, algorithm=algorithm
+        )
+        assert np.array_equal(got, np.repeat(np.arange(n), receives)), algorithm
+    # What reduce_scatter cuts, all_gather with the same counts puts together again.
+    y = np.arange(2 * n + 1, dtype=np.float64)
+    assert np.array_equal(comm.all_gather(comm.reduce_scatter(y), counts=cut(2 * n + 1, n)), n * y)
+
+
+def tensors(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    n, me = comm.size, comm.rank
+    x = torch.arange(12, dtype=torch.float32).reshape(3, 4) + me
+    y = comm.all_reduce(x)
+    assert torch.equal(y, n * torch.arange(12.0).reshape(3, 4) + sum(range(n)))
+    assert comm.all_reduce(x.t()).shape == (4, 3)
+    assert torch.equal(comm.all_reduce(x.t()), y.t())
+    out = torch.empty(3, 4)
+    assert comm.all_reduce(x, out=out) is out
+    assert torch.equal(out, y)
+    comm.all_reduce(x, out=x)
+    assert torch.equal(x, y)
+    half = comm.all_gather(torch.full((1, 2), me, dtype=torch.bfloat16), axis=1)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half[0, ::2], torch.arange(n).to(torch.bfloat16))
+    leaf = torch.ones(3, requires_grad=True)
+    assert torch.equal(comm.all_reduce(leaf), torch.full((3,), float(n)))
+    part = comm.scatter(torch.arange(n * 2) if me == 0 else None)
+    assert torch.equal(part, torch.arange(2) + 2 * me)
+    mean = comm.all_reduce(torch.full((5,), float(me), dtype=torch.bfloat16), "avg", algorithm="ring")
+    assert torch.equal(mean, torch.full((5,), (n - 1) / 2, dtype=torch.float32).to(torch.bfloat16))
+
+
+def handles(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    x = np.arange(3000.0)
+    started = [comm.all_reduce(x + i, algorithm="ring", wait=False) for i in range(4)]
+    started.append(comm.all_reduce(x + 4, wait=False))  # auto: the library's own where there is one
+    started.append(comm.broadcast(x + me, root=n - 1, algorithm="tree", wait=False))
+    blocking = comm.all_gather(np.array([me]), algorithm="ring")  # while others are under way
+    assert blocking.tolist() == list(range(n))
+    # Ranks wait in different orders: all must move while one is waited for.
+    order = list(range(6)) if me % 2 else list(reversed(range(6)))
+    results = {i: started[i].wait() for i in order}
+    for i in range(5):
+        assert np.array_equal(results[i], n * (x + i))
+    assert np.array_equal(results[5], x + n - 1)
+    assert started[0].wait() is results[0]
+    handle = comm.all_to_all(np.arange(2 * n), wait=False)
+    while not handle.test():
+        pass
+    assert handle.wait().tolist() == [2 * me, 2 * me + 1] * n
+    assert comm.barrier(wait=False).wait() is None
+
+
+def messages(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    if n == 1:
+        return
+    to, source = (me + 1) % n, (me - 1) % n
+    inbox = np.empty((2, 3))
+    receipt = comm.irecv(inbox, source, tag=5)
+    comm.isend(np.full((2, 3), float(me)), to, tag=5).wait()
+    assert receipt.wait() is inbox
+    assert (inbox == source).all()
+    # Tags keep messages apart whatever the order they are received in.
+    handles_ = [comm.isend(np.array([tag * 10 + me]), to, tag=tag) for tag in (1, 2)]
+    for tag in (2, 1):
+        assert comm.recv(np.empty(1, int), source, tag=tag)[0] == tag * 10 + source
+    for handle in handles_:
+        handle.wait()
+    strided = np.zeros(8)[::2]
+    receipt = comm.irecv(strided, source)
+    comm.send(np.arange(4.0), to)
+    receipt.wait()
+    assert strided.tolist() == [0, 1, 2, 3]
+
+
+def groups(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    parity = comm.split(me % 2, key=-me)
+    assert parity is not None
+    members = sorted((rank for rank in range(n) if rank % 2 == me % 2), reverse=True)
+    assert (parity.size, parity.rank) == (len(members), members.index(me))
+    assert parity.all_gather(np.array([me])).tolist() == members
+    assert parity.all_reduce(np.array([1.0]), algorithm="ring")[0] == len(members)
+    assert parity.broadcast(np.array([me]), root=parity.size - 1)[0] == members[-1]
+    nested = parity.split(parity.rank // 2)
+    assert nested is not None
+    pair = members[parity.rank // 2 * 2 :][:2]
+    assert nested.all_gather(np.array([me])).tolist() == pair
+    none = comm.split(0 if me == 0 else None)
+    assert (none is None) == (me != 0)
+    # Calls in a group and in the whole do not meet.
+    a, b = comm.all_reduce(np.ones(4), wait=False, algorithm="ring"), parity.all_reduce(np.ones(4), wait=False)
+    assert b.wait()[0] == parity.size
+    assert a.wait()[0] == n
+
+
+def bytes_on_the_wire(comm: Communicator) -> None:
+    """What the transport counted is what the schedule says, for sizes that do not divide too."""
+    from tilemesh.comm.schedules.book import build
+    from tilemesh.comm.schedules.collectives import layout
+    from tilemesh.comm.schedules.cost import count
+
+    n, me = comm.size, comm.rank
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather"):
+        for algorithm in BOOK[collective]:
+            if algorithm == "flat" or not serves(comm, collective, algorithm, "float32", 1):
+                continue
+            case = Case(collective, algorithm, "float32", 10 * n + 3, root=n // 2)
+            sizes = (case.length,)
+            if collective in BLOCKED:
+                sizes = (case.length,) * n if collective in ("all_gather", "gather") else cut(case.length, n)
+            root = case.root if collective in ROOTED else 0
+            schedule = build(collective, algorithm, n, root, node_size=comm._caller.planner.node_size)
+            received = (sizes[me],) * n if collective == "all_to_all" else ()
+            place = layout(collective, me, schedule.root, n, schedule.chunks, sizes, received)
+            wanted = count(schedule, lambda _, p=place: p, 4)[me] if n > 1 else None
+            before = (comm.sent.messages, comm.sent.nbytes)
+            call(comm, case, typed(values(case, me), "float32"))
+            sent = (comm.sent.messages - before[0], comm.sent.nbytes - before[1])
+            assert sent == ((wanted.messages, wanted.nbytes) if wanted else (0, 0)), case
+
+
+def the_naive_ones(comm: Communicator) -> None:
+    x = np.random.default_rng(comm.rank).normal(size=(2 * comm.size + 1, 3))
+    for op in ("sum", "prod", "min", "max"):
+        assert np.allclose(minimal.all_reduce(comm, x, op), comm.all_reduce(x, op), rtol=1e-12)
+    assert np.array_equal(minimal.all_to_all(comm, x), comm.all_to_all(x))
+
+
+def wrong_use(comm: Communicator) -> None:
+    """Refused on every rank before anything is sent; and the communicator still works."""
+    x = np.ones(4, np.float32)
+    n = comm.size
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: comm.all_reduce(x, "add"), "unknown operation 'add': known are sum, prod, min, max, avg"),
+        (lambda: comm.all_reduce(x, algorithm="rign"), "unknown algorithm for all_reduce 'rign': did you mean 'ring'?"),
+        (lambda: comm.all_reduce(x, algorithm="pairwise"), "algorithm 'pairwise' cannot serve all_reduce"),
+        (lambda: comm.broadcast(x, root=n), f"root {n} is not a rank of this communicator: expected 0 to {n - 1}"),
+        (lambda: comm.broadcast(x, root=-1), "root -1 is not a rank"),
+        (lambda: comm.all_reduce(np.array(["a"])), "input has dtype <U1"),
+        (lambda: comm.all_reduce(np.ones(2, complex)), "input has dtype complex128"),
+        (lambda: comm.all_reduce(np.ones(2, ">f4")), "foreign byte order"),
+        (lambda: comm.all_reduce([1, 2]), "input is a list: expected a numpy array or a torch tensor"),
+        (lambda: comm.all_reduce(np.ones(3, int), "avg"), "avg of int64"),
+        (lambda: comm.all_reduce(x, out=np.ones(5, np.float32)), "out has shape (5,): this call's result has (4,)"),
+        (lambda: comm.all_reduce(x, out=np.ones(4)), "out is numpy float64: expected numpy float32"),
+        (lambda: comm.all_gather(x, axis=1), "axis 1 of an array of shape (4,): expected -1 to 0"),
+        (lambda: comm.all_gather(np.array(1.0)), "axis 0 of an array of shape ()"),
+        (lambda: comm.all_gather(x, counts=[1]), "counts [1]"),
+        (lambda: comm.reduce_scatter(x, counts=[1] * (n + 1)), "expected one length of 0 or more for each of"),
+        (lambda: comm.reduce_scatter(x, counts=[9] * n), f"add up to {9 * n}: the input has 4 along axis 0"),
+        (lambda: comm.all_to_all(x, send_counts=[1] * n), "takes send_counts and recv_counts together"),
+        (lambda: comm.send(x, to=comm.rank), f"rank {comm.rank} sends to itself"),
+        (lambda: comm.send(x, to=n + 3), f"to {n + 3} is not a rank"),
+        (lambda: comm.isend(x, 0, tag=-1), "tag -1"),
+        (lambda: comm.split("red"), "color is 'red': expected a whole number"),
+        (lambda: comm.explain("allreduce", 4), "unknown collective 'allreduce'"),
+    ]
+    for attempt, message in wrong:
+        with pytest.raises(UsageError) as caught:
+            attempt()
+        assert message in str(caught.value), (message, str(caught.value))
+        assert isinstance(caught.value, ValueError)
+    assert comm.all_reduce(x)[0] == n
+    told = comm.explain("all_reduce", 4096, dtype="bfloat16")
+    assert f"on {n} ranks" in told
+    assert ("widens to float32 on the wire" in told) == (comm.backend != "threads")
+
+
+SURFACE = (
+    same_bits_everywhere,
+    in_place_and_out,
+    axes_and_strides,
+    uneven_parts,
+    tensors,
+    handles,
+    messages,
+    groups,
+    bytes_on_the_wire,
+    the_naive_ones,
+    wrong_use,
+)
+
+
+def run_all(comm: Communicator, *, full: bool) -> tuple[int, list[str]]:
+    """Every case; how many, and what went wrong. Goes on after a wrong answer: ranks stay in step."""
+    failures, done = [], 0
+    for case in cases(comm, full):
+        done += 1
+        try:
+            check_case(comm, case)
+        except AssertionError as error:
+            failures.append(f"{case}: {str(error).splitlines()[0] if str(error) else 'wrong'}")
+    for algorithm in ("auto", *BOOK["barrier"]):
+        comm.barrier(algorithm=algorithm)
+        done += 1
+    for part in SURFACE:
+        part(comm)
+        done += 1
+    return done, failures

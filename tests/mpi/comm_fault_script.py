@@ -1,0 +1,93 @@
+"""Ranks that go wrong inside collectives: comm_fault_script.py BEHAVIOUR [SEED]. Rank 1 is the one that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from tilemesh.comm import Communicator, connect
+from tilemesh.core.errors import UsageError
+
+
+def daydream() -> None:
+    time.sleep(300)
+
+
+def work(comm: Communicator, rounds: int) -> None:
+    """A mix of collectives, algorithms and sizes, the same on every rank."""
+    draw = random.Random(7)
+    for _ in range(rounds):
+        x = np.ones(draw.choice([1, 100, 30_000, 300_000]), np.float32)
+        kind = draw.randrange(5)
+        if kind == 0:
+            comm.all_reduce(x, algorithm=draw.choice(["ring", "rabenseifner", "auto", "tree"]))
+        elif kind == 1:
+            comm.all_gather(x, algorithm=draw.choice(["bruck", "ring", "auto"]))
+        elif kind == 2:
+            comm.reduce_scatter(x)
+        elif kind == 3:
+            comm.all_to_all(x, algorithm=draw.choice(["pairwise", "auto"]))
+        else:
+            comm.barrier()
+
+
+def mismatched(comm: Communicator) -> None:
+    """Each wrong call raises on every rank and names rank 1; afterwards the communicator works."""
+    odd = comm.rank == 1
+    calls = [
+        lambda: comm.barrier() if odd else comm.all_reduce(np.ones(4)),
+        lambda: comm.all_reduce(np.ones(5 if odd else 4)),
+        lambda: comm.all_reduce(np.ones(4, np.int32 if odd else np.int64)),
+        lambda: comm.broadcast(np.ones(4), root=int(odd)),
+        lambda: comm.all_reduce(np.ones(4), "max" if odd else "sum"),
+        lambda: comm.all_reduce(np.ones(4), algorithm="tree" if odd else "ring"),
+    ]
+    for call in calls:
+        try:
+            call()
+        except UsageError as error:
+            print(f"refused: {error}", flush=True)
+    print(f"sum {comm.all_reduce(np.ones(2))[0]:g}", flush=True)
+
+
+def main(behaviour: str, seed: int) -> None:
+    comm = connect(timeout_s=2.0 if behaviour in ("never", "elsewhere", "mixed-up") else 60.0)
+    misbehaves = comm.rank == 1
+    comm.barrier()
+    print("connected", flush=True)
+    if behaviour == "mismatch":
+        mismatched(comm)
+    elif behaviour == "kill":
+        handle = comm.all_reduce(np.ones(100_000), algorithm="ring", wait=False)
+        if misbehaves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle.wait()
+    elif behaviour == "raise":
+        if misbehaves:
+            raise ValueError("the widget is bent")
+        comm.all_reduce(np.ones(10), algorithm="ring")
+    elif behaviour == "never":
+        comm.all_gather(np.ones(3))
+        if misbehaves:
+            daydream()
+        comm.all_reduce(np.ones(1024, np.float32))
+    elif behaviour == "elsewhere":  # in another collective of another group
+        pairs = comm.split(comm.rank // 2)
+        if misbehaves and pairs is not None:
+            pairs.barrier()
+        comm.all_reduce(np.ones(3), algorithm="ring")
+    elif behaviour == "random-kill":
+        if misbehaves:
+            delay_s = random.Random(seed).uniform(0.0, 0.25)
+            threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        work(comm, 100_000)
+    print("survived", flush=True)
+
+
+main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0)

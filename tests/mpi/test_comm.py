@@ -1,0 +1,248 @@
+"""The communicator over every transport: right answers, and what happens when a rank goes wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import comm_cases
+
+from tilemesh.comm import run_threads
+from tilemesh.launch.folder import base_folder
+from tilemesh.launch.job import Outcome, launch
+from tilemesh.launch.start import find_mpiexec, mpi_environment
+
+HERE = Path(__file__).parent
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
+RANKS = (1, 2, 3, 4, 5, 8)
+IN_CI = {("mpi", 2), ("mpi", 5), ("torch", 3)}
+ENDS_WITHIN_S = 8.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Others may use the machine too: a folder whose launcher lives is theirs, and their other files go with them."""
+    before = set(base_folder().iterdir())
+    yield
+    left = set(base_folder().iterdir()) - before
+    assert [path for path in left if is_stale(path)] == []
+    files = [path for path in left if not path.name.startswith("tilemesh-job-")]
+    end = time.monotonic() + 30
+    while any(path.exists() for path in files) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert [path for path in files if path.exists()] == []
+
+
+def is_stale(path: Path) -> bool:
+    """A job's folder whose launcher no longer holds its lock."""
+    try:
+        with (path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return path.exists()
+
+
+class Said:
+    """A sink that keeps what the ranks print, and when they were first heard."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, str, str]] = []
+        self.connected: float | None = None
+
+    def __call__(self, rank: int, stream: str, line: bytes) -> None:
+        self.lines.append((rank, stream, line.decode()))
+        if line == b"connected" and self.connected is None:
+            self.connected = time.monotonic()
+
+    def of(self, stream: str) -> list[str]:
+        return [line for _, where, line in self.lines if where == stream]
+
+
+def in_ranks(transport: str, ranks: int, script: str, *arguments: str, **environ: str) -> tuple[Outcome, Said]:
+    said = Said()
+    command = [str(HERE / script), *arguments]
+    outcome = launch(command, ranks=ranks, transport=transport, sink=said, environ=os.environ | environ)
+    return outcome, said
+
+
+def matrix() -> list[object]:
+    """(transport, ranks): all of them; those too slow for every change are marked so."""
+    cells: list[object] = [("threads", ranks) for ranks in RANKS]
+    for transport in ("mpi", "torch"):
+        for ranks in RANKS:
+            marks = [NEEDS_MPI] if transport == "mpi" else []
+            if (transport, ranks) not in IN_CI:
+                marks.append(pytest.mark.slow)
+            cells.append(pytest.param(transport, ranks, marks=marks))
+    return cells
+
+
+class TestEveryTransport:
+    """Every collective × algorithm × transport × rank count × dtype against closed-form answers."""
+
+    def run(self, transport: str, ranks: int, *, full: bool) -> None:
+        if transport == "threads":
+            results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=full))
+            assert [failure for _, failures in results for failure in failures] == []
+            return
+        outcome, said = in_ranks(transport, ranks, "comm_script.py", *(["full"] if full else []))
+        assert outcome.failure is None, "\n".join(line for _, _, line in said.lines)
+        told = [int(line.split()[0]) for line in said.of("out") if "cases right" in line]
+        assert len(told) == ranks
+        assert min(told) > 200
+
+    @pytest.mark.parametrize(("ranks", "node_size"), [(4, 2), (5, 2), (7, 3)])
+    def test_nodes_of_several_ranks(self, ranks: int, node_size: int) -> None:
+        results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=False), node_size=node_size)
+        assert [failure for _, failures in results for failure in failures] == []
+
+    @pytest.mark.parametrize(("transport", "ranks"), matrix())
+    def test_a_sample(self, transport: str, ranks: int) -> None:
+        self.run(transport, ranks, full=False)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(1200)
+    @pytest.mark.parametrize("transport", ["threads", *PROCESSES])
+    @pytest.mark.parametrize("ranks", RANKS)
+    def test_all_of_it(self, transport: str, ranks: int) -> None:
+        self.run(transport, ranks, full=True)
+
+
+@NEEDS_MPI
+def test_the_examples_on_eight_processes() -> None:
+    outcome, said = in_ranks("mpi", 8, "comm_examples_script.py")
+    assert outcome.failure is None, said.lines
+    page = "\n".join(line for rank, stream, line in said.lines if (rank, stream) == (0, "out"))
+    assert "rank 0 of 8 over mpi: all ranks add up to 28" in page
+    assert "the token came back as [1, 2, 3, 4, 5, 6, 7, 8]" in page
+    assert "  rank 1   b0 b1 b2 b3 b4 b5 b6 b7   →   a1 b1 c1 d1 e1 f1 g1 h1   =  1 11 21 31 41 51 61 71" in page
+    assert "[0, 4] [1, 5] [2, 6] [3, 7]" in page
+    assert "(-1.0, 8.0)" in page
+
+
+@pytest.mark.slow
+def test_under_torchrun() -> None:
+    """Without our launcher: the meeting goes through torchrun's own store."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line = [*torchrun, str(HERE / "comm_script.py")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cases right over torch") == 2
+
+
+@NEEDS_MPI
+def test_the_deadlock_on_processes_ends_with_its_explanation() -> None:
+    said = Said()
+    command = [str(HERE.parents[1] / "examples" / "deadlock.py"), "wrong"]
+    outcome = launch(command, ranks=2, transport="mpi", sink=said)
+    assert outcome.exit_code == 1
+    (words,) = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
+    assert re.search(
+        r"in send to rank 1 of world \(7\.63 MiB\); meanwhile: rank 1 is in send to rank 0 of world", words
+    )
+
+
+class TestFaults:
+    """A rank that goes wrong ends the job, is named, and leaves nothing behind."""
+
+    def fault(self, transport: str, ranks: int, *arguments: str, **environ: str) -> tuple[Outcome, Said]:
+        outcome, said = in_ranks(transport, ranks, "comm_fault_script.py", *arguments, **environ)
+        assert said.connected is not None
+        assert time.monotonic() - said.connected < ENDS_WITHIN_S
+        assert not any("survived" in line for line in said.of("out"))
+        assert outcome.exit_code == 1
+        assert outcome.failure is not None
+        return outcome, said
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_a_rank_killed_inside_a_collective(self, transport: str) -> None:
+        outcome, _ = self.fault(transport, 3, "kill")
+        assert outcome.failure is not None
+        assert outcome.failure.rank == 1
+        assert "was killed by SIGKILL" in outcome.failure.reason
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_a_rank_that_raises(self, transport: str) -> None:
+        outcome, said = self.fault(transport, 3, "raise")
+        assert outcome.failure is not None
+        assert outcome.failure.rank == 1
+        assert outcome.failure.reason == "raised ValueError: the widget is bent"
+        assert "ValueError: the widget is bent" in said.of("err")
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_a_rank_that_never_calls_is_named_with_what_it_does_instead(self, transport: str) -> None:
+        outcome, said = self.fault(transport, 3, "never")
+        assert "not arrived: rank 1 is in no collective" in outcome.sentence(3), "the job's last line says it, too"
+        words = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
+        assert len(words) == 1, words
+        assert re.match(
+            r"tilemesh: rank 0 has waited 2\.\d s in all_reduce #3 of world \(4 KiB\); not arrived: rank 1 is in no "
+            r"collective, at comm_fault_script\.py:\d+ in daydream; arrived: 2; ending the job after 2 s",
+            words[0],
+        ), words
+
+    @NEEDS_MPI
+    def test_a_rank_in_another_collective_is_named_with_that_one(self) -> None:
+        _, said = self.fault("mpi", 2, "elsewhere")
+        (words,) = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
+        assert re.search(
+            r"rank 0 has waited .* in all_reduce #3 of world .*; not arrived: rank 1 is in barrier #1 of world/1\.0",
+            words,
+        )
+
+    @NEEDS_MPI
+    def test_under_somebody_elses_mpiexec_too(self, tmp_path: Path) -> None:
+        """Without our launcher there is no job folder: the records lie in an anonymous file."""
+        environ = os.environ | mpi_environment(2, tmp_path, os.environ)
+        line = [str(find_mpiexec()), "-n", "2", sys.executable, str(HERE / "comm_fault_script.py"), "never"]
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        assert re.search(
+            r"not arrived: rank 1 is in no collective, at comm_fault_script\.py:\d+ in daydream", done.stderr
+        )
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_mismatched_calls_raise_on_every_rank_in_debug_mode(self, transport: str) -> None:
+        outcome, said = in_ranks(transport, 3, "comm_fault_script.py", "mismatch", TILEMESH_DEBUG="collectives")
+        assert outcome.failure is None, said.lines
+        for rank in range(3):
+            mine = [line for who, stream, line in said.lines if (who, stream) == (rank, "out")]
+            refused = [line for line in mine if line.startswith("refused")]
+            assert len(refused) == 6
+            assert all("the ranks disagree: rank 1 calls" in line for line in refused)
+            assert "rank 1 calls barrier(" in refused[0]
+            assert "rank 1 calls all_reduce(5 elements" in refused[1]
+            assert "int32" in refused[2]
+            assert "root=1" in refused[3]
+            assert "op=max" in refused[4]
+            assert "algorithm=tree" in refused[5]
+            assert "sum 3" in mine  # still usable
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_random_kills(self, transport: str) -> None:
+        for seed in range(2):
+            self.random_kill(transport, seed)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_fifty_random_kills(self, transport: str) -> None:
+        for seed in range(100, 150):
+            self.random_kill(transport, seed)
+
+    def random_kill(self, transport: str, seed: int) -> None:
+        outcome, _ = self.fault(transport, 2 + seed % 3, "random-kill", str(seed))
+        assert outcome.failure is not None
+        assert outcome.failure.rank == 1, (seed, outcome)
+        assert "was killed by SIGKILL" in outcome.failure.reason

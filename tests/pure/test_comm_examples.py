@@ -1,0 +1,93 @@
+"""The examples and the notebook run, and show what they promise: on threads here, on processes in tests/mpi."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilemesh.comm import run_threads
+from tilemesh.comm.schedules.book import ALGORITHMS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_hello() -> None:
+    lines = run_threads(8, load("hello")["main"])
+    assert lines[3] == (
+        "rank 3 of 8 over threads: all ranks add up to 28; in my group I am 1 of 4, and its ranks add up to 16"
+    )
+
+
+def test_messages() -> None:
+    lines = run_threads(5, load("messages")["main"])
+    assert lines[0] == "rank 0: my neighbour before me is 4; the token came back as [1, 2, 3, 4, 5]"
+    assert lines[4] == "rank 4: my neighbour before me is 3"
+
+
+def test_collectives_arrive_as_in_the_picture() -> None:
+    page = run_threads(3, load("collectives")["main"])[0]
+    assert page is not None
+    assert "  rank 1   b0 b1 b2   →   a1 b1 c1   =  1 11 21" in page
+    assert "  rank 2   c0 c1 c2   →   . . Σ2   =  36" in page
+    assert page.count("=") == 8 * 3
+
+
+def test_groups_of_a_2_by_4_mesh() -> None:
+    page = run_threads(8, load("groups")["main"])[0]
+    assert page is not None
+    assert "[0, 1, 2, 3] [4, 5, 6, 7]" in page
+    assert "[0, 4] [1, 5] [2, 6] [3, 7]" in page
+    assert page.splitlines()[-1].endswith("[5] [6] [7]")
+
+
+def test_the_deadlock_is_explained_and_both_ways_out_work(capsys: pytest.CaptureFixture[str]) -> None:
+    load("deadlock")["main"]()
+    said = capsys.readouterr().out
+    assert "rank 0 has waited" in said
+    assert "in send to rank 1" in said
+    assert "meanwhile: rank 1 is in send to rank 0" in said
+    assert "in turns: the ranks got [1, 0]" in said
+    assert "both at once: the ranks got [1, 0]" in said
+
+
+def test_a_missing_wait_reads_too_early() -> None:
+    assert run_threads(4, load("missing_wait")["main"]) == [(-1.0, 4.0)] * 4
+
+
+def test_the_notebook_runs_from_top_to_bottom() -> None:
+    notebook = json.loads((EXAMPLES / "collectives.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                assert cell["outputs"] == []
+                exec("".join(cell["source"]), names)
+    assert "rank 7 of 8: the ranks add up to 28" in said.getvalue()
+    assert "ring all_reduce: 8 ranks, 8 chunks" in said.getvalue()
+
+
+def test_the_code_on_the_documentation_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (EXAMPLES.parent / "docs" / "comm" / "README.md").read_text(encoding="utf-8")
+    first, schedule = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(first, {})
+    exec(schedule, {})
+    said = capsys.readouterr().out
+    assert "all_reduce of 64 MiB float32 on 1 ranks over threads: naive (one rank: nothing moves)" in said
+    assert "line all_reduce: 5 ranks, 1 chunk" in said
+
+
+def test_the_page_lists_every_algorithm_with_what_it_serves() -> None:
+    page = (EXAMPLES.parent / "docs" / "comm" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in ALGORITHMS if f"`{name}`" not in page] == []
