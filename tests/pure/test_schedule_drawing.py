@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tilemesh.cli.bench_collective import bench_collective
+from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import RunError, UsageError
 
 
@@ -17,7 +18,7 @@ def test_the_schedule_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     bench_collective("all_reduce", draw="ring", ranks=8, svg=tmp_path / "ring.svg")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ring all_reduce: 8 ranks, 8 chunks"
-    assert len(said) == 3 + 1 + 14
+    assert len(said) == 3 + 1 + 14 + len(["", *LEGEND.splitlines()])
     image = ET.parse(tmp_path / "ring.svg")
     arrows = [line for line in image.iter("{http://www.w3.org/2000/svg}line") if line.get("marker-end")]
     assert len(arrows) == 14 * 8
