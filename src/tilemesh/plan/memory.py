@@ -16,7 +16,7 @@ from tilemesh.plan import constants
 from tilemesh.plan.layout import Layout
 from tilemesh.plan.shards import Shards, kv_width_per_rank, vocabulary_per_rank
 
-# Bytes a parameter by DESIGN.md's precisions: weights, gradients, optimiser (Adam's two moments, and a master copy).
+# Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
 STATE_BYTES = {
     "fp32": (4, 4, 8),
     "bf16": (4, 4, 8),

@@ -1,4 +1,4 @@
-"""How many parameters a rank holds: the split of DESIGN.md's convention, counted.
+"""How many parameters a rank holds: the sharding convention, counted.
 
 Projections are split over tp; norms, and biases added after a sum, are whole on every rank; the vocabulary is padded to
 a multiple of tp; kv heads fewer than tp are repeated. The first stage holds the embeddings, the last the output: a tied

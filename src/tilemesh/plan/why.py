@@ -16,7 +16,7 @@ from tilemesh.plan.layout import short
 from tilemesh.plan.room import Room, usable_bytes
 from tilemesh.plan.step import Prediction
 
-EQUAL = 0.02  # closer than this, two times are equal (MEASURING.md)
+EQUAL = 0.02  # closer than this, two times are equal
 
 
 def why(result: Result) -> list[str]:
