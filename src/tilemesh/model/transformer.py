@@ -1,0 +1,304 @@
+"""The Transformer, in plain torch, as one process sees it.
+
+The one idea: every matrix is its own module with a name that says how it may be split (`fc_q`, `fc_k`, `fc_v`,
+`fc_gate`, `fc_in` by their output, `fc_o`, `fc_out` by their input), and whatever belongs to one forward pass travels
+in a `Pass` value. So a mesh can be laid over the model from outside; nothing in here knows of ranks.
+
+B: rows (sequences); T: tokens of this pass; S: tokens attended to; D: width; H: query heads; K: key and value heads;
+E: head width; F: MLP width; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.dropout import ORIGIN, Place, Site, dropout
+
+IGNORED = -100  # a target with this value counts for nothing in the loss
+INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
+# What the first projection applies. `gelu` is GPT-2's, the tanh form; swiglu's gate has an activation of its own.
+_FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "swiglu": "none"}
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens seen so far, layer by layer: a pass over new tokens attends to these as well."""
+
+    capacity: int
+    """Tokens there is room for."""
+    length: int = 0
+    """Tokens in it; the model moves this on once all layers have added theirs."""
+    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, the new ones last; memory is taken when a layer first comes."""
+        end = self.length + k_BKTE.shape[2]
+        if layer not in self.stored:
+            shape = (*k_BKTE.shape[:2], self.capacity, k_BKTE.shape[3])
+            self.stored[layer] = (k_BKTE.new_empty(shape), v_BKTE.new_empty(shape))
+        keys, values = self.stored[layer]
+        if len(keys) != len(k_BKTE):
+            raise UsageError(f"{len(k_BKTE)} rows and a cache of {len(keys)}: expected as many as in its first pass")
+        keys[:, :, self.length : end] = k_BKTE
+        values[:, :, self.length : end] = v_BKTE
+        return keys[:, :, :end], values[:, :, :end]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass is about, besides its activations."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines (T, E/2) of the tokens' positions."""
+    dropout_seed: int | Tensor | None = None
+    """None: nothing is dropped."""
+    place: Place = ORIGIN
+    """Where this pass's activations stand in the whole batch; decides what is dropped."""
+    cache: Cache | None = None
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped-query heads. `heads` and `kv_heads` are what this module holds of them."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        width, kv_width, biases = config.width, config.kv_width, config.biases
+        self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.fc_q = nn.Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_k = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_v = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_o = nn.Linear(width, width, biases, device="meta", dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
+        q_BHTE = self.fc_q(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_BKSE = self.fc_k(x_BTD).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        v_BKSE = self.fc_v(x_BTD).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        if now.rotary is not None:
+            q_BHTE, k_BKSE = rotate(q_BHTE, *now.rotary), rotate(k_BKSE, *now.rotary)
+        if now.cache is not None:
+            k_BKSE, v_BKSE = now.cache.extend(self.layer, k_BKSE, v_BKSE)
+        tokens, seen = q_BHTE.shape[2], k_BKSE.shape[2]
+        mask_TS = None
+        if 1 < tokens < seen:  # the triangle ends at the lower right; torch's own begins at the upper left
+            mask_TS = torch.ones(tokens, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - tokens)
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BHTE, k_BKSE, v_BKSE, mask_TS, is_causal=tokens == seen, enable_gqa=self.heads != self.kv_heads
+        )
+        y_BTD: Tensor = self.fc_o(y_BHTE.transpose(1, 2).flatten(-2))
+        return y_BTD
+
+
+class Mlp(nn.Module):
+    """act(x W_in) W_out, or for swiglu (silu(x W_gate) * x W_in) W_out; activations are fused into their products."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        width, hidden, biases = config.width, config.mlp_width, config.biases
+        self.fc_gate = None
+        if config.activation == "swiglu":
+            self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
+        first = _FIRST_ACTIVATION[config.activation]
+        self.fc_in = FusedLinear(width, hidden, biases, activation=first, device="meta", dtype=dtype)
+        self.fc_out = nn.Linear(hidden, width, biases, device="meta", dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTF = self.fc_in(x_BTD)
+        if self.fc_gate is not None:
+            h_BTF = self.fc_gate(x_BTD) * h_BTF
+        y_BTD: Tensor = self.fc_out(h_BTF)
+        return y_BTD
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to what came in, with a norm before (pre) or after the sum (post)."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.index, self.rate, self.post = index, config.dropout, config.norm_place == "post"
+        self.attention_norm = _norm(config, dtype)
+        self.attention = Attention(config, index, dtype)
+        self.mlp_norm = _norm(config, dtype)
+        self.mlp = Mlp(config, dtype)
+
+    def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
+        if self.post:
+            x_BTD = self.attention_norm(x_BTD + self._dropped(self.attention(x_BTD, now), Site.ATTENTION, now))
+            y_BTD: Tensor = self.mlp_norm(x_BTD + self._dropped(self.mlp(x_BTD), Site.MLP, now))
+            return y_BTD
+        x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), now), Site.ATTENTION, now)
+        return x_BTD + self._dropped(self.mlp(self.mlp_norm(x_BTD)), Site.MLP, now)
+
+    def _dropped(self, x_BTD: Tensor, site: Site, now: Pass) -> Tensor:
+        if now.dropout_seed is None:
+            return x_BTD
+        return dropout(x_BTD, self.rate, seed=now.dropout_seed, layer=self.index, site=site, place=now.place)
+
+
+class Transformer(nn.Module):
+    """A decoder as `ModelConfig` describes it. On the meta device it has shapes and no memory."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
+        self.token_embedding = nn.Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
+        self.position_embedding = None
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context, config.width, device="meta", dtype=dtype)
+        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
+        self.final_norm = _norm(config, dtype) if config.norm_place == "pre" else None
+        self.output = None
+        if not config.tied:
+            self.output = nn.Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            initialize(self, seed)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        cache: Cache | None = None,
+        dropout_seed: int | Tensor | None = None,
+        place: Place = ORIGIN,
+    ) -> Tensor:
+        """Logits (B, T, V). With a cache the tokens follow those already in it.
+
+        Training with dropout wants `dropout_seed`, another each step: `fold_seed(seed, step)`; and where the batch is a
+        part of a larger one, `place`.
+        """
+        now = self.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
+        x_BTD = self.embed(tokens_BT, now)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, now)
+        logits_BTV = self.head(x_BTD)
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        return logits_BTV
+
+    def prepare(
+        self,
+        tokens_BT: Tensor,
+        *,
+        cache: Cache | None = None,
+        dropout_seed: int | Tensor | None = None,
+        place: Place = ORIGIN,
+    ) -> Pass:
+        """Check the tokens and gather what the layers need beside their activations."""
+        if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):
+            raise UsageError(
+                f"tokens are {tuple(tokens_BT.shape)} of {tokens_BT.dtype}: expected (rows, tokens) of int64 or int32"
+            )
+        config, start = self.config, 0 if cache is None else cache.length
+        end = start + tokens_BT.shape[1]
+        if end > config.context:
+            raise UsageError(f"{end} tokens: the model's context is {config.context}; give fewer or set model.context")
+        if cache is not None and end > cache.capacity:
+            raise UsageError(f"{end} tokens: the cache has room for {cache.capacity}; make it with a larger capacity")
+        dropping = self.training and config.dropout > 0
+        if dropping and dropout_seed is None:
+            raise UsageError(
+                f"dropout is {config.dropout} and no dropout_seed was given: pass one for each step, or call .eval()"
+            )
+        rotary = None
+        if config.positions == "rotary":
+            position_T = torch.arange(start, end, device=tokens_BT.device)
+            wide = self.token_embedding.weight.dtype == torch.float64
+            rotary = rotary_table(position_T, config, torch.float64 if wide else torch.float32)
+        return Pass(rotary, dropout_seed if dropping else None, place, cache)
+
+    def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
+        """Tokens to activations: what comes before the first layer."""
+        x_BTD: Tensor = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            start = 0 if now.cache is None else now.cache.length
+            x_BTD = x_BTD + self.position_embedding.weight[start : start + tokens_BT.shape[1]]
+        if now.dropout_seed is None:
+            return x_BTD
+        rate = self.config.dropout
+        return dropout(x_BTD, rate, seed=now.dropout_seed, layer=0, site=Site.EMBEDDING, place=now.place)
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Activations to logits: what comes after the last layer."""
+        if self.final_norm is not None:
+            x_BTD = self.final_norm(x_BTD)
+        if self.output is None:
+            return functional.linear(x_BTD, self.token_embedding.weight)
+        logits_BTV: Tensor = self.output(x_BTD)
+        return logits_BTV
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats summed over the targets that are not `IGNORED`, and how many those are.
+
+    The two apart, because parts of a batch (ranks, microbatches) may count differently: the mean is a ratio of sums.
+    """
+    if targets_BT.shape != logits_BTV.shape[:-1]:
+        raise UsageError(
+            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
+        )
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    logits, targets = logits_BTV.flatten(0, -2).to(wide), targets_BT.flatten().long()
+    total = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats a token, at least float32; the target of a token is the one after it."""
+    total, count = loss_sum(logits_BTV, targets_BT)
+    return total / count.clamp(min=1)
+
+
+def rotary_table(position_T: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, E/2): pair i of a head turns by position x base^(-2i/E) (Su et al. 2021)."""
+    pair = torch.arange(0, config.head_width, 2, device=position_T.device).to(dtype)
+    angle = position_T.to(dtype)[:, None] * config.rotary_base ** (-pair / config.head_width)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head's pairs by the tokens' angles. A pair is (i, i + E/2), as in Hugging Face's weights of Llama."""
+    a, b = x_BHTE.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHTE.dtype)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None = None) -> None:
+    """Write fresh weights: N(0, 0.02), what ends on the residual stream by 1/sqrt(2 x layers) less, biases 0, norms 1.
+
+    Each parameter is drawn in float32 on the CPU from the seed and its own name, so that its values depend neither on
+    device and dtype nor on which other parameters exist. A part of a model is told its `prefix` and the depth.
+    """
+    depth = model.config.layers if isinstance(model, Transformer) else layers
+    if depth is None:
+        raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
+    for name, parameter in model.named_parameters():
+        kind = name.rpartition(".")[0].rpartition(".")[2]
+        if kind.endswith("norm") or name.endswith("bias"):
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            continue
+        std = INIT_STD / (2 * depth) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
+        digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+
+
+def _norm(config: ModelConfig, dtype: torch.dtype | None) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.width, eps=config.norm_epsilon, device="meta", dtype=dtype)
