@@ -144,3 +144,10 @@ def test_a_pipe_gets_plain_text_and_a_terminal_colour() -> None:
 
 def test_no_rows_print_nothing() -> None:
     assert render([]) == ""
+
+
+def test_a_width_that_is_no_number_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "abc")
+    out = io.StringIO()
+    print_rows([row()], Console(file=out, force_terminal=False))
+    assert out.getvalue()

@@ -44,7 +44,8 @@ def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
     if console.is_terminal:
         _print(rows, console, console.width)
     else:
-        console.file.write(render(rows, int(os.environ.get("COLUMNS", PIPE_WIDTH))))
+        columns = os.environ.get("COLUMNS", "")
+        console.file.write(render(rows, int(columns) if columns.isdecimal() else PIPE_WIDTH))
 
 
 def render(rows: Sequence[Row], width: int = PIPE_WIDTH) -> str:
