@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels import ops
 from tilemesh.kernels.matmul import reference
 
 pytest.importorskip("triton")
@@ -231,3 +232,134 @@ def test_kernels_load_late():
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- C that could be mistaken for another, and sizes of zero ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (10, 5, 1), (5, 1, 1), (5, 5, 1), (1, 5, 1), (5,), (5, 5)])
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_a_column_as_long_as_d_is_wide_is_still_a_column(shape, implementation):
+    batch = shape[0] if len(shape) == 3 and shape[0] > 1 else 2
+    a, b, c = draw((batch, 5, 3), torch.float32, 0), draw((3, 5), torch.float32, 1), draw(shape, torch.float32, 2)
+    assert_close(fused(a, b, c, implementation=implementation), a, b, c, "relu")
+
+
+def test_a_batched_column_with_as_many_elements_as_a_row():
+    a, b, c = draw((2, 3, 4), torch.float32, 0), draw((4, 6), torch.float32, 1), draw((2, 3, 1), torch.float32, 2)
+    for implementation in ("auto", "interpret"):
+        assert_close(fused(a, b, c, implementation=implementation), a, b, c, "relu")
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2, 3)])
+@pytest.mark.parametrize("columns", [1, 4])
+def test_c_without_dims(shape, columns):
+    a, b, c = draw(shape, torch.float32, 0), draw((3, columns), torch.float32, 1), torch.tensor(0.5)
+    for implementation in ("auto", "interpret"):
+        assert_close(fused(a, b, c, implementation=implementation), a, b, c, "relu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"), [((2, 3, 0), 4), ((2, 3, 4), 0), ((0, 3, 4), 5), ((2, 0, 4), 5), ((0, 0, 0), 0)]
+)
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_batched_empty_sizes_with_and_without_out(shape, columns, implementation):
+    a, b = torch.ones(shape), torch.ones(shape[-1], columns)
+    for c in (None, torch.ones(columns), torch.ones(shape[1], 1), torch.ones(())):
+        want = reference.fused_matmul(a, b, c, "relu")
+        assert torch.equal(fused(a, b, c, implementation=implementation), want)
+        out = torch.empty(want.shape)
+        assert torch.equal(fused(a, b, c, implementation=implementation, out=out), want)
+
+
+# ---- out= and who is watching it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_writing_out_is_seen_by_autograd(implementation):
+    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    y = w * x
+    fused(a44, a44, out=x, implementation=implementation)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        assert fused(a44, a44, out=torch.empty(4, 4), implementation=implementation)[0, 0] == 4
+
+
+def test_out_that_is_negated_lazily_is_written_as_it_reads():
+    out = torch.conj(torch.complex(torch.zeros(4, 4), torch.ones(4, 4))).imag
+    assert out.is_neg()
+    assert torch.equal(fused(a44, a44, out=out), 4 * a44)
+
+
+# ---- settings and devices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch.backends.cuda.matmul.fp32_precision", "torch.backends.fp32_precision"])
+def test_torchs_newer_precision_setting_is_read(name):
+    """In a process of its own: the setting cannot be taken back once the two ways were mixed."""
+    code = (
+        "import torch; from tilemesh.kernels import fused_matmul; from tilemesh.kernels.matmul import arguments; "
+        f"assert not arguments.allows_tf32(); {name} = 'tf32'; assert arguments.allows_tf32(); "
+        "[fused_matmul(torch.ones(2, 2, dtype=d), torch.ones(2, 2, dtype=d)) for d in (torch.float32, torch.float64)]; "
+        f"{name} = 'ieee'; assert not arguments.allows_tf32()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_meta_tensors_have_a_shape_and_are_told_from_real_ones():
+    meta = torch.empty(2, 3, 4, device="meta")
+    assert fused(meta, torch.empty(4, 5, device="meta"), torch.empty(5, device="meta")).shape == (2, 3, 5)
+    assert tm.kernels.FusedLinear(4, 5, activation="gelu", device="meta")(meta).shape == (2, 3, 5)
+    fused(a44, a44)
+    for tensors in ((a44, a44.to("meta")), (a44.to("meta"), a44), (a44, a44, a44.to("meta"))):
+        with pytest.raises(UsageError, match="different devices"):
+            fused(*tensors)
+
+
+def test_runners_are_bounded_and_those_in_use_stay(monkeypatch):
+    monkeypatch.setattr(ops, "MOST_RUNNERS", 8)
+    ops.forget()
+    b, prepared = torch.ones(2, 2), []
+    real = ops._prepare
+    monkeypatch.setattr(ops, "_prepare", lambda a, *rest: prepared.append(a.shape[0]) or real(a, *rest))
+    for m in range(1, 60):
+        fused(torch.ones(m, 2), b)
+        fused(torch.ones(1000, 2), b)
+        assert len(ops._runners) + len(ops._older) <= 16
+    assert prepared.count(1000) == 1
+    assert len(prepared) == 60
+    ops.forget()
+    assert not ops._runners
+    assert not ops._older
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fused(a44.numpy(), a44), "a is a ndarray: expected a torch.Tensor"),
+        (lambda: fused(a44, [[1.0]]), "b is a list"),
+        (lambda: fused(a44, a44, 1.0), "c is a float"),
+        (lambda: fused(a44, a44, out=[1.0]), "out is a list"),
+        (lambda: fused(a44, a44, config={"kind": "tma"}), "config is a dict: expected a tilemesh.kernels.Config"),
+        (lambda: fused(a44, a44, activation=["relu"]), "unknown activation"),
+        (lambda: fused(a44, a44, implementation=["auto"]), "unknown implementation"),
+        (lambda: fused(a44.to_sparse(), a44), "a has layout torch.sparse_coo"),
+        (lambda: fused(a44, a44.to_mkldnn()), "b has layout torch._mkldnn"),
+        (lambda: fused(a44, a44, a44.to_sparse()), "c has layout"),
+        (lambda: fused(a44, a44, out=a44.to_sparse()), "out has layout"),
+        (lambda: fused(a44, a44, out=torch.empty(16).as_strided((4, 4), (2, 1))), "share memory"),
+        (lambda: fused(a44, a44, out=torch.empty(4, 4, requires_grad=True)), "out= requires gradients"),
+        (lambda: fused(torch.ones(2, 3, 4), a44, out=torch.empty(3, 2, 4).transpose(0, 1)), "leading dims"),
+        (lambda: tm.kernels.FusedLinear(4, 4, implementation="trition"), "unknown implementation"),
+    ],
+)
+def test_what_is_no_tensor_or_name_is_refused_too(call, words):
+    with pytest.raises(UsageError, match=words):
+        call()
+
+
+def test_a_wrong_tune_mode_is_refused_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("TILEMESH_TUNE", "sometimes")
+    with pytest.raises(UsageError, match="TILEMESH_TUNE"):
+        fused(torch.ones(3, 19), torch.ones(19, 3))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import tilemesh as tm
+from tilemesh.core.errors import UsageError
 from tilemesh.kernels.matmul import reference
 
 pytest.importorskip("triton")
@@ -128,6 +130,15 @@ def test_compile_with_a_forced_config_and_out():
     torch.testing.assert_close(out, torch.relu(a @ b))
 
 
+def test_compile_with_sizes_that_change_and_out():
+    call = torch.compile(lambda a, b, out: fused(a, b, out=out), fullgraph=True, dynamic=True, backend="aot_eager")
+    b = torch.randn(4, 6)
+    for m in (5, 7, 9):
+        a, out = torch.randn(2, m, 4), torch.empty(2, m, 6)
+        call(a, b, out)
+        torch.testing.assert_close(out, torch.relu(a @ b))
+
+
 @pytest.mark.parametrize(("activation", "keep"), [("relu", False), ("none", False), ("silu", True)])
 @pytest.mark.parametrize("c_kind", ["full", "row", "none"])
 def test_opcheck(activation, keep, c_kind):
@@ -165,3 +176,83 @@ def test_module_is_a_linear_with_its_activation():
         torch.testing.assert_close(layer(x), torch.nn.functional.gelu(plain(x)))
     assert "activation=gelu" in repr(layer)
     torch.testing.assert_close(tm.kernels.FusedLinear(8, 5, bias=False, activation=None)(x).shape, torch.Size([5]))
+
+
+@pytest.mark.parametrize("c_shape", [(5, 1), (5,), (5, 5), (2, 5, 1)])
+def test_gradcheck_where_rows_and_columns_are_as_many(c_shape):
+    torch.autograd.gradcheck(lambda *t: fused(*t, activation="silu"), leaves(5, 5, 3, c_shape, batch=(2,)))
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_gradcheck_of_c_without_dims(columns, batch):
+    torch.autograd.gradcheck(lambda *t: fused(*t, activation="gelu"), leaves(3, columns, 2, (), batch=batch))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 0, 4), (0, 3, 4), (0, 0, 0)])
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_gradients_of_empty_sizes(sizes, implementation):
+    m, n, k = sizes
+    for batch in ((), (2,)):
+        for activation, c_shape in (("relu", (n,)), ("gelu", (m, n)), ("none", None)):
+            ours = leaves(m, n, k, c_shape, torch.float32, batch)
+            fused(*ours, activation=activation, implementation=implementation).sum().backward()
+            plain = [t.detach().requires_grad_() for t in ours]
+            c = plain[2] if c_shape is not None else None
+            reference.fused_matmul(plain[0], plain[1], c, activation).sum().backward()
+            for mine, theirs in zip(ours, plain, strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "squared_relu"])
+def test_second_derivative_in_c_alone(activation):
+    a, b, c = leaves(6, 5, 4, (5,))
+    a, b = a.detach(), b.detach()
+
+    def hessian_row(function):
+        (first,) = torch.autograd.grad(function().sum(), c, create_graph=True)
+        return torch.autograd.grad(first.sum(), c)[0]
+
+    torch.testing.assert_close(
+        hessian_row(lambda: fused(a, b, c, activation=activation)),
+        hessian_row(lambda: reference.fused_matmul(a, b, c, activation)),
+    )
+
+
+def test_forward_mode_keeps_its_tangent():
+    a, b, c = (t.detach() for t in leaves(6, 5, 4, (5,), torch.float32))
+    tangent = torch.ones(6, 4)
+    with forward_ad.dual_level():
+        want = forward_ad.unpack_dual(reference.fused_matmul(forward_ad.make_dual(a, tangent), b, c, "silu")).tangent
+        for implementation in ("auto", "interpret"):
+            dual = fused(forward_ad.make_dual(a, tangent), b, c, activation="silu", implementation=implementation)
+            torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, want)
+            assert forward_ad.unpack_dual(fused(a, b, c, implementation=implementation)).tangent is None
+        with pytest.raises(UsageError, match="out="):
+            fused(forward_ad.make_dual(a, tangent), b, c, out=torch.empty(6, 5))
+
+
+def test_out_is_checked_off_the_eager_path_too():
+    a, b = torch.ones(4, 3), torch.ones(3, 2)
+    wrong = {"shape": torch.empty(7, 4, 2), "dtype": torch.empty(4, 2, dtype=torch.float64)}
+    for out in wrong.values():
+        compiled = torch.compile(lambda a, b, out=out: fused(a, b, out=out), backend="aot_eager")
+        with pytest.raises(UsageError, match="out is"):
+            compiled(a, b)
+    leaf = torch.ones(4, 3, requires_grad=True)
+    with pytest.raises(UsageError, match="out="):
+        torch.compile(lambda a, out: fused(a, b, out=out), backend="aot_eager")(leaf, torch.empty(4, 2))
+    with FakeTensorMode():
+        fake = [torch.empty(4, 3), torch.empty(3, 2)]
+        with pytest.raises(UsageError, match="out is"):
+            fused(*fake, out=torch.empty(7, 4, 2))
+        with pytest.raises(UsageError, match="out="):
+            fused(fake[0].requires_grad_(), fake[1], out=torch.empty(4, 2))
+    with pytest.raises(UsageError, match="out="):
+        torch.func.vmap(lambda x: fused(x, b, out=torch.empty(4, 2)))(torch.ones(5, 4, 3))
+
+
+def test_autocast_casts_under_a_transform_as_it_does_without():
+    a, b, c = torch.ones(5, 4, 3), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.func.vmap(lambda x: fused(x, b, c))(a).dtype == fused(a, b, c).dtype == torch.bfloat16

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.errors import OutOfResources
 
 from tilemesh.cli.bench_kernel import bench_kernel
 from tilemesh.cli.tune import tune
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels.matmul import cache, choice, search
+from tilemesh.kernels import FusedLinear, ops
+from tilemesh.kernels.matmul import bench, cache, choice, launch, search, trial
+from tilemesh.kernels.matmul import tune as tuning
+from tilemesh.kernels.matmul.arguments import problem_of
 from tilemesh.kernels.matmul.bench import SUITE
 from tilemesh.kernels.matmul.cache import Entry, Table
 from tilemesh.kernels.matmul.chart import draw
 from tilemesh.kernels.matmul.choice import should_tune
-from tilemesh.kernels.matmul.config import Config, space
+from tilemesh.kernels.matmul.config import Config, FitError, default, space
 from tilemesh.kernels.matmul.cost import predict_s, rates_of
-from tilemesh.kernels.matmul.problem import dense
+from tilemesh.kernels.matmul.launch import Operand, _typed, compile_step
+from tilemesh.kernels.matmul.plan import tiles_plan
+from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.run import Gpu
+from tilemesh.kernels.matmul.trial import make_inputs
 from tilemesh.measure.row import read_rows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -116,12 +127,154 @@ def test_names_mean_configurations_on_a_pretended_h200(monkeypatch, tmp_path):
     choice.user_table.cache_clear()
 
 
+def test_a_linear_layers_problem_is_what_the_command_line_tunes():
+    layer = FusedLinear(24, 40, dtype=torch.float16)
+    x = torch.empty(16, 24, dtype=torch.float16)
+    d = torch.empty(16, 40, dtype=torch.float16)
+    met = problem_of(x, layer.weight.detach().t(), layer.bias.detach(), d, activation="relu")
+    assert met.key == dense(16, 40, 24, c_kind="row", layout="nt").key
+
+
+def test_a_gpu_without_figures_gets_the_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(choice, "gpu_of", lambda index: Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TILEMESH_TUNE", raising=False)
+    choice.user_table.cache_clear()
+    device = torch.device("cuda", 0)
+    for shape in ((512, 512, 512), (64, 4096, 4096), (2049, 2047, 2051), (37, 991, 4000)):
+        assert choice.choose(dense(*shape), "auto", None, device) == Config("library")
+    assert not choice.choose(PROBLEM, "split", None, device).uses_tma
+    choice.user_table.cache_clear()
+
+
+PLAIN = dense(32, 64, 48)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN,
+        replace(PLAIN, c=Matrix(32, 64, 128, 1)),
+        replace(PLAIN, c=Matrix(32, 64, 1, 32)),
+        replace(PLAIN, c=Matrix(32, 64, 0, 0)),
+        replace(PLAIN, d=Matrix(32, 64, 100, 1)),
+        replace(PLAIN, d=Matrix(32, 64, 1, 40)),
+        replace(PLAIN, a=Matrix(32, 48, 3, 300)),
+        replace(PLAIN, b=Matrix(48, 64, 65, 1, aligned=False)),
+        dense(32, 64, 48, c_kind="row"),
+        dense(32, 64, 48, c_kind="column"),
+    ],
+    ids=lambda problem: problem.layout,
+)
+def test_trial_inputs_lie_as_the_problem_says(problem):
+    """A kernel indexes them by the problem's strides: anything else would read or write outside of them."""
+    inputs = make_inputs(problem, torch.device("cpu"))
+    for tensor, matrix in ((inputs.a, problem.a), (inputs.b, problem.b), (inputs.c, problem.c), (inputs.d, problem.d)):
+        assert tuple(tensor.shape) == (matrix.rows, matrix.columns)
+        assert tensor.stride() == (matrix.row_stride, matrix.column_stride)
+        held = tensor.untyped_storage().nbytes() // tensor.element_size()
+        assert tensor.storage_offset() + matrix.reach <= held
+        assert (tensor.data_ptr() % 16 == 0) is matrix.aligned
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_the_addmm_peer_activates_in_place(activation, monkeypatch):
+    problem = dense(8, 8, 8, dtype="float32", activation=activation)
+    product = torch.randn(8, 8)
+    monkeypatch.setattr(torch, "addmm", lambda c, a, b: product)
+    call = bench._calls(problem, [make_inputs(problem, torch.device("cpu"))], compiled=False)["addmm"]
+    assert call(0) is product
+
+
+def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    gpu = Gpu("NVIDIA H200", (9, 0), 132, 232448)
+    monkeypatch.setattr(tuning, "gpu_of", lambda index: gpu)
+    monkeypatch.setattr(trial, "gpu_of", lambda index: gpu)
+    found = Entry(Config("library"), 1e-5)
+    monkeypatch.setattr(tuning, "tune", lambda problem, device, compiler: SimpleNamespace(entry=found))
+    with pytest.warns(UserWarning, match="could not be remembered"):
+        assert tuning.tune_problem(PROBLEM, torch.device("cuda", 0)) is found
+
+
+# ---- compiled for a GPU that is not here ---------------------------------------------------------------------------
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compiled(problem, config, target=HOPPER):
+    plan = tiles_plan(problem, config, 132)
+    operands = {name: Operand(problem.dtype) for name in ("a", "b", "c", "d", "z")}
+    operands |= {name: Operand(buffer.dtype) for name, buffer in plan.buffers.items()}
+    return [compile_step(step, operands, target) for step in plan.steps]
+
+
+def test_problems_that_differ_in_sizes_alone_share_a_kernel():
+    config = Config("pointer", 16, 32, 32, 1, 2)
+    (first,) = compiled(dense(8192, 64, 64), config)
+    assert compiled(dense(16, 64, 64), config)[0] is first
+    assert compiled(dense(8192, 64, 64, activation="none"), config)[0] is not first
+    assert compiled(dense(8192, 64, 64), replace(config, warps=2))[0] is not first
+
+
+def test_one_persistent_kernel_serves_every_length_of_a_batch():
+    config = Config("persistent", 64, 64, 64, 4, 2, tma_epilogue=True)
+    (first,) = compiled(dense(512, 64, 64, c_kind="row"), config)
+    for length in (8192, 8200, 8193, 77):
+        assert compiled(dense(length, 64, 64, c_kind="row"), config)[0] is first
+    assert compiled(dense(512, 64, 72, c_kind="row"), config)[0] is not first
+
+
+def test_split_with_pointer_loads_compiles_for_an_older_gpu():
+    problem = dense(64, 64, 4096)
+    config = replace(default("split", problem, tma=False), block_n=64, stages=2)
+    assert len(compiled(problem, config, GPUTarget("cuda", 80, 32))) == 2
+
+
+def test_sizes_within_a_tile_of_two_to_the_31_are_64_bit():
+    for size, kind in ((2**31 - 1, "i64"), (2**31 - 256, "i64"), (2**30, "i32")):
+        step = tiles_plan(dense(size, 1, 2), Config("pointer", 64, 64, 64), 132).steps[0]
+        assert _typed(step, "M", {})[0] == kind
+
+
+def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_library(monkeypatch):
+    class TooLarge:
+        @property
+        def run(self):
+            raise OutOfResources(300000, 232448, "shared memory")
+
+    monkeypatch.setattr(launch, "compile_step", lambda step, operands: TooLarge())
+    plan = tiles_plan(PROBLEM, Config("tma"), 132)
+    operands = {name: Operand("float16") for name in ("a", "b", "c", "d")}
+    with pytest.raises(FitError, match="shared memory 300000, this GPU has 232448"):
+        launch.Program(plan, operands, list(operands))
+    tried = []
+
+    def prepare(problem, config, device):
+        tried.append(config.kind)
+        if config.kind != "library":
+            raise FitError("too large")
+        return "runner"
+
+    monkeypatch.setattr(ops, "prepare", prepare)
+    monkeypatch.setattr(ops, "choose", lambda problem, implementation, config, device: config or Config("tma"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    device = SimpleNamespace(type="cuda")
+    assert ops.prepare_on(PROBLEM, "auto", None, device) == "runner"
+    assert tried == ["tma", "library"]
+    for implementation, config in (("tma", None), ("auto", Config("tma"))):
+        with pytest.raises(FitError):
+            ops.prepare_on(PROBLEM, implementation, config, device)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: tune(["2048x2048"]), "write MxNxK"),
         (lambda: tune(["8x8x8"], dtype="float8"), "unknown dtype"),
         (lambda: tune(["8x8x8"], c="rows"), "did you mean 'row'"),
+        (lambda: tune(["8x8x8"], layout="nx"), "unknown layout"),
         (lambda: bench_kernel("softmax"), "unknown operator"),
         (lambda: bench_kernel(shapes="8x8"), "write MxNxK"),
         (lambda: bench_kernel(dtype="float16,int8"), "unknown dtype"),

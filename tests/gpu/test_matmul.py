@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul import launch, reference
+from tilemesh.kernels.matmul.problem import Matrix, dense
+from tilemesh.kernels.matmul.trial import Bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -239,6 +245,84 @@ def test_past_two_to_the_31():
         assert_close(d[-64:], a[-64:], b, c, "relu", kind)
         assert_close(d[:64], a[:64], b, c, "relu", kind)
         del d
+
+
+def test_aligned_copy_past_two_to_the_31():
+    """Rows of 17 are copied to rows of 64: the copy has 2**31 elements and more, A itself a quarter of that."""
+    m, n, k = 2**25 + 128, 32, 17
+    a = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    b = torch.randn(k, n, device="cuda", dtype=torch.float16)
+    for config in (Config("tma", 128, 32, 32, 4, 3), Config("persistent", 128, 32, 32, 4, 3), None):
+        d = fused(a, b, config=config)
+        for rows in (slice(-256, None), slice(0, 256), slice(2**24 - 128, 2**24 + 128)):
+            assert_close(d[rows], a[rows], b, None, "relu", f"{config} {rows}")
+        del d
+
+
+def test_sizes_within_a_tile_of_two_to_the_31():
+    a = torch.ones(1, 1, device="cuda", dtype=torch.float16).expand(2**31 - 5, 1)
+    d = fused(a, torch.full((1, 1), 2.0, device="cuda", dtype=torch.float16), implementation="pointer")
+    assert bool((d == 2).all())
+
+
+def test_columns_as_long_as_d_is_wide():
+    for kind, shape in itertools.product(("auto", "pointer", "tma", "persistent", "split"), ((72, 1), (3, 72, 1))):
+        a = torch.randn(3, 72, 64, device="cuda", dtype=torch.float16)
+        b = torch.randn(64, 72, device="cuda", dtype=torch.float16)
+        c = torch.randn(shape, device="cuda", dtype=torch.float16)
+        assert_close(fused(a, b, c, implementation=kind), a, b, c, "relu", f"{kind} {shape}")
+
+
+@pytest.mark.parametrize("kind", ["auto", "pointer", "tma", "persistent", "split", "library"])
+def test_out_is_seen_by_autograd_and_tangents_survive(kind):
+    a, b, c = inputs(128, 128, 64, torch.float16)
+    x, w = torch.ones(128, 128, device="cuda", dtype=torch.float16), torch.ones(1, device="cuda", requires_grad=True)
+    y = w * x.float() * x
+    fused(a, b, c, out=x, implementation=kind)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+    with forward_ad.dual_level():
+        d = fused(forward_ad.make_dual(a, torch.ones_like(a)), b, c, implementation=kind)
+        assert forward_ad.unpack_dual(d).tangent is not None
+
+
+def test_tuning_reads_and_writes_only_what_it_allocated():
+    """C, D and A at strides of their own: every trial is right, so each tensor lies as its kernel believes."""
+    plain = dense(64, 64, 96)
+    strided = [
+        replace(plain, c=Matrix(64, 64, 128, 1)),
+        replace(plain, c=Matrix(64, 64, 1, 64)),
+        replace(plain, d=Matrix(64, 64, 200, 1)),
+        replace(plain, a=Matrix(64, 96, 3, 300)),
+        replace(plain, b=Matrix(96, 64, 65, 1, aligned=False)),
+    ]
+    for problem in strided:
+        bench = Bench(problem, torch.device("cuda", torch.cuda.current_device()))
+        for config in (
+            Config("pointer", 64, 64, 32),
+            Config("tma", 64, 64, 32),
+            Config("split", 64, 64, 32, split_k=2),
+        ):
+            assert bench.time(config, readings=1).failure is None, (problem.layout, config.label)
+
+
+def test_a_batch_whose_length_changes_shares_its_kernels():
+    b = torch.randn(64, 128, device="cuda", dtype=torch.float16)
+    config = Config("persistent", 64, 128, 64, 4, 3, tma_epilogue=True)
+    fused(torch.randn(2000, 64, device="cuda", dtype=torch.float16), b, config=config)
+    before = len(launch._compiled)
+    for m in range(2001, 2060):
+        a = torch.randn(m, 64, device="cuda", dtype=torch.float16)
+        assert_close(fused(a, b, config=config), a, b, None, "relu", str(m))
+    assert len(launch._compiled) == before
+
+
+def test_newer_precision_setting():
+    code = (
+        "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; from tilemesh.kernels import fused_matmul; "
+        "[fused_matmul(*torch.ones(2, 64, 64, device='cuda', dtype=d)) for d in (torch.float16, torch.float32)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_bad_config_is_refused_before_launch():

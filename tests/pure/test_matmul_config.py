@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,7 +27,7 @@ from tilemesh.kernels.matmul.config import (
 )
 from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.plan import Descriptor, Pointer, tiles_plan
-from tilemesh.kernels.matmul.problem import Matrix, Problem, contiguous, dense
+from tilemesh.kernels.matmul.problem import LAYOUTS, Matrix, Problem, contiguous, dense
 
 RATES = rates_of(DEVICES["h200"], "float16")
 SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
@@ -49,6 +51,11 @@ def test_config_survives_a_round_trip_and_stays_short():
         ({"kind": "tma", "block_m": 96}, "power of two"),
         ({"kind": "tma", "stages": 0}, "at least 1"),
         ({"kind": "tma", "copy": "c"}, "copy"),
+        ({"kind": "tma", "block_m": "128"}, "block_m='128': expected a whole number"),
+        ({"kind": "tma", "block_n": 128.0}, "whole number"),
+        ({"kind": "split", "split_k": 2.5}, "whole number"),
+        ({"kind": "tma", "stages": True}, "whole number"),
+        ({"kind": "split", "chained": "yes"}, "chained='yes': expected True or False"),
     ],
 )
 def test_bad_configs_say_what_is_wrong(values, words):
@@ -68,6 +75,8 @@ def test_bad_configs_say_what_is_wrong(values, words):
         (Config("pointer", tail=True, split_k=2), "tail"),
         (Config("pointer", c_early=True), "c_early"),
         (Config("tma", specialize=True), "specialize"),
+        (Config("pointer", 16, 16, 16, warps=64), "at most 32"),
+        (Config("split", 16, 16, 16, split_k=65536), "65535"),
     ],
 )
 def test_refusals_come_before_any_launch(config, words):
@@ -154,6 +163,18 @@ def test_large_tensors_get_wide_strides():
     assert all(step.wide for step in tiles_plan(dense(65536, 32769, 16), Config("pointer"), 132).steps)
 
 
+def test_the_aligned_copy_has_its_own_width():
+    """Rows of 17 become rows of 64: the copy passes 2**31 elements where its source does not."""
+    problem = dense(2**25 + 128, 32, 17)
+    assert not problem.wide
+    plan = tiles_plan(problem, Config("tma", 128, 128, 64, 8, 3), 132)
+    copy = next(step for step in plan.steps if step.kernel == "copy_pass" and step.arguments["source"] == Pointer("a"))
+    assert plan.buffers["a_copy"].elements >= 2**31
+    assert copy.wide
+    small = tiles_plan(dense(2**20, 32, 17), Config("tma", 128, 128, 64, 8, 3), 132)
+    assert not any(step.wide for step in small.steps)
+
+
 @pytest.mark.parametrize(
     ("matrix", "fits"),
     [
@@ -168,6 +189,30 @@ def test_large_tensors_get_wide_strides():
 )
 def test_what_tma_can_read(matrix, fits):
     assert matrix.tma(2) is fits
+
+
+def test_layouts_of_all_four_matrices_are_in_the_key():
+    plain = dense(64, 64, 64)
+    assert plain.layout == "nn"
+    assert [dense(64, 64, 64, layout=word).layout for word in LAYOUTS] == list(LAYOUTS)
+    assert dense(64, 64, 63).layout == dense(63, 63, 63).layout == "nnu"
+    assert dense(63, 63, 63, layout="nt").layout == "ntu"
+    assert [dense(64, 64, 64, c_kind=kind).layout for kind in ("none", "row", "column")] == ["nn"] * 3
+    turned, padded, scattered = Matrix(64, 64, 1, 64), Matrix(64, 64, 67, 1), Matrix(64, 64, 128, 2)
+    assert [dataclasses.replace(plain, c=c).layout for c in (turned, padded, scattered)] == ["nn-ct", "nn-cp", "nn-cs"]
+    assert dataclasses.replace(plain, d=turned).layout == "nn-dt"
+    assert dataclasses.replace(plain, a=scattered).layout == "snu"
+    assert dataclasses.replace(plain, c=Matrix(64, 64, 128, 1)).key == plain.key  # longer rows, as fast
+    assert dense(1, 64, 64).layout == dense(64, 1, 64, layout="nt").layout.replace("t", "n") == "nn"
+
+
+def test_split_without_tma_uses_nothing_of_hopper():
+    config = default("split", dense(64, 64, 4096), tma=False)
+    assert not config.uses_tma
+    assert not any(
+        step.waits or step.constants.get("CHAINED") for step in tiles_plan(dense(64, 64, 4096), config, 108).steps
+    )
+    assert default("split", dense(64, 64, 4096)).uses_tma
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------
@@ -201,6 +246,13 @@ def test_an_entry_that_cannot_run_here_is_passed_over():
     assert select.choose(problem, [table((problem, big))], RATES, tma=False).kind in ("pointer", "library")
 
 
+def test_a_gpu_without_figures_gets_the_library_unless_a_table_speaks():
+    problem, mine = dense(4096, 4096, 4096), Config("pointer", 64, 64, 64)
+    assert select.choose(problem, [], None, tma=False) == Config("library")
+    assert select.choose(problem, [table((problem, mine))], None, tma=False) == mine
+    assert select.choose(dense(8, 8, 8, dtype="float64"), [], None) == Config("torch")
+
+
 def test_unsure_means_library_and_float64_means_torch():
     assert select.choose(dense(512, 512, 512, dtype="float32"), [], RATES) == Config("library")
     assert select.choose(dense(512, 512, 512, dtype="float64"), [], RATES) == Config("torch")
@@ -229,6 +281,37 @@ def test_cache_file_is_readable_and_grows(tmp_path, monkeypatch):
     assert set(cache.load("NVIDIA H200", versions).entries) == {first, second}
     assert cache.load("NVIDIA H200", {**versions, "triton": "3.7.1"}).entries == {}
     assert not list(path.parent.glob("*.part"))
+
+
+def test_stores_at_once_all_stay(tmp_path, monkeypatch):
+    """From several threads; a lock is per opened file, so it holds between processes as it does here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = [dense(8 * side, 8, 8).key for side in range(1, 41)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: cache.store("gpu", {}, {key: Entry(Config("library"), 1e-6)}), keys))
+    assert set(cache.load("gpu", {}).entries) == set(keys)
+    assert not list((tmp_path / "tilemesh" / "matmul").glob("*.part"))
+
+
+def test_what_an_entry_gets_wrong_is_said_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache.store("gpu", {}, {"8x8x8": Entry(Config("tma"), 1e-6)})
+    good = path.read_text()
+    bad = [
+        good.replace("1e-06", '"x"'),
+        good.replace('"tma"', '"tmaa"'),
+        good.replace('{"kind": "tma"}', '{"kind": "tma", "blok_m": 64}'),
+        good.replace('{"kind": "tma"}', '{"kind": "tma", "block_m": 96}'),
+        good.replace('{"kind": "tma"}', '{"kind": "split", "split_k": 2.5}'),
+    ]
+    for text in bad:
+        assert text != good
+        path.write_text(text)
+        with pytest.raises(UsageError, match=re.escape(str(path))):
+            cache.load("gpu", {})
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UsageError, match=re.escape(str(path))):
+        cache.load("gpu", {})
 
 
 def test_a_broken_cache_file_is_named():

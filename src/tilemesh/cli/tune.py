@@ -16,18 +16,21 @@ def tune(
     activation: Annotated[
         str, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
     ] = "relu",
+    layout: Annotated[
+        str, typer.Option("--layout", help="nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
+    ] = "nn",
     save: Annotated[bool, typer.Option("--save/--no-save", help="Remember the winners for `auto`.")] = True,
 ) -> None:
     """Search tile sizes, pipeline depth and kind of kernel; time finalists beside the built-ins; keep the winner."""
     console = Console(highlight=False)
     import torch
 
-    from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.core.errors import RunError, UsageError, unknown
     from tilemesh.core.units import format_seconds
     from tilemesh.kernels.matmul import cache
     from tilemesh.kernels.matmul.bench import parse_shape
     from tilemesh.kernels.matmul.choice import versions
-    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, dense
+    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, LAYOUTS, dense
     from tilemesh.kernels.matmul.run import gpu_of
     from tilemesh.kernels.matmul.trial import Compiler
     from tilemesh.kernels.matmul.tune import tune as tune_one
@@ -35,6 +38,7 @@ def tune(
     sizes = [parse_shape(shape) for shape in shapes]
     for kind, given, known in (
         ("dtype", dtype, ("float16", "bfloat16")), ("C kind", c, C_KINDS), ("activation", activation, ACTIVATIONS),
+        ("layout", layout, LAYOUTS),
     ):  # fmt: skip
         if given not in known:
             raise unknown(kind, given, known)
@@ -44,7 +48,7 @@ def tune(
     entries = {}
     with Compiler(device) as compiler:
         for m, n, k in sizes:
-            problem = dense(m, n, k, dtype=dtype, c_kind=c, activation=activation)
+            problem = dense(m, n, k, dtype=dtype, c_kind=c, activation=activation, layout=layout)
             with console.status(problem.key) as status:
 
                 def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
@@ -56,5 +60,8 @@ def tune(
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
     if save:
-        path = cache.store(gpu_of(device.index).name, versions(), entries)
+        try:
+            path = cache.store(gpu_of(device.index).name, versions(), entries)
+        except OSError as error:
+            raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import unknown
+from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
 from tilemesh.kernels.matmul.problem import ACTIVATIONS
 from tilemesh.kernels.ops import fused_matmul
 
@@ -27,6 +28,8 @@ class FusedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         if (activation or "none") not in ACTIVATIONS:
             raise unknown("activation", str(activation), ACTIVATIONS)
+        if implementation not in IMPLEMENTATIONS:
+            raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
         self.activation = activation or "none"
         self.implementation = implementation
 

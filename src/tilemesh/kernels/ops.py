@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.matmul import gradient, reference
-from tilemesh.kernels.matmul.arguments import allows_tf32, apart, check_out, checked_shape, problem_of, two_dim
+from tilemesh.kernels.matmul.arguments import (
+    allows_tf32,
+    apart,
+    check_out,
+    check_strides,
+    check_tensors,
+    checked_shape,
+    problem_of,
+    two_dim,
+)
 from tilemesh.kernels.matmul.choice import choose, user_table
-from tilemesh.kernels.matmul.config import Config, decode, encode
+from tilemesh.kernels.matmul.config import Config, FitError, decode, encode
+from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import Runner, prepare
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+MOST_RUNNERS = 1024  # a generation of them; see _keep_runner
 _runners: dict[tuple[object, ...], tuple[Runner, tuple[int, ...]]] = {}
+_older: dict[tuple[object, ...], tuple[Runner, tuple[int, ...]]] = {}
 
 
 def fused_matmul(
@@ -41,11 +54,11 @@ def fused_matmul(
     """
     if torch.compiler.is_compiling():
         return _traced(a, b, c, activation or "none", out, implementation, config)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        # Function transforms (torch.func) look through plain torch only.
-        checked_shape(a, b, c, activation or "none", implementation, config)
-        return reference.fused_matmul(a, b, c, activation or "none")
-    if not _is_plain(a, b, c):
+    if torch._C._functorch.peek_interpreter_stack() is not None or (
+        forward_ad._current_level >= 0 and _has_tangent(a, b, c, out)
+    ):
+        return _transformed(a, b, c, activation or "none", out, implementation, config)
+    if not _is_plain(a, b, c) or (out is not None and (type(out) not in _PLAIN_TYPES or out.is_neg())):
         return _traced(a, b, c, activation or "none", out, implementation, config)
     if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
         a, b, c = _autocast(a, b, c)
@@ -54,6 +67,8 @@ def fused_matmul(
             raise UsageError("out= with inputs that require gradients: leave out= away, or use torch.no_grad()")
         result: Tensor = _Fused.apply(a, b, c, activation or "none", implementation, config)
         return result
+    if out is not None and out.requires_grad and torch.is_grad_enabled():
+        raise UsageError("out= requires gradients itself: give a tensor that does not, or use torch.no_grad()")
     return _eager(a, b, c, activation or "none", out, implementation, config, False)[0]
 
 
@@ -62,26 +77,32 @@ def _eager(
     config: Config | None, keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(D, Z): Z is the value before the activation when `keep` asks for it."""
-    if out is not None:
-        a, b, c = apart(a, out), apart(b, out), None if c is None else apart(c, out)
-    address = a.data_ptr() | b.data_ptr()
-    # Everything below decides what is right or fast; equal keys may share a runner. Device by index, -1 for a CPU.
-    key: tuple[object, ...] = (
-        a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.get_device(), b.get_device(),
-        activation, implementation, config, keep, a.dtype is torch.float32 and allows_tf32(),
-    )  # fmt: skip
-    if c is not None:
-        address |= c.data_ptr()
-        key += (c.shape, c.stride(), c.dtype, c.get_device())
-    if out is not None:
-        address |= out.data_ptr()
-        key += (out.shape, out.stride(), out.dtype, out.get_device(), None)
-    # Alignment of each counts only where one is unaligned, which is rare: then the key names them all.
-    if address & 15:
-        key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
-    found = _runners.get(key)
+    try:
+        if out is not None:
+            a, b, c = apart(a, out), apart(b, out), None if c is None else apart(c, out)
+        address = a.data_ptr() | b.data_ptr()
+        # Everything below decides what is right or fast; equal keys may share a runner.
+        key: tuple[object, ...] = (
+            a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, b.device,
+            activation, implementation, config, keep, a.dtype is torch.float32 and allows_tf32(),
+        )  # fmt: skip
+        if c is not None:
+            address |= c.data_ptr()
+            key += (c.shape, c.stride(), c.dtype, c.device)
+        if out is not None:
+            address |= out.data_ptr()
+            key += (out.shape, out.stride(), out.dtype, out.device, None)
+        # Alignment of each counts only where one is unaligned, which is rare: then the key names them all.
+        if address & 15:
+            key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
+        found = _runners.get(key)
+    except (RuntimeError, TypeError):  # no address (a sparse tensor), or no hash (a list or a dict): say which
+        check_tensors(a, b, c, out)
+        checked_shape(a, b, c, activation, implementation, config)
+        raise
     if found is None:
-        found = _runners[key] = _prepare(a, b, c, activation, out, implementation, config, keep)
+        found = _older.get(key) or _prepare(a, b, c, activation, out, implementation, config, keep)
+        _keep_runner(key, found)
     runner, shape = found
     d = a.new_empty(shape) if out is None else out
     z = a.new_empty(shape) if keep else None
@@ -89,7 +110,17 @@ def _eager(
         runner(a, b, c, d, z)
     else:
         runner(*two_dim(a, b, c, d, z))
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # kernels write behind autograd's back
     return d, z
+
+
+def _keep_runner(key: tuple[object, ...], found: tuple[Runner, tuple[int, ...]]) -> None:
+    """Two generations: what the last MOST_RUNNERS new signatures did not use again is dropped; a hit costs nothing."""
+    global _runners, _older
+    if len(_runners) >= MOST_RUNNERS:
+        _runners, _older = {}, _runners
+    _runners[key] = found
 
 
 def _prepare(
@@ -98,19 +129,33 @@ def _prepare(
 ) -> tuple[Runner, tuple[int, ...]]:  # fmt: skip
     """Check everything, choose, and make ready: done once for each signature."""
     shape = checked_shape(a, b, c, activation, implementation, config)
-    check_out(out, shape, a)
+    if out is not None:
+        check_tensors(a, b, c, out)
+        check_out(out, shape, a)
+        check_strides(out)
     d = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
     problem = problem_of(*two_dim(a, b, c, d, None)[:4], activation=activation, keep=keep)
-    chosen = choose(problem, implementation, config, a.device)
-    if a.device.type == "cuda" and implementation != "interpret":
-        with torch.cuda.device(a.device):
-            return prepare(problem, chosen, a.device), shape
-    return prepare(problem, chosen, a.device, interpret=implementation == "interpret"), shape
+    return prepare_on(problem, implementation, config, a.device), shape
+
+
+def prepare_on(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Runner:
+    """Choose and make ready. What `auto` chose by itself and cannot be loaded after all gives way to the library."""
+    chosen = choose(problem, implementation, config, device)
+    if device.type != "cuda" or implementation == "interpret":
+        return prepare(problem, chosen, device, interpret=implementation == "interpret")
+    with torch.cuda.device(device):
+        try:
+            return prepare(problem, chosen, device)
+        except FitError:
+            if implementation != "auto" or config is not None:
+                raise
+            return prepare(problem, Config("library"), device)
 
 
 def forget() -> None:
     """Drop prepared runners and loaded tables: after tuning, or after a cache file was edited."""
     _runners.clear()
+    _older.clear()
     user_table.cache_clear()
 
 
@@ -119,6 +164,8 @@ def _is_plain(a: Tensor, b: Tensor, c: Tensor | None) -> bool:
     if type(a) not in _PLAIN_TYPES or type(b) not in _PLAIN_TYPES or a.is_neg() or b.is_neg():
         return False
     if c is not None and (type(c) not in _PLAIN_TYPES or c.is_neg()):
+        return False
+    if a.is_meta or b.is_meta:
         return False
     return not torch._C._len_torch_dispatch_stack()
 
@@ -131,6 +178,30 @@ def _autocast(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, T
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
     return cast(a), cast(b), None if c is None else cast(c)
+
+
+def _has_tangent(*tensors: Tensor | None) -> bool:
+    given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+
+
+def _transformed(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
+    config: Config | None,
+) -> Tensor:  # fmt: skip
+    """Function transforms (torch.func) and forward-mode derivatives look through plain torch only."""
+    check_tensors(a, b, c, out)
+    if out is not None:
+        raise UsageError("out= under a function transform or with a forward-mode tangent: leave out= away")
+    if _autocasts(a):
+        a, b, c = _autocast(a, b, c)
+    checked_shape(a, b, c, activation, implementation, config)
+    return reference.fused_matmul(a, b, c, activation)
+
+
+def _autocasts(a: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; a meta tensor's has none."""
+    return not a.is_meta and torch.is_autocast_enabled(a.device.type)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------
@@ -162,13 +233,12 @@ def _gradients(ctx, grad: Tensor | None) -> gradient.Gradients:  # type: ignore[
         return None, None, None
     a, b, c, saved = ctx.saved_tensors
     activation, implementation = ctx.choice
-    if torch.is_grad_enabled() and (grad.requires_grad or a.requires_grad or b.requires_grad):
+    twice = grad.requires_grad or a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
+    if torch.is_grad_enabled() and twice:
         stand_in = c if c is not None else None if ctx.c_shape is None else grad.new_empty(ctx.c_shape)
         return gradient.differentiable(grad, a, b, stand_in, saved, activation)
-    columns = grad.shape[-1]
-    grad_2d = grad.reshape(-1, columns)
-    a_2d = a.reshape(-1, a.shape[-1])
-    saved_2d = grad_2d if saved is None else saved.reshape(-1, columns)
+    grad_2d, a_2d = grad.flatten(0, -2), a.flatten(0, -2)
+    saved_2d = grad_2d if saved is None else saved.flatten(0, -2)
     # Under tracing plain torch is best: the compiler fuses the pass with its neighbours, and sees through it.
     traced = not _is_plain(grad, a, b)
     how = "torch" if traced else _how(implementation, grad)
@@ -184,18 +254,18 @@ def _gradients(ctx, grad: Tensor | None) -> gradient.Gradients:  # type: ignore[
 
 
 def _how(implementation: str, grad: Tensor) -> str:
+    if grad.numel() == 0:
+        return "torch"
     if implementation == "interpret":
         return "interpret"
-    tiles = (
-        grad.device.type == "cuda" and grad.dtype != torch.float64 and implementation != "torch" and grad.numel() > 0
-    )
+    tiles = grad.device.type == "cuda" and grad.dtype != torch.float64 and implementation != "torch"
     return "triton" if tiles else "torch"
 
 
 def _summed_kind(c_shape: torch.Size, shape: torch.Size) -> str:
     """Row or column where the fused pass can sum C's gradient, else full (summed by torch, if at all)."""
     rows, columns = shape[:-1].numel(), shape[-1]
-    if c_shape.numel() == columns and c_shape[-1] == columns and rows != 1:
+    if len(c_shape) >= 1 and c_shape.numel() == columns and c_shape[-1] == columns and rows != 1:
         return "row"
     if len(c_shape) >= 2 and c_shape[-1] == 1 and c_shape.numel() == rows and columns != 1:
         return "column"
@@ -228,8 +298,15 @@ def _traced(
     config: Config | None,
 ) -> Tensor:
     """The call as one operator in a graph; a configuration travels as text."""
-    if torch.is_autocast_enabled(a.device.type):
+    check_tensors(a, b, c, out)
+    if config is not None and not isinstance(config, Config):
+        checked_shape(a, b, c, activation, implementation, config)
+    if _autocasts(a):
         a, b, c = _autocast(a, b, c)
+    if out is not None:
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, out)):
+            raise UsageError("out= with tensors that require gradients: leave out= away, or use torch.no_grad()")
+        check_out(out, (*a.shape[:-1], *b.shape[-1:]), a)
     needs = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad))
     keep = needs and gradient.keeps_sum(activation)
     encoded = "" if config is None else encode(config)

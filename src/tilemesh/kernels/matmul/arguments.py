@@ -14,6 +14,7 @@ from tilemesh.kernels.matmul.problem import ACTIVATIONS, Problem
 from tilemesh.kernels.matmul.run import dtype_name, matrix_of
 
 IMPLEMENTATIONS = ("auto", *TILE_KINDS, "library", "torch", "interpret")
+_HAS_FP32_PRECISION = hasattr(torch._C, "_get_fp32_precision_getter")  # torch 2.9 and later
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -25,6 +26,9 @@ def checked_shape(
         raise unknown("activation", str(activation), ACTIVATIONS)
     if implementation not in IMPLEMENTATIONS:
         raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
+    check_tensors(a, b, c, None)
+    if config is not None and not isinstance(config, Config):
+        raise UsageError(f"config is a {type(config).__name__}: expected a tilemesh.kernels.Config")
     if config is not None and implementation not in ("auto", "interpret", config.kind):
         raise UsageError(
             f"implementation '{implementation}' with a config of kind '{config.kind}': give one of the two"
@@ -47,21 +51,38 @@ def checked_shape(
     return shape
 
 
-def check_out(out: Tensor | None, shape: tuple[int, ...], a: Tensor) -> None:
-    if out is None:
-        return
+def check_tensors(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
+    """Tensors, and ones whose elements lie at strides."""
+    for name, given in (("a", a), ("b", b), ("c", c), ("out", out)):
+        if given is None and name in ("c", "out"):
+            continue
+        if not isinstance(given, Tensor):
+            raise UsageError(f"{name} is a {type(given).__name__}: expected a torch.Tensor; torch.as_tensor makes one")
+        if given.layout is not torch.strided:
+            raise UsageError(f"{name} has layout {given.layout}: expected a strided tensor; .to_dense() makes one")
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
     if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
         given = f"{tuple(out.shape)} {dtype_name(out.dtype)} on {out.device}"
         raise UsageError(f"out is {given}: expected {shape} {dtype_name(a.dtype)} on {a.device}")
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise UsageError("out is an expanded tensor, several elements share memory: give one of its own")
-    if out.dim() > 2:
-        try:
-            out.view(-1, out.shape[-1])
-        except RuntimeError:
-            raise UsageError(
-                f"out {tuple(out.shape)} has strides {out.stride()}: its leading dims must be contiguous"
-            ) from None
+
+
+def check_strides(out: Tensor) -> None:
+    """No two elements of `out` in one place, and leading dims that fold into one without a copy: kernels write two."""
+    inner = 0  # the largest offset of the dims with smaller strides: the next stride must step over it
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)) if 0 not in out.shape else ():
+        if size > 1 and stride <= inner:
+            raise UsageError(f"out {tuple(out.shape)} has strides {out.stride()}: elements share memory or interleave")
+        inner += (size - 1) * stride
+    try:
+        out.view(out.shape[:-1].numel(), out.shape[-1])
+    except RuntimeError:
+        raise UsageError(
+            f"out {tuple(out.shape)} has strides {out.stride()}: its leading dims must be contiguous"
+        ) from None
 
 
 def _broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -74,20 +95,24 @@ def two_dim(
     a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """Leading dims folded into M. A, and a C that is neither row nor column, are copied where no view can fold them."""
-    columns = d.shape[-1]
-    if c is not None and d.dim() > 2 and c.numel() != columns:
-        if c.shape[-1] == 1:
-            c = c.expand(*d.shape[:-1], 1).reshape(-1, 1)
-        else:
-            c = c.expand(d.shape).reshape(-1, columns)
-    elif c is not None and c.dim() != 2:
-        c = c.reshape(1, -1) if c.numel() == columns else c.reshape(1, 1)
-    elif c is not None and d.dim() > 2:
-        c = c.reshape(1, columns)
-    if c is not None and c.numel() == 1 and columns != 1:
-        c = c.reshape(1, 1).expand(d.numel() // columns if columns else 0, 1)
-    fold = (lambda t: t.view(-1, columns)) if d.dim() > 2 else (lambda t: t)
-    return a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a, b, c, fold(d), None if z is None else fold(z)
+    rows, columns = d.shape[:-1].numel(), d.shape[-1]  # counted: -1 cannot be told from zero elements
+    if c is not None:
+        c = _two_dim_c(c, d.shape, rows, columns)
+    fold = (lambda t: t.view(rows, columns)) if d.dim() > 2 else (lambda t: t)
+    return a.flatten(0, -2) if a.dim() > 2 else a, b, c, fold(d), None if z is None else fold(z)
+
+
+def _two_dim_c(c: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
+    """C as (M, N), (1, N) or (M, 1), the leading dims of D's shape folded into M."""
+    if c.numel() == 1 and columns != 1:
+        return c.reshape(1, 1).expand(rows, 1)
+    # As many elements as a row do not make one: a column may be as long as D is wide.
+    if c.numel() == columns and (c.dim() == 0 or c.shape[-1] == columns):
+        return c.reshape(1, columns)
+    if len(shape) == 2:
+        return c
+    width = c.shape[-1]
+    return c.expand(*shape[:-1], width).reshape(rows, width)
 
 
 def _c_kind(c: Tensor, rows: int, columns: int) -> str:
@@ -108,7 +133,7 @@ def problem_of(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, *, activation:
     """The problem that 2-d tensors pose."""
     c_kind = "none" if c is None else _c_kind(c, d.shape[0], d.shape[1])
     place = None if c is None else matrix_of(c.expand(d.shape) if c_kind == "full" else _vector(c, c_kind))
-    precision = "tf32" if allows_tf32() else "ieee"
+    precision = "ieee" if a.dtype is torch.float32 and not allows_tf32() else "tf32"
     return Problem(
         matrix_of(a), matrix_of(b), place, matrix_of(d), c_kind, dtype_name(a.dtype), activation, precision, keep
     )
@@ -126,4 +151,6 @@ def apart(given: Tensor, out: Tensor) -> Tensor:
 
 
 def allows_tf32() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+    """By torch's newer setting, which follows the older one; reading the older raises once the newer was set."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if _HAS_FP32_PRECISION else matmul.allow_tf32

@@ -8,6 +8,7 @@ peer but a column of its own name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,8 +108,11 @@ def _calls(problem: Problem, sets: Sequence[Inputs], compiled: bool) -> dict[str
 
     calls = {"ours": on(lambda a, b, c: ops.fused_matmul(a, b, c, activation=activation)), "eager": on(eager)}
     if problem.c is not None:
-        in_place = {"relu": torch.relu_, "silu": torch.nn.functional.silu}.get(activation)
-        after = in_place or (lambda x: reference.activate(x, activation))
+        in_place: dict[str, Callable[[Tensor], Tensor]] = {
+            "relu": torch.relu_,
+            "silu": partial(torch.nn.functional.silu, inplace=True),
+        }
+        after = in_place.get(activation, lambda x: reference.activate(x, activation))
         calls["addmm"] = on(lambda a, b, c: after(torch.addmm(_given(c), a, b)))
     if problem.c_kind == "row" and activation in ("relu", "gelu_tanh"):
         gelu = activation == "gelu_tanh"

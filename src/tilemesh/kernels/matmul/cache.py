@@ -6,11 +6,13 @@ cannot be read is an error that names it, never silently ignored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -53,12 +55,10 @@ class Table:
         try:
             body = json.loads(text)
             if body.get("format") != FORMAT:
-                raise UsageError(
-                    f"{source}: format {body.get('format')}, expected {FORMAT}: delete the file and tune again"
-                )
+                raise UsageError(f"format {body.get('format')}, expected {FORMAT}")
             entries = {key: _entry(value) for key, value in body["entries"].items()}
             return cls(body["gpu"], body["versions"], entries)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{source} is not a table of tuned configurations ({error}): delete it and tune again"
             ) from None
@@ -88,19 +88,39 @@ def load(gpu: str, versions: Mapping[str, str]) -> Table:
     path = cache_path(gpu, versions)
     if not path.exists():
         return Table(gpu, versions)
-    return Table.from_json(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): delete it and tune again") from None
+    return Table.from_json(text, str(path))
 
 
 def store(gpu: str, versions: Mapping[str, str], entries: Mapping[str, Entry]) -> Path:
     """Add entries to the user's table; written beside and renamed, so that a reader never sees half a file."""
-    table = load(gpu, versions)
-    table.entries.update(entries)
     path = cache_path(gpu, versions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.part")
-    beside.write_text(table.to_json(), encoding="utf-8")
-    beside.replace(path)
+    with _alone(path):
+        table = load(gpu, versions)
+        table.entries.update(entries)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False
+        ) as beside:
+            beside.write(table.to_json())
+        Path(beside.name).replace(path)
     return path
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One writer of a table at a time, of all processes and threads; without file locks (Windows), the last wins."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # let go when the file is closed
+        yield
 
 
 @functools.cache

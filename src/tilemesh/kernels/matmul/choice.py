@@ -12,12 +12,13 @@ import os
 import torch
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.hardware import device_for
 from tilemesh.kernels.matmul import select
 from tilemesh.kernels.matmul.cache import Table, load, shipped
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
-from tilemesh.kernels.matmul.cost import device_or_nearest, rates_of
+from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.problem import Problem
-from tilemesh.kernels.matmul.run import gpu_of, interpreted_default
+from tilemesh.kernels.matmul.run import device_index, gpu_of, interpreted_default
 
 TUNE_MODES = ("never", "once", "always")
 
@@ -34,20 +35,22 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
         return Config(implementation)
     if device.type != "cuda":
         if implementation == "auto":
+            tune_mode()  # a wrong word is refused on every machine
             return Config("torch")
         raise UsageError(
             f"implementation '{implementation}' needs CUDA tensors, got {device}: use 'auto' or 'interpret'"
         )
-    gpu = gpu_of(device.index if device.index is not None else torch.cuda.current_device())
+    gpu = gpu_of(device_index(device))
     if implementation in TILE_KINDS:
-        return default(implementation, problem, multiprocessors=gpu.multiprocessors)
+        return default(implementation, problem, multiprocessors=gpu.multiprocessors, tma=gpu.tma)
     tables = [user_table(gpu.name), *([table] if (table := shipped(gpu.name)) else [])]
     if should_tune(problem, tables[0]):
         from tilemesh.kernels.matmul.tune import tune_problem
 
         tables[0].entries[problem.key] = tune_problem(problem, device)
         _tuned_here.add(problem.key)
-    rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
+    known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
+    rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     return select.choose(problem, tables, rates, tma=gpu.tma, shared_limit=gpu.shared_bytes)
 
 
@@ -63,11 +66,16 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__.split("+")[0], "triton": triton.__version__}
 
 
-def should_tune(problem: Problem, table: Table) -> bool:
-    """TILEMESH_TUNE: never (default) pauses for nothing, once tunes what this GPU has no entry for, always retunes."""
+def tune_mode() -> str:
     mode = os.environ.get("TILEMESH_TUNE", "never")
     if mode not in TUNE_MODES:
         raise unknown("TILEMESH_TUNE", mode, TUNE_MODES)
+    return mode
+
+
+def should_tune(problem: Problem, table: Table) -> bool:
+    """TILEMESH_TUNE: never (default) pauses for nothing, once tunes what this GPU has no entry for, always retunes."""
+    mode = tune_mode()
     if mode == "never" or 0 in (problem.m, problem.n, problem.k) or problem.keep or problem.element_bytes != 2:
         return False
     if torch.cuda.is_current_stream_capturing() or problem.key in _tuned_here:

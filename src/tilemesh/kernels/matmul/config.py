@@ -23,6 +23,18 @@ HOPPER_MULTIPROCESSORS = 132
 REGISTERS_PER_THREAD = 255
 # Beyond the accumulator a thread needs addresses, a slice of the epilogue and the loop's state.
 REGISTERS_BESIDE_ACCUMULATOR = 56
+MOST_WARPS = 32  # of a block: 1024 threads
+MOST_GRID_Y = 65535  # blocks along a grid's second side, which is where split-K's programs lie
+
+_POWERS = ("block_m", "block_n", "block_k", "warps", "subtile")
+_COUNTS = ("stages", "group", "split_k", "per_sm")
+_FLAGS = (
+    "c_first", "c_early", "tma_epilogue", "tma_loads", "flatten", "tail", "prefetch", "chained", "specialize",
+)  # fmt: skip
+
+
+class FitError(UsageError):
+    """A configuration that compiles to more than this GPU's blocks have; `auto` then takes the library."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +72,26 @@ class Config:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("matmul kind", self.kind, KINDS)
-        for name in ("block_m", "block_n", "block_k", "warps", "subtile"):
+        for name in _POWERS + _COUNTS:
+            if type(getattr(self, name)) is not int:
+                raise UsageError(f"config {name}={getattr(self, name)!r}: expected a whole number")
+        for name in _FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise UsageError(f"config {name}={getattr(self, name)!r}: expected True or False")
+        for name in _POWERS:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise UsageError(f"config {name}={value}: expected a power of two")
         if self.copy not in ("", "a", "b", "ab"):
             raise UsageError(f"config copy='{self.copy}': expected '', 'a', 'b' or 'ab'")
-        for name in ("stages", "group", "split_k", "per_sm"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise UsageError(f"config {name}={getattr(self, name)}: expected at least 1")
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether its loads go through TMA descriptors, which GPUs before Hopper do not have."""
+        return self.kind in ("tma", "persistent") or (self.kind == "split" and self.tma_loads)
 
     @property
     def label(self) -> str:
@@ -129,7 +152,11 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 
 def shared_bytes(config: Config, element_bytes: int) -> int:
-    """Shared memory of the pipelined operands and of the epilogue's staging tile."""
+    """Shared memory of the pipelined operands and of the epilogue's staging tile.
+
+    An estimate: with `keep`, the compiler may stage Z too. What it really takes is known once compiled, and refused
+    then (`FitError`).
+    """
     operands = config.stages * (config.block_m + config.block_n) * config.block_k * element_bytes
     staging = config.block_m * config.block_n // config.subtile * element_bytes
     if config.kind == "persistent":
@@ -160,6 +187,10 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
         return "c_early needs kind tma, and not c_first as well"
     if config.specialize and config.kind != "persistent":
         return "specialize needs kind persistent"
+    if config.warps > MOST_WARPS:
+        return f"{config.warps} warps, a block has at most {MOST_WARPS}"
+    if config.split_k > MOST_GRID_Y:
+        return f"split_k {config.split_k}, a grid has room for {MOST_GRID_Y}"
     threads = 32 * config.warps
     accumulator = config.block_m * config.block_n // threads
     held = accumulator * problem.element_bytes // 4 if config.c_early and problem.c_kind == "full" else 0
@@ -178,8 +209,8 @@ def check(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHARED
         raise UsageError(f"config '{config.label}' cannot compute {problem.key}: {reason}")
 
 
-def default(kind: str, problem: Problem, *, multiprocessors: int = HOPPER_MULTIPROCESSORS) -> Config:
-    """A sound configuration of one kind for a problem, before any tuning."""
+def default(kind: str, problem: Problem, *, multiprocessors: int = HOPPER_MULTIPROCESSORS, tma: bool = True) -> Config:
+    """A sound configuration of one kind for a problem, before any tuning; `tma` is whether the GPU has it."""
     if kind not in TILE_KINDS:
         return Config(kind)
     narrow = problem.element_bytes == 2
@@ -189,7 +220,7 @@ def default(kind: str, problem: Problem, *, multiprocessors: int = HOPPER_MULTIP
     if kind == "split":
         tiles = -(-problem.m // block_m) * -(-problem.n // block_n)
         split = next((s for s in (2, 4, 8) if tiles * s >= multiprocessors // 2), 8)
-        return Config(kind, block_m, block_n, block_k, 4, 4, split_k=split)
+        return Config(kind, block_m, block_n, block_k, 4, 4, split_k=split, tma_loads=tma, chained=tma)
     big = problem.m * problem.n >= multiprocessors * 128 * 128
     if kind == "persistent" and big and narrow:
         return Config(kind, 128, 256, 64, 8, 3, subtile=2)

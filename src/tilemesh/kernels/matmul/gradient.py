@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.plan import gradient_plan, gradient_sums_shape
 from tilemesh.kernels.matmul.problem import Matrix
-from tilemesh.kernels.matmul.run import dtype_name, matrix_of
+from tilemesh.kernels.matmul.run import device_index, dtype_name, matrix_of
 
 if TYPE_CHECKING:
     from tilemesh.kernels.matmul.launch import Program
@@ -53,7 +53,7 @@ def activation_gradient(
 
         interpret.run(gradient_plan(*places, c_kind, activation), tensors)
     else:
-        index = torch.cuda.current_device() if grad.device.index is None else grad.device.index
+        index = device_index(grad.device)
         program = _program(places, c_kind, activation, dtype_name(grad.dtype), index)
         with torch.cuda.device(index):
             program(torch._C._cuda_getCurrentRawStream(index), *(tensor.data_ptr() for tensor in tensors.values()))

@@ -17,14 +17,22 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.errors import OutOfResources
 
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.matmul import kernel as tile_kernels
 from tilemesh.kernels.matmul import passes as pass_kernels
+from tilemesh.kernels.matmul.config import FitError
 from tilemesh.kernels.matmul.plan import Descriptor, LaunchPlan, Pointer, Step
+from tilemesh.kernels.matmul.problem import INT32_LIMIT
 
 _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
+# Sizes from here on are 64-bit: a size rounded up to a whole tile, and a tile's last row, must not pass 2**31.
+_WIDE_SIZE = INT32_LIMIT - 4096
+
+# Kernels by everything they are compiled from: problems that differ in sizes alone share one, loaded once a GPU.
+_compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -38,7 +46,7 @@ class Operand:
 
 
 def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
-    """Compile one launch (or take it from Triton's cache on disk) for this GPU, or for a target without one present."""
+    """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
     function = getattr(tile_kernels, step.kernel, None) or getattr(pass_kernels, step.kernel)
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
@@ -48,11 +56,17 @@ def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget 
         signature[name] = kind
         if kind == "constexpr":
             constants[(position,)] = constant
-        elif divisible > 1 and step.hints:
+        elif divisible > 1 and step.hints and name not in step.varying:
             attributes[(position,)] = [["tt.divisibility", divisible]]
-    source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": step.warps, "num_stages": step.stages, "launch_pdl": step.waits}
-    return triton.compile(source, target=target, options=options)
+    place = triton.runtime.driver.active.get_current_device() if target is None else target
+    divisors = ((position, hint[0][1]) for position, hint in attributes.items())
+    key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
+    found = _compiled.get(key)
+    if found is None:
+        source = ASTSource(function, signature, constants, attributes)
+        found = _compiled[key] = triton.compile(source, target=target, options=options)
+    return found
 
 
 def _typed(step: Step, name: str, operands: Mapping[str, Operand]) -> tuple[str, object, int]:
@@ -72,7 +86,7 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand]) -> tuple[str,
         return f"tensordesc<{_TYPES[operands[argument.of].dtype]}[{rows}, {columns}]>", None, 1
     if argument is None or argument == 1:
         return "constexpr", argument, 1
-    wide = argument >= 2**31 or (step.wide and name[1:2] == "_")
+    wide = argument >= _WIDE_SIZE or (step.wide and name[1:2] == "_")
     return "i64" if wide else "i32", None, math.gcd(argument, 16)
 
 
@@ -102,7 +116,12 @@ class _Prepared:
     def __init__(self, step: Step, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
         self.step = step
         self.compiled = compile_step(step, operands)
-        self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
+        try:
+            self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
+        except OutOfResources as error:
+            raise FitError(
+                f"kernel {step.kernel}: {error.name} {error.required}, this GPU has {error.limit}"
+            ) from error
         if self.launcher.global_scratch_size or self.launcher.profile_scratch_size:
             raise RunError(f"kernel {step.kernel} wants scratch memory from Triton, which this launcher does not give")
         function = self.compiled.src.fn

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tilemesh.kernels.matmul.config import Config
-from tilemesh.kernels.matmul.problem import Matrix, Problem
+from tilemesh.kernels.matmul.problem import INT32_LIMIT, Matrix, Problem
 
 PASS_ROWS, PASS_COLUMNS = 4, 512  # of the memory-bound passes: 16 bytes a thread and more rows than a warp is wide
 COPY_ROWS, COPY_COLUMNS = 4, 1024
@@ -49,7 +49,8 @@ class Step:
     warps: int = 4
     stages: int = 3
     wide: bool = False
-    hints: bool = True  # tell the compiler what divides the strides, so that accesses are wide
+    hints: bool = True  # tell the compiler what divides sizes and strides, so that accesses are wide
+    varying: tuple[str, ...] = ()  # sizes that change from call to call: no hint, so that one kernel serves them all
     waits: bool = False  # launched while the one before still runs; the kernel itself waits for it
 
 
@@ -71,7 +72,7 @@ def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interp
     """The launches of one tile kernel. Interpreted, products are taken in float32 and nothing is launched early."""
     steps: list[Step] = []
     buffers: dict[str, Buffer] = {}
-    if config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads):
+    if config.uses_tma:
         operands = {}
         for name in ("a", "b"):
             forced = name in config.copy
@@ -106,7 +107,7 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
     }  # fmt: skip
     kind = c_kind if c_kind in ("row", "column") else "none"
     constants = {"ROWS": tall, "COLUMNS": wide, "C_KIND": kind, "ACTIVATION": activation}
-    far = any(matrix.reach >= 2**31 for matrix in (grad, saved, out))
+    far = any(matrix.reach >= INT32_LIMIT for matrix in (grad, saved, out))
     return LaunchPlan((Step("gradient_pass", grid, arguments, constants, wide=far),))
 
 
@@ -171,7 +172,7 @@ def _tma_steps(
     constants["CHAINED"] = chained and rest > 0
     one = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
     whole = Step("tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
-                 config.warps, config.stages, problem.wide)  # fmt: skip
+                 config.warps, config.stages, problem.wide, varying=_varying(problem, config))  # fmt: skip
     if config.kind == "split":
         return _cut(whole, problem, config, 0, tiles, buffers, chained)
     main = whole
@@ -221,8 +222,20 @@ def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int, chain
         "CHAINED": chained,
     }  # fmt: skip
     return Step(
-        "reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide, waits=chained
-    )
+        "reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide, waits=chained,
+        varying=_varying(problem, config),
+    )  # fmt: skip
+
+
+def _varying(problem: Problem, config: Config) -> tuple[str, ...]:
+    """M and what counts its tiles, where no access runs along M: there, knowing what divides it widens nothing.
+
+    A batch whose length changes then finds one kernel for every length. Masked pointers may run along M, and C loaded
+    early compiles to other code: those keep the hint, and have a kernel for each power of two that divides M.
+    """
+    along = config.c_early or problem.c_kind == "column" or not config.uses_tma
+    turned = any(matrix is not None and matrix.column_stride != 1 for matrix in (problem.c, problem.d))
+    return () if along or turned else ("M", "tiles", "tile0")
 
 
 def _tile_constants(problem: Problem, config: Config, interpreted: bool) -> dict[str, object]:
@@ -272,8 +285,9 @@ def _aligned(
     arguments |= {"s_m": strides[0], "s_n": strides[1], "t_m": leading}
     grid = (_blocks(rows, COPY_ROWS) * _blocks(columns, COPY_COLUMNS), 1)
     constants = {"ROWS": COPY_ROWS, "COLUMNS": COPY_COLUMNS}
+    wide = problem.wide or rows * leading >= INT32_LIMIT  # the copy's rows are longer than what it copies
     # Wide stores would put unaligned reads eight elements apart from thread to thread; without, they are neighbours.
-    steps.append(Step("copy_pass", grid, arguments, constants, wide=problem.wide, hints=matrix.tma(size)))
+    steps.append(Step("copy_pass", grid, arguments, constants, wide=wide, hints=matrix.tma(size)))
     return copy, Matrix(matrix.rows, matrix.columns, *((1, leading) if turned else (leading, 1)))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 C_KINDS = ("none", "full", "row", "column")  # row: (N,), the usual bias; column: (M,1)
+LAYOUTS = ("nn", "nt", "tn", "tt")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TMA_ALIGNMENT_BYTES = 16  # of a descriptor's base address and of every stride but the last
@@ -89,16 +90,35 @@ class Problem:
 
     @property
     def layout(self) -> str:
-        """What of the strides matters to speed, as a word for cache keys: `nn`, `nt`, `tn`, `tt` (+`u` unaligned)."""
+        """What of the strides matters to speed, as a word for cache keys: `nn`, `nt`, `tn`, `tt` (+`u` unaligned).
+
+        `s` is a matrix without a unit stride. C and D are named only where they do not lie as `dense` ones would:
+        `nn-ct` has a transposed C, `nn-dp` a D whose rows are cut from longer ones that TMA cannot write.
+        """
         size = self.element_bytes
-        turned = "".join("t" if matrix.transposed else "n" for matrix in (self.a, self.b))
+        turned = "".join(_turn(matrix) for matrix in (self.a, self.b))
+        for name, matrix in (("c", self.c), ("d", self.d)):
+            word = "n" if matrix is None else self._place(matrix)
+            turned += "" if word == "n" else f"-{name}{word}"
         return turned + ("" if self.a.tma(size) and self.b.tma(size) else "u")
+
+    def _place(self, matrix: Matrix) -> str:
+        """How C or D lies: n as a dense one, t transposed, s scattered, p padded or unaligned where n is not."""
+        if 1 in (matrix.rows, matrix.columns):
+            return "n" if matrix.reach <= max(matrix.rows, matrix.columns) else "s"
+        word, size = _turn(matrix), self.element_bytes
+        plain = matrix.tma(size) or not contiguous(matrix.rows, matrix.columns).tma(size)
+        return word if plain or word != "n" else "p"
 
     @property
     def key(self) -> str:
         """The name under which a tuned configuration is stored, e.g. `2048x2048x2048 float16 nn full relu`."""
         dtype = self.dtype + ("-ieee" if self.dtype == "float32" and self.precision == "ieee" else "")
         return f"{self.m}x{self.n}x{self.k} {dtype} {self.layout} {self.c_kind} {self.activation}"
+
+
+def _turn(matrix: Matrix) -> str:
+    return "t" if matrix.transposed else "s" if matrix.column_stride != 1 and matrix.columns > 1 else "n"
 
 
 def contiguous(rows: int, columns: int) -> Matrix:
@@ -114,8 +134,13 @@ def dense(
     c_kind: str = "full",
     activation: str = "relu",
     keep: bool = False,
+    layout: str = "nn",
 ) -> Problem:
-    """The problem of contiguous matrices: what benchmarks, the tuner and predictions speak of."""
+    """The problem of contiguous matrices: what benchmarks, the tuner and predictions speak of.
+
+    layout: of A, then of B, n as written and t transposed; `nt` is a linear layer's, whose weight is (N, K).
+    """
     c = {"full": contiguous(m, n), "row": Matrix(1, n, 0, 1), "column": Matrix(m, 1, 1, 0), "none": None}[c_kind]
-    a, b, d = contiguous(m, k), contiguous(k, n), contiguous(m, n)
-    return Problem(a, b, c, d, c_kind, dtype, activation, keep=keep)
+    a = contiguous(m, k) if layout[0] == "n" else Matrix(m, k, 1, max(m, 1))
+    b = contiguous(k, n) if layout[1] == "n" else Matrix(k, n, 1, max(k, 1))
+    return Problem(a, b, c, contiguous(m, n), c_kind, dtype, activation, keep=keep)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,17 +75,17 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
         raise UsageError(
             f"implementation '{config.kind}' needs a CUDA tensor, got {device}: use 'auto', or 'interpret'"
         )
-    gpu = gpu_of(_index(device))
+    gpu = gpu_of(device_index(device))
     check(config, problem, shared_limit=gpu.shared_bytes)
     if config.kind == "library":
         return _library(problem, device)
-    uses_tma = config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads)
-    if uses_tma and not gpu.tma:
+    if config.uses_tma and not gpu.tma:
         raise UsageError(f"kind '{config.kind}' needs TMA, which {gpu.name} does not have: use 'pointer' or 'library'")
+    config = config if gpu.tma else replace(config, chained=False)  # launching early came with Hopper, as TMA did
     return _Launched(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
 
 
-def _index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -106,7 +106,7 @@ class _Launched:
     def __init__(self, plan: LaunchPlan, problem: Problem, device: torch.device, product: str | None = None) -> None:
         from tilemesh.kernels.matmul.launch import Operand, Program
 
-        self.device, self.index = device, _index(device)
+        self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
         self.has_c, self.keep = problem.c is not None, problem.keep
         self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]

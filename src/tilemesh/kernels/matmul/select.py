@@ -24,12 +24,12 @@ SURE = 0.85
 def choose(
     problem: Problem,
     tables: Sequence[Table],
-    rates: Rates,
+    rates: Rates | None,
     *,
     tma: bool = True,
     shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config:
-    """The configuration `auto` uses. `tables` in order of trust, the user's own first."""
+    """The configuration `auto` uses. `tables` in order of trust, the user's own first; no `rates`, no model."""
     if problem.dtype == "float64":
         return Config("torch")
     for table in tables:
@@ -39,6 +39,8 @@ def choose(
     close = nearest(problem, (pair for table in tables for pair in table.entries.items()), tma, shared_limit)
     if close is not None:
         return close
+    if rates is None:
+        return Config("library")
     return by_model(problem, rates, tma=tma, shared_limit=shared_limit)
 
 
@@ -74,8 +76,7 @@ def by_model(problem: Problem, rates: Rates, *, tma: bool = True, shared_limit: 
 
 
 def _runs(config: Config, problem: Problem, tma: bool, shared_limit: int) -> bool:
-    needs_tma = config.kind in ("tma", "persistent") or (config.kind == "split" and config.tma_loads)
-    return (tma or not needs_tma) and refusal(config, problem, shared_limit=shared_limit) is None
+    return (tma or not config.uses_tma) and refusal(config, problem, shared_limit=shared_limit) is None
 
 
 def _suits(config: Config, problem: Problem) -> bool:

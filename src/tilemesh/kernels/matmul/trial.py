@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, Problem
-from tilemesh.kernels.matmul.run import Runner, gpu_of, prepare
+from tilemesh.kernels.matmul.run import Runner, device_index, gpu_of, prepare
 from tilemesh.measure.gpu import KernelTimer, rotating_sets
 from tilemesh.measure.timing import reason_of
 
@@ -46,31 +46,23 @@ class Inputs:
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
-    """Random tensors that lie in memory as the problem says (aligned ones only)."""
+    """Random tensors that lie in memory exactly as the problem says: kernels index them by the problem's strides."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
 
     def place(matrix: Matrix, scale: float = 1.0) -> Tensor:
-        shape = (matrix.columns, matrix.rows) if matrix.transposed else (matrix.rows, matrix.columns)
-        leading = matrix.column_stride if matrix.transposed else matrix.row_stride
-        storage = (
-            torch.randn(shape[0] * max(leading, shape[1]), generator=generator, device=device, dtype=dtype) * scale
-        )
-        held = storage.as_strided(shape, (max(leading, shape[1]), 1))
-        return held.t() if matrix.transposed else held
+        before = 0 if matrix.aligned else 1  # one element off what the allocator aligns
+        storage = torch.randn(before + matrix.reach, generator=generator, device=device, dtype=dtype) * scale
+        return storage.as_strided((matrix.rows, matrix.columns), (matrix.row_stride, matrix.column_stride), before)
 
-    c = None
-    if problem.c is not None:
-        shape = {"full": (problem.m, problem.n), "row": (1, problem.n), "column": (problem.m, 1)}[problem.c_kind]
-        c = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    c = None if problem.c is None else place(problem.c)
     scale = 1 / math.sqrt(max(problem.k, 1))  # D of order one: gelu and fp16 stay in range
-    d = torch.empty((problem.m, problem.n), device=device, dtype=dtype)
-    return Inputs(place(problem.a), place(problem.b, scale), c, d)
+    return Inputs(place(problem.a), place(problem.b, scale), c, place(problem.d))
 
 
 def input_bytes(problem: Problem) -> int:
-    size = problem.element_bytes
-    return size * (problem.m * problem.k + problem.k * problem.n + problem.m * problem.n * (2 if problem.c else 1))
+    matrices = [problem.a, problem.b, problem.d] + ([problem.c] if problem.c else [])
+    return problem.element_bytes * sum(matrix.reach for matrix in matrices)
 
 
 class Bench:
@@ -129,7 +121,7 @@ class Compiler:
     """
 
     def __init__(self, device: torch.device, workers: int | None = None) -> None:
-        self.gpu = gpu_of(device.index if device.index is not None else torch.cuda.current_device())
+        self.gpu = gpu_of(device_index(device))
         count = max(1, (os.cpu_count() or 2) - 1) if workers is None else workers
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(count, mp_context=context) if count else None
@@ -159,8 +151,10 @@ def _compile(problem: Problem, config: Config, multiprocessors: int, arch: int) 
     from tilemesh.kernels.matmul.launch import Operand, compile_step
 
     try:
-        plan = tiles_plan(problem, config, multiprocessors)
-        operands = {name: Operand(problem.dtype) for name in ("a", "b", "c", "d", "z")}
+        plan = tiles_plan(problem, config if arch >= 90 else replace(config, chained=False), multiprocessors)
+        places = {"a": problem.a, "b": problem.b, "c": problem.c, "d": problem.d}
+        operands = {name: Operand(problem.dtype, place is None or place.aligned) for name, place in places.items()}
+        operands["z"] = Operand(problem.dtype)
         operands |= {name: Operand(buffer.dtype) for name, buffer in plan.buffers.items()}
         for step in plan.steps:
             compile_step(step, operands, GPUTarget("cuda", arch, 32))

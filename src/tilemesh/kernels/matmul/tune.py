@@ -6,6 +6,7 @@ built-in is the answer. Nothing here decides when to tune; `ops` (TILEMESH_TUNE)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tilemesh.kernels.matmul.cache import Entry
 from tilemesh.kernels.matmul.config import Config, space
 from tilemesh.kernels.matmul.cost import device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.problem import Problem
-from tilemesh.kernels.matmul.run import gpu_of
+from tilemesh.kernels.matmul.run import device_index, gpu_of
 from tilemesh.kernels.matmul.trial import Bench, Compiler
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
@@ -53,7 +54,7 @@ def tune(
     """Search, then decide among the finalists. Takes seconds with a compiler pool, about a minute without."""
     if 0 in (problem.m, problem.n, problem.k) or problem.element_bytes != 2:
         raise UsageError(f"{problem.key}: only non-empty float16 and bfloat16 problems are tuned")
-    gpu = gpu_of(device.index if device.index is not None else torch.cuda.current_device())
+    gpu = gpu_of(device_index(device))
     rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
     grid = [c for c in space(problem, shared_limit=gpu.shared_bytes) if gpu.tma or c.kind == "pointer"]
     budget = max(8, len(grid) // SHARE)
@@ -76,7 +77,10 @@ def tune_problem(problem: Problem, device: torch.device) -> Entry:
 
     with Compiler(device, workers=0) as pool:
         entry = tune(problem, device, compiler=pool).entry
-    cache.store(gpu_of(device.index or 0).name, versions(), {problem.key: entry})
+    try:
+        cache.store(gpu_of(device_index(device)).name, versions(), {problem.key: entry})
+    except OSError as error:  # a full or read-only disk costs the next process a tuning, not this one its result
+        warnings.warn(f"what was tuned for {problem.key} could not be remembered: {error}", stacklevel=2)
     return entry
 
 
