@@ -6,7 +6,8 @@ answers are compared bit for bit; that ranks agree on sums that are *not* exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from tilemesh.comm import Communicator, minimal
 from tilemesh.comm.runtime.choose import Request, refuses
-from tilemesh.comm.schedules.book import BOOK
+from tilemesh.comm.schedules.book import ALGORITHMS, BOOK
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED, cut
 from tilemesh.core.errors import UsageError
 
@@ -24,6 +25,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 WHOLE = ("int32", "int64", "uint8", "int8", "int16", "uint16", "uint32", "uint64")
 DTYPES = (*FLOATS, *WHOLE, "bool")
 OPERATIONS = ("sum", "max", "min", "prod", "avg")
+EVERY_DTYPE = (37, 40_000)  # lengths: memory that is kept between calls, and the caller's own
 COMBINE: dict[str, Any] = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -47,24 +49,31 @@ def serves(comm: Communicator, collective: str, algorithm: str, dtype: str, leng
 
 
 def cases(comm: Communicator, full: bool) -> Iterator[Case]:
-    """CI: every collective × algorithm, dtypes and operations in turn. Full: their product."""
+    """Every collective × algorithm × length × dtype and operation (`kinds`) that can be served."""
     turn = 0
     for collective, row in BOOK.items():
         if collective == "barrier":
             continue
         for algorithm in ("native", "auto", *row):
-            lengths = (0, 1, 3, 37, 4096, 40_000) if full else (0, 5, 64, 20_011)
-            for length in lengths:
+            for length in (0, 1, 3, *EVERY_DTYPE, 4096) if full else (0, 5, 64, 20_011):
                 turn += 1
-                dtypes = DTYPES if full else (DTYPES[turn % len(DTYPES)],)
-                for dtype in dtypes:
-                    operations = OPERATIONS if collective in REDUCING else ("sum",)
-                    for op in operations if full else (operations[turn % len(operations)],):
-                        if op == "avg" and dtype not in FLOATS:
-                            op = "sum"
-                        root = turn % comm.size if collective in ROOTED else 0
-                        if algorithm == "auto" or serves(comm, collective, algorithm, dtype, length):
-                            yield Case(collective, algorithm, dtype, length, op, root)
+                root = turn % comm.size if collective in ROOTED else 0
+                for dtype, op in kinds(collective, length, turn, full):
+                    if algorithm == "auto" or serves(comm, collective, algorithm, dtype, length):
+                        yield Case(collective, algorithm, dtype, length, op, root)
+
+
+def kinds(collective: str, length: int, turn: int, full: bool) -> Iterator[tuple[str, str]]:
+    """CI: one dtype and operation, in turn. Full: all of them at two lengths, which stand for all that dtypes change;
+    at the others, which are about how a payload is cut, a few in turn."""
+    is_every = full and length in EVERY_DTYPE
+    some = [DTYPES[(turn + 4 * i) % len(DTYPES)] for i in range(3 if full else 1)]
+    for i, dtype in enumerate(DTYPES if is_every else some):
+        operations = ["sum"]
+        if collective in REDUCING:
+            operations = [op for op in OPERATIONS if op != "avg" or dtype in FLOATS]
+        for op in operations if is_every else [operations[(turn + i) % len(operations)]]:
+            yield dtype, op
 
 
 def values(case: Case, rank: int) -> np.ndarray[Any, Any]:
@@ -291,6 +300,27 @@ def handles(comm: Communicator) -> None:
     assert comm.barrier(wait=False).wait() is None
 
 
+def handles_among_other_calls(comm: Communicator) -> None:
+    """What is pending differs from rank to rank, and whoever has nothing pending may not wait in another way for it."""
+    x = np.arange(5.0)
+    if comm.rank:
+        time.sleep(0.05)
+    handle = comm.gather(x, wait=False)
+    comm.barrier()
+    handle.wait()
+    group = comm.split(comm.rank % 2)
+    handle = group.all_reduce(x, algorithm="ring", wait=False)
+    require_equal(comm.all_reduce(x), x * comm.size)
+    require_equal(handle.wait(), x * group.size)
+    late = comm.irecv(np.empty(5), comm.size - 1) if comm.rank == 0 and comm.size > 1 else None
+    require_equal(comm.all_reduce(x), x * comm.size)
+    if comm.rank == comm.size - 1 and comm.rank:
+        comm.send(x, 0)
+    if late is not None:
+        require_equal(late.wait(), x)
+    group.close()
+
+
 def messages(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     if n == 1:
@@ -335,7 +365,7 @@ def groups(comm: Communicator) -> None:
     assert a.wait()[0] == n
 
 
-def bytes_on_the_wire(comm: Communicator) -> None:
+def bytes_on_the_wire(comm: Communicator, algorithms: Sequence[str] = ALGORITHMS) -> None:
     """What the transport counted is what the schedule says, for sizes that do not divide too."""
     from tilemesh.comm.schedules.book import build
     from tilemesh.comm.schedules.collectives import layout
@@ -344,7 +374,7 @@ def bytes_on_the_wire(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather"):
         for algorithm in BOOK[collective]:
-            if algorithm == "flat" or not serves(comm, collective, algorithm, "float32", 1):
+            if algorithm not in algorithms or not serves(comm, collective, algorithm, "float32", 1):
                 continue
             case = Case(collective, algorithm, "float32", 10 * n + 3, root=n // 2)
             sizes = (case.length,)
@@ -415,6 +445,7 @@ SURFACE = (
     uneven_parts,
     tensors,
     handles,
+    handles_among_other_calls,
     messages,
     groups,
     bytes_on_the_wire,
@@ -423,15 +454,22 @@ SURFACE = (
 )
 
 
-def run_all(comm: Communicator, *, full: bool) -> tuple[int, list[str]]:
-    """Every case; how many, and what went wrong. Goes on after a wrong answer: ranks stay in step."""
-    failures, done = [], 0
-    for case in cases(comm, full):
-        done += 1
+def failures_of(comm: Communicator, chosen: Sequence[Case]) -> list[str]:
+    """What went wrong. Goes on after a wrong answer: ranks stay in step."""
+    failures = []
+    for case in chosen:
         try:
             check_case(comm, case)
         except AssertionError as error:
             failures.append(f"{case}: {str(error).splitlines()[0] if str(error) else 'wrong'}")
+    return failures
+
+
+def run_all(comm: Communicator, *, full: bool) -> tuple[int, list[str]]:
+    """Every case; how many, and what went wrong."""
+    chosen = list(cases(comm, full))
+    failures = failures_of(comm, chosen)
+    done = len(chosen)
     for algorithm in ("auto", *BOOK["barrier"]):
         comm.barrier(algorithm=algorithm)
         done += 1
@@ -439,3 +477,14 @@ def run_all(comm: Communicator, *, full: bool) -> tuple[int, list[str]]:
         part(comm)
         done += 1
     return done, failures
+
+
+def run_hierarchical(comm: Communicator, node_size: int) -> tuple[int, list[str]]:
+    """The cases of the two-level algorithm, on ranks that are to be taken for nodes of that size."""
+    assert comm._caller.planner.node_size == node_size
+    chosen = [case for case in cases(comm, full=False) if case.algorithm == "hierarchical"]
+    served = {name for name, row in BOOK.items() if "hierarchical" in row}
+    assert {case.collective for case in chosen} == served
+    failures = failures_of(comm, chosen)
+    bytes_on_the_wire(comm, ("hierarchical",))
+    return len(chosen) + 1, failures

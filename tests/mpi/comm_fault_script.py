@@ -57,7 +57,7 @@ def mismatched(comm: Communicator) -> None:
 
 
 def main(behaviour: str, seed: int) -> None:
-    comm = connect(timeout_s=2.0 if behaviour in ("never", "elsewhere", "mixed-up") else 60.0)
+    comm = connect(timeout_s=2.0 if behaviour in ("never", "never-native", "elsewhere") else 60.0)
     misbehaves = comm.rank == 1
     comm.barrier()
     print("connected", flush=True)
@@ -72,11 +72,11 @@ def main(behaviour: str, seed: int) -> None:
         if misbehaves:
             raise ValueError("the widget is bent")
         comm.all_reduce(np.ones(10), algorithm="ring")
-    elif behaviour == "never":
+    elif behaviour in ("never", "never-native"):
         comm.all_gather(np.ones(3))
         if misbehaves:
             daydream()
-        comm.all_reduce(np.ones(1024, np.float32))
+        comm.all_reduce(np.ones(1024, np.float32), algorithm="ring" if behaviour == "never" else "native")
     elif behaviour == "elsewhere":  # in another collective of another group
         pairs = comm.split(comm.rank // 2)
         if misbehaves and pairs is not None:

@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 RANKS = (1, 2, 3, 4, 5, 8)
-IN_CI = {("mpi", 2), ("mpi", 5), ("torch", 3)}
+IN_CI = [*(("threads", ranks) for ranks in RANKS), pytest.param("mpi", 2, marks=NEEDS_MPI)]
+IN_CI += [pytest.param("mpi", 5, marks=NEEDS_MPI), ("torch", 3)]
 ENDS_WITHIN_S = 8.0
 
 
@@ -76,18 +77,6 @@ def in_ranks(transport: str, ranks: int, script: str, *arguments: str, **environ
     return outcome, said
 
 
-def matrix() -> list[object]:
-    """(transport, ranks): all of them; those too slow for every change are marked so."""
-    cells: list[object] = [("threads", ranks) for ranks in RANKS]
-    for transport in ("mpi", "torch"):
-        for ranks in RANKS:
-            marks = [NEEDS_MPI] if transport == "mpi" else []
-            if (transport, ranks) not in IN_CI:
-                marks.append(pytest.mark.slow)
-            cells.append(pytest.param(transport, ranks, marks=marks))
-    return cells
-
-
 class TestEveryTransport:
     """Every collective × algorithm × transport × rank count × dtype against closed-form answers."""
 
@@ -96,18 +85,25 @@ class TestEveryTransport:
             results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=full))
             assert [failure for _, failures in results for failure in failures] == []
             return
-        outcome, said = in_ranks(transport, ranks, "comm_script.py", *(["full"] if full else []))
+        assert self.cases_right(transport, ranks, *(["full"] if full else [])) > 200
+
+    def cases_right(self, transport: str, ranks: int, *arguments: str) -> int:
+        outcome, said = in_ranks(transport, ranks, "comm_script.py", *arguments)
         assert outcome.failure is None, "\n".join(line for _, _, line in said.lines)
         told = [int(line.split()[0]) for line in said.of("out") if "cases right" in line]
         assert len(told) == ranks
-        assert min(told) > 200
+        return min(told)
 
     @pytest.mark.parametrize(("ranks", "node_size"), [(4, 2), (5, 2), (7, 3)])
     def test_nodes_of_several_ranks(self, ranks: int, node_size: int) -> None:
         results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=False), node_size=node_size)
         assert [failure for _, failures in results for failure in failures] == []
 
-    @pytest.mark.parametrize(("transport", "ranks"), matrix())
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_processes_taken_for_two_nodes_of_two(self, transport: str) -> None:
+        assert self.cases_right(transport, 4, "nodes", "2") > 20
+
+    @pytest.mark.parametrize(("transport", "ranks"), IN_CI)
     def test_a_sample(self, transport: str, ranks: int) -> None:
         self.run(transport, ranks, full=False)
 
@@ -117,6 +113,13 @@ class TestEveryTransport:
     @pytest.mark.parametrize("ranks", RANKS)
     def test_all_of_it(self, transport: str, ranks: int) -> None:
         self.run(transport, ranks, full=True)
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_communicators_come_and_go(transport: str) -> None:
+    outcome, said = in_ranks(transport, 3, "comm_close_script.py")
+    assert outcome.failure is None, said.lines
+    assert said.of("out") == [f"closed 40 groups over {transport}"] * 3
 
 
 @NEEDS_MPI
@@ -180,9 +183,10 @@ class TestFaults:
         assert outcome.failure.reason == "raised ValueError: the widget is bent"
         assert "ValueError: the widget is bent" in said.of("err")
 
+    @pytest.mark.parametrize("behaviour", ["never", "never-native"])
     @pytest.mark.parametrize("transport", PROCESSES)
-    def test_a_rank_that_never_calls_is_named_with_what_it_does_instead(self, transport: str) -> None:
-        outcome, said = self.fault(transport, 3, "never")
+    def test_a_rank_that_never_calls_is_named_with_what_it_does_instead(self, transport: str, behaviour: str) -> None:
+        outcome, said = self.fault(transport, 3, behaviour)
         assert "not arrived: rank 1 is in no collective" in outcome.sentence(3), "the job's last line says it, too"
         words = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
         assert len(words) == 1, words
@@ -236,9 +240,11 @@ class TestFaults:
 
     @pytest.mark.slow
     @pytest.mark.timeout(600)
-    @pytest.mark.parametrize("transport", PROCESSES)
-    def test_fifty_random_kills(self, transport: str) -> None:
-        for seed in range(100, 150):
+    @pytest.mark.parametrize(
+        ("transport", "seeds"), [pytest.param("mpi", range(100, 130), marks=NEEDS_MPI), ("torch", range(130, 150))]
+    )
+    def test_fifty_random_kills(self, transport: str, seeds: range) -> None:
+        for seed in seeds:
             self.random_kill(transport, seed)
 
     def random_kill(self, transport: str, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ from hypothesis import strategies as st
 
 from tilemesh.comm import Communicator, connect, minimal, run_threads
 from tilemesh.comm.runtime import watch
+from tilemesh.comm.runtime.call import native_call
+from tilemesh.comm.runtime.records import private_board
+from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.threads import ThreadTransport, World
+from tilemesh.comm.runtime.transport import DONE, Lazy, NativeCall, Token
 from tilemesh.comm.schedules.book import BOOK
 from tilemesh.core.errors import RunError, UsageError
 
@@ -154,24 +160,137 @@ def test_what_is_wrong_at_the_root_of_a_scatter_is_raised_everywhere() -> None:
             comm.scatter([1, 2] if comm.rank == 1 else None, root=1)
         with pytest.raises(UsageError, match="axis 3 of an array of shape"):
             comm.scatter(np.ones(4) if comm.rank == 0 else None, axis=3)
-        with pytest.raises(UsageError, match="unknown algorithm for scatter 'trie': did you mean 'tree'"):
-            comm.scatter(np.ones(4) if comm.rank == 0 else None, algorithm="trie")
+        with pytest.raises(UsageError, match=r"scatter from rank 0: counts .* add up to 6: the input has 4"):
+            comm.scatter(np.ones(4) if comm.rank == 0 else None, counts=[2, 2, 2])
+        with pytest.raises(UsageError, match=r"scatter from rank 0: out has shape \(9,\)"):
+            comm.scatter(np.ones(3) if comm.rank == 0 else None, out=np.ones(9) if comm.rank == 0 else None)
         assert comm.scatter(np.arange(3) if comm.rank == 0 else None)[0] == comm.rank
 
     run_threads(3, main)
 
 
+def test_what_a_rank_of_a_scatter_can_see_alone_is_refused_before_any_message() -> None:
+    def main(comm: Communicator) -> None:
+        x = np.ones(4) if comm.rank == 0 else None
+        for options, message in (
+            ({"root": 3}, "root 3 is not a rank"),
+            ({"axis": "x"}, "axis is 'x': expected a whole number"),
+            ({"counts": [1, 2]}, r"counts \[1, 2\]: expected one length"),
+            ({"algorithm": "trie"}, "unknown algorithm for scatter 'trie': did you mean 'tree'"),
+            ({"algorithm": "ring"}, "algorithm 'ring' cannot serve scatter"),
+            ({"algorithm": "native"}, "algorithm 'native' cannot serve this scatter: threads have no library"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                comm.scatter(x, **options)  # type: ignore[arg-type]
+        assert (comm.sent.messages, comm.watch.sequence) == (0, 0)
+
+    run_threads(3, main)
+
+
+@pytest.mark.parametrize(("dtype", "why"), [("int64", "would not be whole"), ("bool", "combined by logic")])
+def test_averages_of_what_cannot_be_averaged_are_refused(dtype: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"avg of {dtype}: .*{why}"):
+        connect("alone").all_reduce(np.ones(3, dtype), "avg")
+
+
 def test_a_call_notes_itself_without_a_system_call_or_a_lock() -> None:
-    """What a call pays for being watched: a dictionary entry and a tuple; the rest is the watchdog's business."""
-    process = watch.Process(0, None, 60.0, lambda reason: None)
+    """What a call pays for being watched: a tuple; the rest is the watchdog's business."""
+    process = watch.Process(0, private_board(1), lambda reason: None)
     mine = watch.Watch(process, [0])
-    mine.enter("world", 3, "all_reduce", 8)
-    assert process.seen == {"world": 3}
-    assert process.doing is not None
-    assert process.doing[1:5] == ("world", 3, "all_reduce", 8)
+    mine.enter(3, "all_reduce", 8)
+    assert mine.note is not None
+    assert mine.note[:3] == (3, "all_reduce", 8)
+    process.look()
+    record = process.board.read(0)
+    assert record is not None
+    assert record.doing is not None
+    assert (record.doing.label, record.doing.sequence, record.doing.name) == ("world", 3, "all_reduce")
     mine.leave()
-    assert process.doing is None
-    assert process.thread is None
+    assert process.look() is None
+
+
+class Library(ThreadTransport):
+    """A transport that has collectives of its own; they do nothing but call back."""
+
+    def __init__(self, during: Callable[[], object]) -> None:
+        super().__init__(World(), 0, 1)
+        self.during = during
+
+    def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
+        return None
+
+    def native(self, call: NativeCall) -> Token:
+        return Lazy(self.during, lambda: DONE)
+
+
+def test_a_native_call_notes_nothing_and_is_found_on_the_stack() -> None:
+    looks: list[tuple[watch.Watch, watch.Note] | None] = []
+
+    def look_twice() -> None:
+        assert mine.note is None
+        looks.extend([process.look(), process.look()])
+
+    process = watch.Process(0, private_board(1), lambda reason: None, native_call)
+    mine = watch.Watch(process, [0])
+    comm = Communicator(Library(look_twice), Engine(), mine)
+    for _ in range(2):
+        comm.all_reduce(np.ones(4, np.float32), algorithm="native")
+    assert process.look() is None
+    notes = [look[1] for look in looks if look is not None]
+    assert [note[:3] for note in notes] == [(1, "all_reduce", 16)] * 2 + [(2, "all_reduce", 16)] * 2
+    assert notes[0] is notes[1], "waiting since the first look"
+    assert notes[2][3] > notes[1][3]
+    record = process.board.read(0)
+    assert record is not None
+    assert record.seen == {"world": 2}
+
+
+def test_a_closed_communicator_says_so_and_leaves_the_others_open() -> None:
+    def main(comm: Communicator) -> None:
+        with comm.split(comm.rank % 2) as group:  # type: ignore[union-attr]
+            assert group.all_reduce(np.ones(1))[0] == group.size
+            inner = group.split(0)
+        assert inner is not None
+        for attempt in (group.barrier, lambda: group.all_reduce(np.ones(2)), lambda: group.split(0)):
+            with pytest.raises(UsageError, match=r"communicator world/1\.\d is closed"):
+                attempt()
+        group.close()
+        assert group.label not in comm.watch.process.watches
+        assert inner.all_reduce(np.ones(1))[0] == inner.size
+        handle = comm.all_reduce(np.ones(300), algorithm="ring", wait=False)
+        if comm._caller.under_way:
+            with pytest.raises(UsageError, match=r"close\(\) of world with 1 calls under way"):
+                comm.close()
+        assert handle.wait()[0] == comm.size
+        comm.close()
+
+    run_threads(4, main)
+
+
+def test_a_group_left_by_an_exception_does_not_wait_for_the_others() -> None:
+    def leave(group: Communicator) -> None:
+        with group:
+            raise ValueError("the widget is bent")
+
+    def main(comm: Communicator) -> None:
+        group = comm.split(0)
+        assert group is not None
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="bent"):
+                leave(group)
+        group.barrier()  # rank 0 comes too, because it has not closed
+
+    run_threads(2, main)
+
+
+def test_finished_messages_leave_no_empty_mailboxes() -> None:
+    def main(comm: Communicator) -> int:
+        for _ in range(20):
+            comm.all_reduce(np.ones(3), algorithm="ring")
+        comm.barrier()
+        return len(comm.transport.world.posted)  # type: ignore[attr-defined]
+
+    assert max(run_threads(3, main)) < 20
 
 
 def test_auto_and_explain_say_the_same() -> None:
@@ -194,6 +313,12 @@ def test_auto_and_explain_say_the_same() -> None:
 def test_a_timeout_is_a_time(timeout_s: float) -> None:
     with pytest.raises(UsageError, match="timeout_s"):
         connect("alone", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("node_size", [0, -2])
+def test_a_node_has_at_least_one_rank(node_size: int) -> None:
+    with pytest.raises(UsageError, match="node_size"):
+        connect("alone", node_size=node_size)
 
 
 def test_unknown_transports_are_refused() -> None:

@@ -17,7 +17,25 @@ from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, algorithms, build
 from tilemesh.comm.schedules.check import BrokenScheduleError, check
 from tilemesh.comm.schedules.collectives import BLOCKED, COLLECTIVES, ROOTED, cut, layout
 from tilemesh.comm.schedules.cost import Traffic, count, traffic
-from tilemesh.comm.schedules.schedule import NOBODY, Round, Schedule, Shift, Sparse, moves, recv, same, send, vector
+from tilemesh.comm.schedules.schedule import (
+    DATA,
+    INPUT,
+    NOBODY,
+    TEMP,
+    Round,
+    Schedule,
+    Shift,
+    Sparse,
+    Step,
+    copy,
+    moves,
+    read,
+    recv,
+    same,
+    send,
+    sync,
+    vector,
+)
 from tilemesh.comm.schedules.simulate import Flat, Memory, TwoLevel, Wire, simulate
 from tilemesh.core.errors import UsageError
 
@@ -236,6 +254,7 @@ def test_the_famous_figures() -> None:
     assert traffic("all_reduce", "recursive_doubling", 8, 800) == Traffic(3, 2400)
     assert traffic("all_to_all", "pairwise", 8, 800) == Traffic(7, 700)
     assert traffic("all_to_all", "bruck", 8, 800) == Traffic(3, 1200)
+    assert traffic("all_to_all", "hierarchical", 64, 6400, node_size=8) == Traffic(7 + 7, 5600 + 5600)
 
 
 WIRE, MEMORY = Wire(2e-6, 1e10), Memory(5e9, 1e10)
@@ -301,7 +320,7 @@ def test_sparse_is_nobody_elsewhere() -> None:
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_every_schedule_can_be_drawn(collective: str, algorithm: str) -> None:
     schedule = build(collective, algorithm, 5, segments=2, node_size=2)
-    lines = draw.text(schedule).splitlines()
+    lines = draw.text(schedule).removesuffix(f"\n\n{draw.LEGEND}").splitlines()
     rounds = list(schedule.rounds())
     assert lines[0].startswith(f"{algorithm} {collective}: 5 ranks")
     assert len(lines) == 3 + len(rounds)
@@ -351,3 +370,31 @@ def test_wrong_names_are_refused(arguments: tuple[Any, ...], message: str) -> No
 
 def test_every_algorithm_name_serves_something() -> None:
     assert set(ALGORITHMS) == {name for collective in COLLECTIVES for name in algorithms(collective)}
+
+
+SAME = same(3, 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (sync((0, 0, NOBODY)), "only all of them together can meet"),
+        (sync((0, 0, 1)), "only all of them together can meet"),
+        (read((NOBODY, NOBODY, -3), INPUT, SAME, SAME, same(3, 1)), "reads from rank -3"),
+        (read((1, 2, 0), TEMP, SAME, SAME, same(3, 1)), "reads scratch of rank 1"),
+        (Step("shout", (1, 2, 0), SAME, same(3, 1)), "unknown kind, 'shout'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_the_runtime_cannot_do_is_not_proved(step: Step, words: str) -> None:
+    schedule = Schedule("all_reduce", "made up", 3, 0, 1, lambda: iter([(step,)]), temp=1, shared=True)
+    with pytest.raises(BrokenScheduleError, match=words):
+        check(schedule)
+
+
+def test_a_rank_that_sits_a_copy_out_has_not_copied() -> None:
+    """NOBODY means the same in every kind of vector."""
+    for who in ((0, NOBODY), Sparse(2, {0: 0, 1: NOBODY})):
+        steps = (copy(who, INPUT, same(2, 0), DATA, same(2, 0), same(2, 1)),)
+        schedule = Schedule("barrier", "made up", 2, 0, 1, lambda steps=steps: iter([steps]))
+        with pytest.raises(BrokenScheduleError):
+            check(schedule)

@@ -27,9 +27,8 @@ def require_operation(op: str, dtype: str) -> None:
     if op not in OPERATIONS:
         raise unknown("operation", op, OPERATIONS)
     if op == "avg" and not is_floating(dtype):
-        raise UsageError(
-            f"avg of {dtype} is not whole in general: use op='sum' and divide, or convert to a float dtype"
-        )
+        why = "bools are combined by logic" if dtype == "bool" else "it would not be whole in general"
+        raise UsageError(f"avg of {dtype}: {why}; convert to a float dtype, or use op='sum' and divide")
 
 
 def is_floating(dtype: str) -> bool:

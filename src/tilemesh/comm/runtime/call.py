@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from tilemesh.comm.runtime.run import Engine, Running
 from tilemesh.comm.runtime.transport import Array, Message, NativeCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.schedule import DATA
+from tilemesh.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Call:
         total = sum(self.received) if self.private else sum(self.sizes)
         return total * self.like.carrier.itemsize
 
+    @property
+    def length(self) -> int:
+        """Elements of the result."""
+        return math.prod(self.shape)
+
     def words(self, algorithm: str) -> str:
         sizes = "any sizes" if self.private else f"{sum(self.sizes)} elements"
         if len(set(self.sizes)) > 1 and not self.private:
@@ -58,15 +66,11 @@ def flattened(array: Array, axis: int = 0) -> Array:
 class Caller:
     """Carries out the calls of one communicator."""
 
-    def __init__(
-        self, transport: Transport, engine: Engine, watch: Watch, label: str, node_size: int | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, engine: Engine, watch: Watch, node_size: int | None = None) -> None:
         self.transport = transport
         self.engine = engine
         self.watch = watch
-        self.label = label
         self.planner = Planner(transport, node_size)
-        self.sequence = 0
         self.is_debugging = debug.is_on()
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
@@ -80,17 +84,20 @@ class Caller:
         name = choose(request, algorithm, self.transport).algorithm
         self._begin(call.collective, call.words(algorithm) if self.is_debugging else "")
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
+        is_native = device is not None or name == "native"
         if device is not None:
             running = device.running(call, x, has_result)
         else:
             given = np.empty(0, call.like.carrier) if x is None else flattened(opened(x)[0], call.axis)
-            make = self._native if name == "native" else self._scheduled
-            running = make(call, name, given, target, has_result, wait)
-        doing = (self.label, self.sequence, call.collective, call.nbytes)
+            if is_native:
+                running = self._native(call, given, target, has_result)
+            else:
+                running = self._scheduled(call, name, given, target, has_result, wait)
+        if wait and is_native:
+            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
+        doing = (self.watch.sequence, call.collective, call.nbytes)
         if not wait:
-            self.watch.note(self.label, self.sequence)
-            self.engine.start(running)
-            return Handle(self.engine, running, self.watch, doing)
+            return self._start(running, doing)
         self.watch.enter(*doing)
         try:
             return self.engine.run(running)
@@ -99,10 +106,24 @@ class Caller:
 
     def _begin(self, name: str, words: str) -> None:
         """One more call of this communicator; in debug mode the ranks compare theirs first."""
-        self.sequence += 1
+        self.watch.sequence += 1
         if self.is_debugging:
-            with self.watch.during(self.label, self.sequence, name, 0):
-                debug.compare_calls(self.transport, words, 2 * TAGS + self.sequence % TAGS)
+            with self.watch.during(self.watch.sequence, name, 0):
+                debug.compare_calls(self.transport, words, self._tag(2))
+
+    def _tag(self, kind: int) -> int:
+        """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words."""
+        return kind * TAGS + self.watch.sequence % TAGS
+
+    def _start(self, running: Running, doing: tuple[int, str, int]) -> Handle:
+        running.owner = self
+        self.engine.start(running)
+        return Handle(self.engine, running, self.watch, doing)
+
+    @property
+    def under_way(self) -> int:
+        """Calls of this communicator that have been begun and not finished."""
+        return sum(running.owner is self for running in self.engine.pending)
 
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
@@ -112,10 +133,8 @@ class Caller:
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(
-        self, call: Call, name: str, given: Array, target: Array | None, has_result: bool, wait: bool
-    ) -> Running:
-        length = _length(call) if has_result else 0
+    def _native(self, call: Call, given: Array, target: Array | None, has_result: bool) -> Running:
+        length = call.length if has_result else 0
         result = target if target is not None else np.empty(length, call.like.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
@@ -136,7 +155,7 @@ class Caller:
         def finish() -> Any:
             result = None
             if has_result:
-                part = data[lo : lo + _length(call)]
+                part = data[lo : lo + call.length]
                 result = part if is_ours else target
                 if result is None:
                     result = part.copy()
@@ -145,7 +164,7 @@ class Caller:
             self.planner.done(shape, bound)
             return self._finish(call, result)
 
-        return Running(bound.steps(TAGS + self.sequence % TAGS), finish)
+        return Running(bound.steps(self._tag(1)), finish)
 
     def _finish(self, call: Call, result: Array | None) -> Any:
         if result is None or call.collective == "barrier":
@@ -169,25 +188,45 @@ class Caller:
             if message.nbytes:
                 yield self.transport.post([message], tag)
 
-        running = Running(steps(), finish)
-        self.engine.start(running)
-        return Handle(self.engine, running, self.watch, (self.label, -1, name, message.nbytes))
+        return self._start(Running(steps(), finish), (-1, name, message.nbytes))
 
     def tell(self, text: str, root: int) -> str:
         """The root's text, to everybody."""
         self._begin("scatter", f"scatter(root={root})")
-        with self.watch.during(self.label, self.sequence, "scatter", 0):
-            return debug.spread_text(self.transport, text, root, 3 * TAGS + self.sequence % TAGS)
+        with self.watch.during(self.watch.sequence, "scatter", 0):
+            return debug.spread_text(self.transport, text, root, self._tag(3))
 
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
         self._begin(name, f"{name}()")
-        with self.watch.during(self.label, self.sequence, name, 0):
-            return debug.exchange_text(self.transport, text, 3 * TAGS + self.sequence % TAGS)
+        with self.watch.during(self.watch.sequence, name, 0):
+            return debug.exchange_text(self.transport, text, self._tag(3))
+
+    def split(self, members: Sequence[int], label: str) -> Transport:
+        """A transport among the members, for which they wait for one another."""
+        with self.watch.during(self.watch.sequence, "split", 0):
+            return self.transport.split(members, label)
 
 
-def _length(call: Call) -> int:
-    length = 1
-    for part in call.shape:
-        length *= part
-    return length
+def native_call(frame: FrameType) -> tuple[Watch, str, int] | None:
+    """What the watchdog makes of a frame: that of `Caller.run` while it is inside one of the library's collectives.
+
+    These calls then cost nothing for being watched, which for one of a few microseconds is worth reading locals for.
+    """
+    if frame.f_code is not Caller.run.__code__:
+        return None
+    known = frame.f_locals
+    if not known.get("is_native") or "running" not in known or not known["wait"]:
+        return None
+    caller, call = known["self"], known["call"]
+    return caller.watch, call.collective, call.nbytes
+
+
+class Closed:
+    """Stands where a closed communicator's caller stood: any use says so, and open ones pay nothing for the check."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(f"communicator {self._label} is closed")

@@ -64,7 +64,7 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
         return transport.lacks(request.collective, request.dtype, request.op, request.uneven)
     if algorithm.startswith("flat") and not transport.caps.arena:
         return f"it needs memory that the ranks share, which {transport.name} does not offer here"
-    if request.private and (algorithm == "bruck" or algorithm.startswith("flat")):
+    if request.private and algorithm.startswith(("bruck", "hierarchical", "flat")):
         return "it must know every rank's block sizes; with send_counts and recv_counts use pairwise, naive or native"
     return None
 

@@ -8,21 +8,21 @@ before anything is sent, so the communicator stays usable. Ranks must make the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arithmetic import require_operation
-from tilemesh.comm.runtime.call import Call, Caller, flattened
+from tilemesh.comm.runtime.call import Call, Caller, Closed, flattened
+from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, described, here, opened, store
 from tilemesh.comm.runtime.run import Engine
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
-from tilemesh.comm.schedules.book import require_algorithm
 from tilemesh.comm.schedules.collectives import cut, require_collective
 from tilemesh.core.errors import UsageError
 
@@ -35,15 +35,14 @@ class Communicator:
     parts that differ by at most one unless `counts` says how long each rank's part is.
     """
 
-    def __init__(
-        self, transport: Transport, engine: Engine, watch: Watch, label: str = "world", node_size: int | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, engine: Engine, watch: Watch, node_size: int | None = None) -> None:
         self.transport = transport
-        self.label = label
         self.engine = engine
         self.watch = watch
-        self._caller = Caller(transport, engine, watch, label, node_size)
+        self.label = watch.label
+        self._caller = Caller(transport, engine, watch, node_size)
         self._splits = 0
+        self._is_closed = False
 
     @property
     def rank(self) -> int:
@@ -164,12 +163,17 @@ class Communicator:
     ) -> Any:
         """Rank r gets part r of the root's array. Only the root's `x` is looked at; the others may give None."""
         root = check.rank_of(root, self.size, "root")
-        require_algorithm("scatter", algorithm, ("auto", "native"))
-        shape, like = self._root_says(root, x)
-        axis = check.axis_of(axis, shape)
-        parts = self._parts(counts, shape[axis], axis)
-        mine = check.with_length(shape, axis, parts[self.rank])
-        call = Call("scatter", like, mine, check.elements(parts, shape, axis), root=root, axis=axis, out=out)
+        axis, counts = check.whole(axis, "axis"), check.counts_of(counts, self.size, "counts")
+        choose(Request("scatter", 0, "uint8", "sum"), algorithm, self.transport)  # refused by name, whatever the array
+
+        def prepared(shape: tuple[int, ...], like: Like) -> Call:
+            along = check.axis_of(axis, shape)
+            parts = self._parts(counts, shape[along], along)
+            mine = check.with_length(shape, along, parts[self.rank])
+            check.out_array(out, mine, like)
+            return Call("scatter", like, mine, check.elements(parts, shape, along), root=root, axis=along, out=out)
+
+        call = self._root_says(root, x, prepared)
         return self._caller.run(call, x if self.rank == root else None, algorithm, wait)
 
     def all_to_all(
@@ -259,10 +263,32 @@ class Communicator:
         answers = self._caller.ask("split", f"{given} {key}")
         if wanted is None:
             return None
-        places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == str(wanted)]
+        places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
         members = [rank for _, rank in sorted(places)]
         label = f"{self.label}/{self._splits}.{wanted}"
-        return Communicator(self.transport.split(members, label), self.engine, self.watch.of(members), label)
+        return Communicator(self._caller.split(members, label), self.engine, self.watch.of(members, label))
+
+    def close(self) -> None:
+        """Give back what the library keeps for this communicator (a collective call). Twice is as good as once.
+
+        Groups that were split from it stay open. `with comm.split(…) as group:` closes the group at the end.
+        """
+        if self._is_closed:
+            return
+        if self._caller.under_way:
+            raise UsageError(f"close() of {self.label} with {self._caller.under_way} calls under way: wait() for them")
+        self.barrier()  # until all have come, the others must be able to see that this rank has
+        self._is_closed = True
+        self._caller = cast(Any, Closed(self.label))
+        self.watch.forget()
+        self.transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # otherwise the others may be elsewhere, and must not be waited for
+            self.close()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
         """An array for this communicator's collectives (a collective call): ordinary memory for now."""
@@ -275,7 +301,8 @@ class Communicator:
     def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
         """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
         require_collective(collective)
-        return explanation(self.transport, collective, check.whole(nbytes, "nbytes"), dtype, op)
+        request = Request(collective, check.whole(nbytes, "nbytes"), dtype, op)
+        return explanation(self.transport, request, self._caller.planner.node_size)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""
@@ -298,13 +325,13 @@ class Communicator:
             raise UsageError(f"counts {list(parts)} give rank {self.rank} {parts[self.rank]}: its array has {mine}")
         return parts
 
-    def _root_says(self, root: int, x: Any) -> tuple[tuple[int, ...], Like]:
-        """Shape and kind of the root's array, told to all; what is wrong with it is raised on every rank."""
-        text, like = "", Like("float64")
-        shape: tuple[int, ...] = ()
+    def _root_says(self, root: int, x: Any, prepared: Callable[[tuple[int, ...], Like], Call]) -> Call:
+        """The call, from the shape and kind that the root tells all; what is wrong there is raised on every rank."""
+        text = ""
         if self.rank == root:
             try:
                 shape, like = described(x)
+                call = prepared(shape, like)
                 kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
                 text = f"{kind} {like.dtype} {','.join(map(str, shape))}"
             except UsageError as error:
@@ -313,6 +340,6 @@ class Communicator:
         if kind == "refused":
             raise UsageError(f"scatter from rank {root}: {rest}")
         if self.rank == root:
-            return shape, like
+            return call
         dtype, lengths = rest.split(" ")
-        return tuple(int(length) for length in lengths.split(",") if length), Like(dtype, here(kind))
+        return prepared(tuple(int(length) for length in lengths.split(",") if length), Like(dtype, here(kind)))

@@ -59,4 +59,4 @@ def spread_text(transport: Transport, text: str, root: int, tag: int) -> str:
     else:
         messages = [Message(False, root, transport.view(row), _BYTES)]
     transport.post(messages, tag).wait()
-    return bytes(row).rstrip(b"\0").decode()
+    return bytes(row).rstrip(b"\0").decode(errors="replace")

@@ -18,7 +18,7 @@ from tilemesh.comm.schedules.collectives import REDUCING
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.call import Call
 
-_OPS: dict[str, Any] = {
+OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
@@ -33,7 +33,9 @@ _LOGIC: dict[str, Any] = {  # nccl does not add bools: as bytes of 0 and 1, "or"
 }
 
 
-class _Work:
+class Work:
+    """A collective of torch's under way: unlike a message, it can be asked whether it is done."""
+
     def __init__(self, work: Any) -> None:
         self.work = work
 
@@ -58,25 +60,22 @@ class Device:
         if source.ndim and x is not None:
             source = source.movedim(call.axis, 0)
         source = source.contiguous().reshape(-1)
-        length = 1
-        for part in call.shape:
-            length *= part
-        result = torch.empty(length if has_result else 0, dtype=dtype, device=device)
+        result = torch.empty(call.length if has_result else 0, dtype=dtype, device=device)
         is_logic = dtype == torch.bool
         if is_logic:
             source, result = source.view(torch.uint8), result.view(torch.uint8)
-        op = (_LOGIC if is_logic else _OPS)[call.op]
+        op = (_LOGIC if is_logic else OPS)[call.op]
         work = self._start(call, source, result, op)
 
         def steps() -> Iterator[Token]:
             if work is not None:
-                yield _Work(work)
+                yield Work(work)
 
-        return Running(steps(), lambda: _shaped(call, result.view(dtype), dist.get_world_size(self.group), has_result))
+        return Running(steps(), lambda: _shaped(call, result.view(dtype), self.group.size(), has_result))
 
     def _start(self, call: Call, source: Any, result: Any, op: Any) -> Any:
         options: dict[str, Any] = {"group": self.group, "async_op": True}
-        is_root = dist.get_rank(self.group) == call.root
+        is_root = self.group.rank() == call.root
         if call.collective in ("all_reduce", "reduce"):
             target = result if result.numel() else source.clone()
             target.copy_(source)

@@ -6,29 +6,32 @@ from tilemesh.comm.runtime.choose import Request, candidates, choose
 from tilemesh.comm.runtime.native import widens
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.cost import traffic
+from tilemesh.comm.schedules.hierarchical import NODE_SIZE
 from tilemesh.core.units import format_bytes
 
 
-def explanation(transport: Transport, collective: str, nbytes: int, dtype: str, op: str) -> str:
+def explanation(transport: Transport, request: Request, node_size: int | None) -> str:
     """One line for the choice, one an algorithm: the most that any rank sends."""
-    request = Request(collective, nbytes, dtype, op)
     choice = choose(request, "auto", transport)
     ranks = transport.size
     lines = [
-        f"{collective} of {format_bytes(nbytes)} {dtype} on {ranks} ranks over {transport.name}: "
-        f"{choice.algorithm} ({choice.why})"
+        f"{request.collective} of {format_bytes(request.nbytes)} {request.dtype} on {ranks} ranks "
+        f"over {transport.name}: {choice.algorithm} ({choice.why})"
     ]
     for name, refusal in candidates(request, transport).items():
-        lines.append(f"  {name:<20} {(refusal and f'cannot: {refusal}') or _sends(name, request, ranks)}")
+        lines.append(
+            f"  {name:<20} {(refusal and f'cannot: {refusal}') or _sends(name, request, ranks, node_size or NODE_SIZE)}"
+        )
     return "\n".join(lines)
 
 
-def _sends(name: str, request: Request, ranks: int) -> str:
+def _sends(name: str, request: Request, ranks: int, node_size: int) -> str:
     if name == "native":
         widened = widens(request.collective, request.dtype)
         return f"the library's own{'; widens to float32 on the wire' if widened else ''}"
     if name.startswith("flat"):
         return "sends nothing: reads the neighbours' memory"
-    each = [traffic(request.collective, name, ranks, request.nbytes, rank=rank) for rank in range(ranks)]
+    collective, nbytes = request.collective, request.nbytes
+    each = [traffic(collective, name, ranks, nbytes, rank=rank, node_size=node_size) for rank in range(ranks)]
     most = max(each, key=lambda one: one.nbytes)
     return f"{most.messages} messages, {format_bytes(most.nbytes)} sent by the busiest rank"

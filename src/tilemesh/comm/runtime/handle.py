@@ -14,7 +14,7 @@ class Handle:
     There is no thread in the background: things move inside `test()`, `wait()` and other calls of the communicator.
     """
 
-    def __init__(self, engine: Engine, running: Running, watch: Watch, doing: tuple[str, int, str, int]) -> None:
+    def __init__(self, engine: Engine, running: Running, watch: Watch, doing: tuple[int, str, int]) -> None:
         self._engine = engine
         self._running = running
         self._watch = watch
@@ -35,5 +35,6 @@ class Handle:
             self._watch.leave()
 
     def __repr__(self) -> str:
-        label, sequence, name, _ = self._doing
-        return f"<{name} #{sequence} of {label}: {'done' if self._running.is_done else 'under way; call wait()'}>"
+        sequence, name, _ = self._doing
+        what = f"{name} #{sequence}" if sequence >= 0 else name
+        return f"<{what} of {self._watch.label}: {'done' if self._running.is_done else 'under way; call wait()'}>"

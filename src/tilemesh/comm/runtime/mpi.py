@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from tilemesh.comm.runtime.transport import Arena, Array, Bytes, Caps, Lazy, Message, NativeCall, Sent, Token, as_bytes
+from tilemesh.comm.runtime.transport import Arena, Array, Bytes, Caps, Message, NativeCall, Sent, Token, as_bytes
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
 from tilemesh.core.errors import RunError
 
@@ -72,10 +72,10 @@ class MpiTransport:
         return None
 
     def native(self, call: NativeCall) -> Token:
+        # Always the nonblocking form: MPI does not match a blocking collective of one rank with a nonblocking one of
+        # another, and whether a rank may block depends on what it alone has pending.
         name, arguments = _native_call(self.comm, call)
-        blocking = getattr(self.comm, name)
-        start = getattr(self.comm, "I" + name.lower())
-        return Lazy(lambda: blocking(*arguments), lambda: _Requests([start(*arguments)]))
+        return _Requests([getattr(self.comm, "I" + name.lower())(*arguments)])
 
     def arena(self, nbytes: int) -> Arena | None:
         return None
@@ -88,6 +88,9 @@ class MpiTransport:
         finally:
             group.Free()
             everyone.Free()
+
+    def close(self) -> None:
+        self.comm.Free()
 
     def abort(self, reason: str) -> NoReturn:
         print(f"tilemesh: {reason}", file=sys.stderr, flush=True)

@@ -73,8 +73,8 @@ class Board:
         return Record(**fields, doing=Doing(**doing) if doing else None)
 
 
-def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board | None:
-    """The board of this job, or None where none can be shared. `tell(text)`: rank 0's text, on every rank."""
+def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board:
+    """The board of this job, or one that only this rank sees. `tell(text)`: rank 0's text, on every rank."""
     folder = os.environ.get(JOB_VARIABLE)
     nbytes = ranks * _BYTES
     if folder is not None and Path(folder).is_dir():
@@ -86,7 +86,7 @@ def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board | N
         if rank != 0:
             handle = _open(path) if host == socket.gethostname() else -1
     if handle < 0:
-        return None
+        return private_board(ranks)
     try:
         return Board(mmap.mmap(handle, nbytes), ranks)
     finally:
@@ -103,7 +103,7 @@ def leave_verdict(reason: str) -> None:
 
 
 def private_board(ranks: int) -> Board:
-    """For ranks of one process."""
+    """For ranks of one process, and for a rank that shares no memory with the others."""
     return Board(bytearray(ranks * _BYTES), ranks)
 
 

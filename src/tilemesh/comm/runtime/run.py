@@ -124,6 +124,7 @@ class Running:
     def __init__(self, steps: Iterator[Token], finish: Callable[[], Any]) -> None:
         self.steps = steps
         self.finish = finish
+        self.owner: object = None  # whoever started it in the background
         self.token: Token | None = None
         self.is_done = False
         self.result: Any = None

@@ -92,11 +92,14 @@ class ThreadTransport:
             self.sent.messages += 1
             self.sent.nbytes += message.nbytes
         pair = (self.rank, message.peer) if message.is_send else (message.peer, self.rank)
-        waiting = self.world.posted[self.label, *pair, tag, not message.is_send]
+        mailbox = (self.label, *pair, tag, not message.is_send)
+        waiting = self.world.posted.get(mailbox)
         if not waiting:
             self.world.posted[self.label, *pair, tag, message.is_send].append((message, pending))
             return
         other, others = waiting.popleft()
+        if not waiting:
+            del self.world.posted[mailbox]  # tags go on and on: empty mailboxes would pile up
         source, target = (message, other) if message.is_send else (other, message)
         if source.nbytes != target.nbytes:
             self.world.fail(
@@ -127,6 +130,9 @@ class ThreadTransport:
 
     def split(self, members: Sequence[int], label: str) -> ThreadTransport:
         return ThreadTransport(self.world, members.index(self.rank), len(members), label)
+
+    def close(self) -> None:
+        return None
 
     def abort(self, reason: str) -> NoReturn:
         self.world.fail(reason)

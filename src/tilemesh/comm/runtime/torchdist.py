@@ -6,16 +6,19 @@ call must not block, a helper thread does the waiting.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tilemesh.comm.runtime.device import Device
+from tilemesh.comm.runtime.device import OPS, Device, Work
 from tilemesh.comm.runtime.transport import (
     Arena,
     Bytes,
@@ -30,13 +33,10 @@ from tilemesh.comm.runtime.transport import (
 )
 from tilemesh.comm.schedules.collectives import REDUCING
 
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+# Groups end in `close` or with the process, never by garbage collection: that may run in a thread which the end of the
+# process cuts off, and C++ then ends with an abort.
+_open: set[Any] = set()
+_worlds = count(2)  # the first world is torch's own group
 _NATIVE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "barrier"})
 # float16 and bfloat16 arrive widened.
 _GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64", "float16", "bfloat16")
@@ -79,29 +79,28 @@ class _Works:
             raise self.error
 
 
-class _Collective:
-    """A collective of gloo's own, which, unlike a message, can be asked whether it is done."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def test(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
 class TorchTransport:
     caps = Caps(native=_NATIVE)
 
-    def __init__(self, group: Any, device: Device | None = None) -> None:
+    def __init__(self, group: Any, has_nccl: bool, timeout: timedelta) -> None:
+        """`timeout`: torch's own, for this group and those split from it."""
         self.group = group
-        self.device = device
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
+        self.device = Device(group) if has_nccl else None
+        self.timeout = timeout
+        self.rank: int = group.rank()
+        self.size: int = group.size()
         self.name = "torch"
         self.sent = Sent()
+
+    @classmethod
+    def world(cls, timeout: timedelta, *, is_shared: bool) -> TorchTransport:
+        """Over all ranks of torch.distributed. `is_shared`: others use its own group too, so this gets a new one."""
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        everyone = dist.group.WORLD
+        if is_shared:
+            label = f"world:{next(_worlds)}"
+            everyone = _new_group(label, dist.get_rank(), dist.get_world_size(), has_nccl, timeout)
+        return cls(everyone, has_nccl, timeout)
 
     def view(self, region: Bytes) -> Any:
         # torch warns of memory it may not write to, and a send only reads it: our own copy is as good.
@@ -131,20 +130,20 @@ class TorchTransport:
     def native(self, call: NativeCall) -> Token:
         if call.collective in ("all_gather", "all_to_all") and call.target.size == 0 and call.source.size == 0:
             return Done()
-        return Lazy(lambda: self._call(call, False), lambda: _Collective(self._call(call, True)))
+        return Lazy(lambda: self._call(call, False), lambda: Work(self._call(call, True)))
 
     def _call(self, call: NativeCall, is_async: bool) -> Any:
         options: dict[str, Any] = {"group": self.group, "async_op": is_async}
         if call.collective == "barrier":
-            return dist.barrier(**options)
+            return dist.all_reduce(torch.zeros(1), **options)  # dist.barrier wants groups that torch itself has named
         if call.collective in ("all_reduce", "reduce"):
             # gloo combines in place; a reduce leaves something on every rank, which must not be the caller's input.
             target = call.target if call.target.size else call.source.copy()
             target[:] = call.source
             tensor = torch.from_numpy(target)
             if call.collective == "all_reduce":
-                return dist.all_reduce(tensor, _OPS[call.op], **options)
-            return dist.reduce(tensor, group_dst=call.root, op=_OPS[call.op], **options)
+                return dist.all_reduce(tensor, OPS[call.op], **options)
+            return dist.reduce(tensor, group_dst=call.root, op=OPS[call.op], **options)
         target_bytes = self.view(as_bytes(call.target))
         if call.collective == "broadcast":
             if self.rank == call.root:
@@ -161,11 +160,45 @@ class TorchTransport:
         return None
 
     def split(self, members: Sequence[int], label: str) -> TorchTransport:
-        ranks = [dist.get_global_rank(self.group, member) for member in members]
-        # The label is the same on all members and on them alone: groups made side by side must not meet in the store.
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=label, sort_ranks=False)
-        return TorchTransport(group, Device(group) if self.device else None)
+        group = _new_group(label, members.index(self.rank), len(members), self.device is not None, self.timeout)
+        return TorchTransport(group, self.device is not None, self.timeout)
+
+    def close(self) -> None:
+        if self.group is not dist.group.WORLD:  # without it torch has no groups at all: it goes when the process ends
+            _open.remove(self.group)
+            self.group.shutdown()
+            self.group = None
 
     def abort(self, reason: str) -> NoReturn:
         print(f"tilemesh: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _new_group(label: str, rank: int, size: int, has_nccl: bool, timeout: timedelta) -> Any:
+    """A group of torch's among the ranks that call this with the same label, which must never have been used before.
+
+    Not `dist.new_group`: that names a group after its ranks and the number of groups this process has, so ranks that
+    are in unequally many groups would wait under different names, and a group made after another was closed would
+    find the addresses of the old one.
+    """
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"tilemesh/{label}/", c10d._get_default_store())
+    group = dist.ProcessGroup(store, rank, size)
+    kinds = dist.ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if has_nccl:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore("cuda/", store), rank, size, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
+    _open.add(group)
+    return group
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in _open:
+        group.shutdown()
+    _open.clear()

@@ -99,6 +99,9 @@ class Transport(Protocol):
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among these ranks of this one, in that order; called by each of them, and by no other."""
 
+    def close(self) -> None:
+        """Give back what the library keeps for it; called by all its ranks when nothing is under way."""
+
     def abort(self, reason: str) -> NoReturn:
         """End the job: all ranks, now."""
 

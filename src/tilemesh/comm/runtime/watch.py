@@ -1,8 +1,8 @@
 """The watchdog: past the timeout it says which rank has not come and what that rank does instead, and ends the job.
 
-A call only notes what it is (a tuple in this process); a thread that wakes a few times a second publishes the note,
-together with the line of the program that the rank is at, and looks at the clock. So a call costs a fraction of a
-microsecond whatever is underneath, and it works just as well for the library's own collectives.
+Our own calls note what they are (one tuple); the library's collectives note nothing at all. A thread that wakes a few
+times a second looks: at the notes, and for the library's at the stacks of this process, where their frame says the
+same. It publishes what it saw, together with the line of the program that the rank is at, and looks at the clock.
 """
 
 from __future__ import annotations
@@ -13,117 +13,175 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 from tilemesh.comm.runtime.records import Board, Doing, Record
 from tilemesh.core.units import format_bytes
 
 TICK_S = 0.2
 TIMEOUT_S = 60.0
+_STOP_S = 1.0  # it may be in the middle of ending the job
 _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did not end the job
 
 _TILEMESH = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
 
 
+# (sequence, name, nbytes, since_ns) of a call under way, as in `Doing`; a bare tuple, because every call makes one.
+Note: TypeAlias = tuple[int, str, int, int]
+
+
 class Process:
-    """What one rank publishes and watches over, for all its communicators. `board` None: nobody to tell."""
+    """What one rank publishes and watches over, for all its communicators.
+
+    `find(frame)`: the communicator's watch and the call, if this is the frame of one of the library's collectives.
+    """
 
     def __init__(
-        self, rank: int, board: Board | None, timeout_s: float, end: Callable[[str], object], pids: bool = True
+        self,
+        rank: int,
+        board: Board,
+        end: Callable[[str], object],
+        find: Callable[[FrameType], tuple[Watch, str, int] | None] = lambda frame: None,
+        pids: bool = True,
     ) -> None:
         self.rank = rank
         self.board = board
-        self.timeout_s = timeout_s
         self.end = end
+        self.find = find
         self.pids = pids
-        self.doing: tuple[Watch, str, int, str, int, int] | None = None
-        self.seen: dict[str, int] = {}
+        self.worlds = 0  # how often this rank has connected
+        self.watches: dict[str, Watch] = {}
+        self.found: dict[Watch, Note] = {}
         self.owner = threading.get_ident()
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
-        self.published: object = ()
 
     def start(self) -> None:
         """Begin to watch; a single rank has nobody to wait for."""
-        if self.board is not None and self.board.ranks > 1:
-            self.publish()
+        if self.board.ranks > 1:
+            self.look()
             self.thread = threading.Thread(target=self._watch, name=f"tilemesh-watch-{self.rank}", daemon=True)
             self.thread.start()
 
     def stop(self) -> None:
         self.stopped.set()
+        if self.thread is not None:
+            self.thread.join(_STOP_S)
 
     def _watch(self) -> None:
-        while not self.stopped.wait(min(TICK_S, self.timeout_s / 4)):
-            self.publish()
-            doing = self.doing
-            if doing is None:
+        while not self.stopped.wait(self._tick_s()):
+            waiting = self.look()
+            if waiting is None:
                 continue
-            waited_s = (time.monotonic_ns() - doing[5]) / 1e9
-            if waited_s > self.timeout_s + _TURN_S * self._turn(doing[5]) and self.doing is doing:
-                self.end(doing[0].report(doing[1:], waited_s))
+            watch, note = waiting
+            since_ns = note[3]
+            waited_s = (time.monotonic_ns() - since_ns) / 1e9
+            if waited_s > watch.timeout_s + _TURN_S * self._turn(since_ns) and self._still(watch, note):
+                self.end(watch.report(note, waited_s))
                 return
 
-    def publish(self) -> None:
-        assert self.board is not None
-        doing, frame = self.doing, sys._current_frames().get(self.owner)
+    def _tick_s(self) -> float:
+        return min([TICK_S, *(watch.timeout_s / 4 for watch in self._open())])
+
+    def _open(self) -> list[Watch]:
+        return [*self.watches.values()]  # copied in one step: the rank may be making or closing a group meanwhile
+
+    def look(self) -> tuple[Watch, Note] | None:
+        """Publish what this rank is doing; returns the call that will be the first to have waited too long, if any."""
+        frames = sys._current_frames()
         now = time.monotonic_ns()
-        current = Doing(*doing[1:]) if doing else None
-        self.board.write(self.rank, Record(os.getpid(), now, _where(frame), current, dict(self.seen)))
+        watches = self._open()
+        notes = [(watch, watch.note) for watch in watches]
+        self.found = self._natives(frames.values(), now)
+        under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
+        waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
+        doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
+        seen = {watch.label: watch.sequence for watch in watches}
+        self.board.write(self.rank, Record(os.getpid(), now, _where(frames.get(self.owner)), doing, seen))
+        return waiting
+
+    def _natives(self, frames: Iterable[FrameType], now: int) -> dict[Watch, Note]:
+        """The library's collectives that this rank is inside of, since the look that first saw them."""
+        result = {}
+        for innermost in frames:
+            frame: FrameType | None = innermost
+            while frame is not None:
+                call = self.find(frame)
+                if call is not None and call[0].process is self:
+                    watch, name, nbytes = call
+                    before = self.found.get(watch)
+                    if before is None or before[0] != watch.sequence:
+                        before = (watch.sequence, name, nbytes, now)
+                    result[watch] = before
+                frame = frame.f_back
+        return result
+
+    def _still(self, watch: Watch, note: Note) -> bool:
+        """Whether the call did not end while this thread was thinking about it."""
+        if watch.note is note:
+            return True
+        return self._natives(sys._current_frames().values(), 0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
         """How many ranks that have waited about as long as this one come before it in speaking up."""
         waiting = 0
         for rank in range(self.rank):
-            record = self.board.read(rank) if self.board else None
+            record = self.board.read(rank)
             if record and record.doing and record.doing.since_ns < since_ns + _TURN_S * 1e9:
                 waiting += 1
         return min(waiting, 3)
 
 
 class Watch:
-    """The watchdog as one communicator sees it: its members are these ranks of the world."""
+    """The watchdog as one communicator sees it: its members are these ranks of the world.
 
-    def __init__(self, process: Process, members: Sequence[int]) -> None:
+    `sequence`: how many collectives this communicator has begun, which is how the others know that this rank has come.
+    """
+
+    def __init__(
+        self, process: Process, members: Sequence[int], label: str = "world", timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.process = process
         self.members = tuple(members)
+        self.label = label
+        self.timeout_s = timeout_s
+        self.sequence = 0
+        self.note: Note | None = None
+        process.watches[label] = self
 
-    def of(self, members: Sequence[int]) -> Watch:
+    def of(self, members: Sequence[int], label: str) -> Watch:
         """For a group of this communicator's ranks."""
-        return Watch(self.process, [self.members[member] for member in members])
+        return Watch(self.process, [self.members[member] for member in members], label, self.timeout_s)
 
-    def enter(self, label: str, sequence: int, name: str, nbytes: int) -> None:
-        process = self.process
-        if sequence > process.seen.get(label, -1):
-            process.seen[label] = sequence
-        process.doing = (self, label, sequence, name, nbytes, time.monotonic_ns())
+    def forget(self) -> None:
+        """The communicator is closed."""
+        del self.process.watches[self.label]
+
+    def enter(self, sequence: int, name: str, nbytes: int) -> None:
+        self.note = (sequence, name, nbytes, time.monotonic_ns())
 
     def leave(self) -> None:
-        self.process.doing = None
-
-    def note(self, label: str, sequence: int) -> None:
-        """A call that has begun without anybody waiting for it."""
-        self.process.seen[label] = max(sequence, self.process.seen.get(label, -1))
+        self.note = None
 
     @contextlib.contextmanager
-    def during(self, label: str, sequence: int, name: str, nbytes: int) -> Iterator[None]:
-        self.enter(label, sequence, name, nbytes)
+    def during(self, sequence: int, name: str, nbytes: int) -> Iterator[None]:
+        self.enter(sequence, name, nbytes)
         try:
             yield
         finally:
             self.leave()
 
-    def report(self, call: tuple[str, int, str, int, int], waited_s: float) -> str:
+    def report(self, note: Note, waited_s: float) -> str:
         """What to tell the user about a call that never ends."""
-        label, sequence, name, nbytes, _ = call
+        label, (sequence, name, nbytes, _) = self.label, note
         me = self.members.index(self.process.rank)
         what = f"{name} #{sequence}" if sequence >= 0 else name
         head = f"rank {me} has waited {waited_s:.1f} s in {what} of {label} ({format_bytes(nbytes)})"
-        board = self.process.board
-        records = [board.read(rank) if board else None for rank in self.members]
+        records = [self.process.board.read(rank) for rank in self.members]
         missing, here = [], []
         for rank, record in enumerate(records):
             if rank == me:
@@ -137,7 +195,7 @@ class Watch:
             parts[1] = f"{'not arrived' if sequence >= 0 else 'meanwhile'}: {'; '.join(missing)}"
         if here:
             parts.append(f"arrived: {', '.join(here)}")
-        return "; ".join([*parts, f"ending the job after {self.process.timeout_s:g} s"])
+        return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
 
     def _instead(self, record: Record | None) -> str:
         if record is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from tilemesh.comm.schedules import bruck, flat, hierarchical, naive, pairwise, recursive, ring, tree
+from tilemesh.comm.schedules import bruck, exchange, flat, hierarchical, naive, pairwise, recursive, ring, tree
 from tilemesh.comm.schedules.collectives import require_collective
 from tilemesh.comm.schedules.schedule import Schedule
 from tilemesh.core.errors import UsageError, unknown
@@ -54,6 +54,7 @@ BOOK: dict[str, dict[str, Builder]] = {
     "all_to_all": {
         "pairwise": pairwise.all_to_all,
         "bruck": bruck.all_to_all,
+        "hierarchical": exchange.all_to_all,
         "flat": flat.all_to_all,
         "naive": naive.all_to_all,
     },

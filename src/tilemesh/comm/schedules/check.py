@@ -12,10 +12,13 @@ A slot holds a label and the set of ranks whose contributions went into it. The 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import get_args
 
 from tilemesh.comm.schedules.collectives import ends, starts
-from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Round, Schedule, Sparse, Step
+from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Kind, Round, Schedule, Sparse, Step
 from tilemesh.core.errors import UsageError
+
+_KINDS = get_args(Kind)
 
 
 class BrokenScheduleError(UsageError):
@@ -76,6 +79,8 @@ class _Proof:
         if any(len(step.peer) != self.ranks for step in steps):
             raise self.fail(0, f"a step's vector is not of {self.ranks} ranks")
         for step in steps:
+            if step.kind not in _KINDS:
+                raise self.fail(0, f"a step of an unknown kind, '{step.kind}'")
             if step.kind == "sync":
                 self.meet(step)
         for step in steps:
@@ -87,22 +92,23 @@ class _Proof:
     def meet(self, step: Step) -> None:
         if not self.schedule.shared:
             raise self.fail(0, "a sync in a schedule that is not marked as sharing memory")
-        groups: dict[int, list[int]] = defaultdict(list)
-        for rank, group in enumerate(step.peer):
-            if group != NOBODY:
-                groups[group].append(rank)
-        for members in groups.values():
-            for rank in members:
-                self.epoch[rank] += 1
-                self.clock[rank][rank] = self.epoch[rank]
-            met = [max(self.clock[rank][other] for rank in members) for other in range(self.ranks)]
-            for rank in members:
-                self.clock[rank] = list(met)
+        # A node's flags know one meeting, that of everybody: ranks that met in groups would wait for the others.
+        if len(set(step.peer)) != 1 or step.peer[0] == NOBODY:
+            raise self.fail(0, "a sync of some of the ranks: only all of them together can meet")
+        for rank in range(self.ranks):
+            self.epoch[rank] += 1
+            self.clock[rank][rank] = self.epoch[rank]
+        met = [max(clock[other] for clock in self.clock) for other in range(self.ranks)]
+        self.clock = [list(met) for _ in range(self.ranks)]
 
     def move(self, step: Step, rank: int, peer: int, at: int, count: int, source_at: int) -> None:
         owner = rank if step.kind == "copy" else peer
         if step.kind == "read" and not self.schedule.shared:
             raise self.fail(rank, "a read in a schedule that is not marked as sharing memory")
+        if step.kind == "read" and not 0 <= peer < self.ranks:
+            raise self.fail(rank, f"reads from rank {peer}")
+        if step.kind == "read" and peer != rank and step.source == TEMP:
+            raise self.fail(rank, f"reads scratch of rank {peer}, which others cannot reach")
         for i in range(count):
             value = self.get(owner, step.source, source_at + i, reader=rank)
             if step.kind == "read":
@@ -248,7 +254,7 @@ class _Proof:
 def _parts(step: Step) -> list[tuple[int, int, int, int, int]]:
     """(rank, peer, at, count, source_at) of all who take part."""
     if isinstance(step.peer, Sparse):
-        ranks = sorted(step.peer.values)
+        ranks = sorted(rank for rank, peer in step.peer.values.items() if peer != NOBODY)
         return [(r, step.peer[r], step.at[r], step.count[r], step.source_at[r]) for r in ranks if step.count[r] > 0]
     everyone = zip(range(len(step.peer)), step.peer, step.at, step.count, step.source_at, strict=True)
     return [part for part in everyone if part[1] != NOBODY and part[3] > 0]

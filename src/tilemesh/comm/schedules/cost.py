@@ -207,6 +207,8 @@ def _hierarchical(c: _Case) -> Traffic:
     size = min(c.node_size, c.ranks)
     first = c.rank // size * size
     here, nodes, node = min(size, c.ranks - first), -(-c.ranks // size), c.rank // size
+    if c.collective == "all_to_all":
+        return _two_level_exchange(c, size, here, c.rank - first)
     root_node = c.root // size
     is_rooted = c.collective in ("broadcast", "reduce")
     leader = c.root - first if is_rooted and node == root_node else 0
@@ -234,6 +236,14 @@ def _hierarchical(c: _Case) -> Traffic:
     if is_gather:
         return inside("gather", own) + between + inside("broadcast", c.nbytes)
     return inside("reduce", c.nbytes) + between + inside("scatter", own)
+
+
+def _two_level_exchange(c: _Case, size: int, here: int, place: int) -> Traffic:
+    """One block of each rank for whom a neighbour carries; then all the node's blocks for each that one carries for."""
+    last = c.ranks % size or size
+    in_a_full_node, in_the_last = (max(0, -(-(length - place) // here)) for length in (size, last))
+    carried = (c.ranks - last) // size * in_a_full_node + in_the_last  # oneself included
+    return Traffic(here - 1 + carried - 1, (c.ranks - carried + here * (carried - 1)) * c.block)
 
 
 _FORMS: dict[str, Callable[[_Case], Traffic]] = {

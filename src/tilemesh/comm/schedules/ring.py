@@ -7,7 +7,7 @@ that one piece is on the wire while another is reduced. Broadcast and reduce are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tilemesh.comm.schedules.schedule import (
     DATA,
@@ -121,7 +121,8 @@ def _down_the_line(ranks: int, root: int, chunks: int, number: int) -> list[Step
     return [send(to, leaves, one), recv(source, arrives, one)]
 
 
-def _where(ranks: int, takes_part: object, chunk: tuple[int, ...], chunks: int, step: int) -> tuple[int, ...]:
+def _where(
+    ranks: int, takes_part: Callable[[int], bool], chunk: tuple[int, ...], chunks: int, step: int
+) -> tuple[int, ...]:
     """The neighbour `step` further, for those who take part and whose chunk exists; NOBODY for the others."""
-    assert callable(takes_part)
     return vector(ranks, lambda r: (r + step) % ranks if takes_part(r) and 0 <= chunk[r] < chunks else NOBODY)
