@@ -150,6 +150,9 @@ def _torch_world(member: Membership, timeout_s: float) -> Transport:
 def _leave_torch() -> None:
     import torch.distributed as dist
 
+    from tilemesh.comm.runtime.torchdist import let_go
+
+    let_go()
     if dist.is_initialized():
         dist.destroy_process_group()
 

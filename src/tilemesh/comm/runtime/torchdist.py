@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from tilemesh.comm.schedules.collectives import REDUCING
 # Groups end in `close` or with the process, never by garbage collection: that may run in a thread which the end of the
 # process cuts off, and C++ then ends with an abort.
 _open: set[Any] = set()
+_transports: WeakSet[TorchTransport] = WeakSet()
 _worlds = count(2)  # the first world is torch's own group
 _NATIVE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "barrier"})
 # float16 and bfloat16 arrive widened.
@@ -91,6 +93,7 @@ class TorchTransport:
         self.size: int = group.size()
         self.name = "torch"
         self.sent = Sent()
+        _transports.add(self)
 
     @classmethod
     def world(cls, timeout: timedelta, *, is_shared: bool) -> TorchTransport:
@@ -195,6 +198,16 @@ def _new_group(label: str, rank: int, size: int, has_nccl: bool, timeout: timede
     group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
     _open.add(group)
     return group
+
+
+def let_go() -> None:
+    """Drop every communicator's group, so that torch can end gloo's threads while Python still runs.
+
+    One of them may be about to release an array of ours, for which it needs the interpreter: once that is being taken
+    down, C++ ends the process with an abort.
+    """
+    for transport in list(_transports):
+        transport.group = transport.device = None
 
 
 @atexit.register
