@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "model": ["core", "kernels"],
     "plan": ["core", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
     "parallel": ["core", "measure", "kernels", "comm", "model"],
-    "train": ["core", "measure", "kernels", "comm", "model", "parallel"],
+    "train": ["core", "measure", "launch", "kernels", "comm", "model", "parallel"],
     "report": ["core", "measure", "plan", "comm.schedules"],
     "cli": [""],
 }
