@@ -61,7 +61,7 @@ class Pass:
     dropout_seed: int | Tensor | None = None
     """None: nothing is dropped."""
     place: Place = ORIGIN
-    """Where this pass's activations stand in the whole batch; decides what is dropped."""
+    """Where this pass's activations stand in the whole batch; decides what is dropped and which positions are added."""
     cache: Cache | None = None
 
 
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"tokens are {tuple(tokens_BT.shape)} of {tokens_BT.dtype}: expected (rows, tokens) of int64 or int32"
             )
-        config, start = self.config, 0 if cache is None else cache.length
+        config, start = self.config, place.token + (0 if cache is None else cache.length)
         end = start + tokens_BT.shape[1]
         if end > config.context:
             raise UsageError(f"{end} tokens: the model's context is {config.context}; give fewer or set model.context")
@@ -227,8 +227,8 @@ class Transformer(nn.Module):
         """Tokens to activations: what comes before the first layer."""
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            start = 0 if now.cache is None else now.cache.length
-            x_BTD = x_BTD + self.position_embedding.weight[start : start + tokens_BT.shape[1]]
+            start = now.place.token + (0 if now.cache is None else now.cache.length)
+            x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
         if now.dropout_seed is None:
             return x_BTD
         rate = self.config.dropout
@@ -236,8 +236,14 @@ class Transformer(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Activations to logits: what comes after the last layer."""
-        if self.final_norm is not None:
-            x_BTD = self.final_norm(x_BTD)
+        return self.project(self.normalize(x_BTD))
+
+    def normalize(self, x_BTD: Tensor) -> Tensor:
+        """The norm after the last layer, where there is one."""
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """The output projection, or the embedding's table in its place."""
         if self.output is None:
             return functional.linear(x_BTD, self.token_embedding.weight)
         logits_BTV: Tensor = self.output(x_BTD)
@@ -289,14 +295,18 @@ def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None
     if depth is None:
         raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
     for name, parameter in model.named_parameters():
-        kind = name.rpartition(".")[0].rpartition(".")[2]
-        if kind.endswith("norm") or name.endswith("bias"):
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-            continue
-        std = INIT_STD / (2 * depth) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
-        digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+        parameter.copy_(draw(f"{prefix}{name}", parameter.shape, seed, depth))
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
+    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU."""
+    kind = name.rpartition(".")[0].rpartition(".")[2]
+    if kind.endswith("norm") or name.endswith("bias"):
+        return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=torch.float32, device="cpu")
+    std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
 
 
 def _norm(config: ModelConfig, dtype: torch.dtype | None) -> nn.Module:

@@ -24,13 +24,17 @@ from tilemesh.core.errors import UsageError, unknown
 
 @dataclass(frozen=True)
 class Column:
-    """Cut by the output. `units`: what must stay whole (heads); fewer units than ranks are repeated over them.
+    """Cut by the output.
 
+    `units`: so many pieces must stay whole (heads); with `repeats`, fewer of them than ranks are held by several.
     `parts`: how many equal blocks are stacked in the output, each cut alike (3 where q, k and v are one matrix).
+    `joins`: the ranks' outputs are put together again (gather-all), for a layer that no row layer follows.
     """
 
     units: int | None = None
+    repeats: bool = False
     parts: int = 1
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ class Shard:
     """Of the parameter in the whole model, which is also its name in the local one."""
     whole: tuple[int, ...]
     """Shape of the whole."""
+    split: Split = Whole()
+    ranks: int = 1
+    """Of tp, over which it is split."""
     dim: int | None = None
     """The dim that is cut; None: this rank holds all of it."""
     length: int = 0
@@ -104,6 +111,8 @@ class Shard:
     """How many ranks of tp hold this very part; they are consecutive."""
     copy: int = 0
     """Which of them this one is."""
+    partial: bool = False
+    """Each copy's gradient is a part of the whole one: their sum is what every copy needs."""
     writes: bool = True
     """Of all ranks of the mesh that hold this part, this is the one that writes it to a checkpoint."""
 
@@ -141,40 +150,47 @@ def shard(
     """What rank (tp_index, dp_index) holds of a parameter whose module is split so; by its name a weight or a bias."""
     split, shape, is_bias = split_of(split), tuple(whole), name.rpartition(".")[2] == "bias"
     if isinstance(split, (Region, Whole)) or tp == 1 or (isinstance(split, Row) and is_bias):
-        return Shard(name, shape, copies=tp, copy=tp_index, writes=tp_index == 0 == dp_index)
+        return Shard(name, shape, split, tp, copies=tp, copy=tp_index, writes=tp_index == 0 == dp_index)
     if isinstance(split, Vocabulary):
         length = -(-shape[0] // tp)
         valid = max(0, min(length, shape[0] - tp_index * length))
         spans = (Span(0, tp_index * length, valid),) if valid else ()
-        return Shard(name, shape, 0, length, spans, writes=dp_index == 0)
+        return Shard(name, shape, split, tp, 0, length, spans, writes=dp_index == 0)
     if isinstance(split, Row):
         if len(shape) < 2:
             raise UsageError(f"{name} has shape {shape}: a row split needs a matrix")
         length = _even(name, "input", shape[1], tp)
-        return Shard(name, shape, 1, length, (Span(0, tp_index * length, length),), writes=dp_index == 0)
+        return Shard(name, shape, split, tp, 1, length, (Span(0, tp_index * length, length),), writes=dp_index == 0)
     return _column(name, shape, split, tp, tp_index, dp_index)
 
 
 def _column(name: str, shape: tuple[int, ...], split: Column, tp: int, tp_index: int, dp_index: int) -> Shard:
     block = _even(name, "output", shape[0], split.parts, "parts")
-    units = split.units or block
-    width = _even(name, "output", block, units, "units")
-    if units % tp and tp % units:
-        raise UsageError(f"tp is {tp}: {units} units of {name} can neither be split nor repeated evenly over it")
-    if split.units is None:
-        _even(name, "output", block, tp)
-    copies = max(1, tp // units)
+    units = tp if split.units is None else split.units
+    width = _even(name, "output", block, units, "ranks of tp" if split.units is None else "units")
+    copies = tp // units if split.repeats and units < tp else 1
+    if (tp % units) if copies > 1 else (units % tp):
+        how = "split nor repeated" if split.repeats else "split"
+        raise UsageError(f"tp is {tp}: the {units} units of {name} cannot be {how} evenly over it")
     length = max(1, units // tp) * width
-    start = tp_index // copies * length
-    spans = tuple(Span(part * length, part * block + start, length) for part in range(split.parts))
+    spans = tuple(
+        Span(part * length, part * block + tp_index // copies * length, length) for part in range(split.parts)
+    )
     copy = tp_index % copies
-    return Shard(name, shape, 0, length * split.parts, spans, copies, copy, writes=copy == 0 == dp_index)
+    return Shard(
+        name, shape, split, tp, 0, length * split.parts, spans, copies, copy, copies > 1, copy == 0 == dp_index
+    )
 
 
 def _even(name: str, what: str, length: int, parts: int, unit: str = "ranks of tp") -> int:
     if length % parts:
         raise UsageError(f"{name}: its {what} of {length} is not divisible by {parts} {unit}")
     return length // parts
+
+
+def everyones(mine: Shard) -> list[Shard]:
+    """All ranks' parts of a parameter, in order of tp_index."""
+    return [shard(mine.name, mine.whole, mine.split, mine.ranks, index) for index in range(mine.ranks)]
 
 
 # Arrays -----------------------------------------------------------------------------------------------------------
