@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, tune
+from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, train, tune
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -31,6 +31,10 @@ app.command()(calibrate.calibrate)
 app.command()(launch.launch)
 app.command()(plan.plan)
 app.command()(tune.tune)
+app.command()(train.train)
+app.command()(train.generate)
+app.command()(train.export)
+app.add_typer(train.data, name="data")
 
 bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
 bench.command("kernel")(bench_kernel.bench_kernel)

@@ -11,14 +11,11 @@ from pathlib import Path
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.launch.job import Outcome, launch
-from tilemesh.launch.output import Sink
 from tilemesh.train.config import TrainConfig, settled
 from tilemesh.train.folder import SUMMARY, metrics, new_run, read_config, read_json
 from tilemesh.train.progress import Shown
 from tilemesh.train.rank import Result, tell, train_here
-
-INTERRUPT_GRACE_S = 120.0  # after Ctrl-C: a step has to end and a checkpoint to be written
+from tilemesh.train.start import start
 
 
 def fit(
@@ -55,37 +52,20 @@ def fit(
         return train_here(config, folder, comm, resume=resume is not None, init=init, stop_after=stop_after)
     folder = Path(resume) if resume is not None else new_run(config, run)
     shown = Shown()
-    outcome = start(folder, config, resume is not None, init, transport, restarts, stop_after, shown.line)
+    outcome = start(
+        folder,
+        config,
+        resume=resume is not None,
+        init=init,
+        transport=transport,
+        restarts=restarts,
+        stop_after=stop_after,
+        sink=shown.line,
+    )
     shown.close()
     if outcome.failure is not None:
         raise RunError(outcome.sentence(config.plan.world))
     return result_of(folder)
-
-
-def start(
-    folder: Path,
-    config: TrainConfig,
-    resume: bool,
-    init: str | Path | None,
-    transport: str,
-    restarts: int,
-    stop_after: int | None,
-    sink: Sink,
-) -> Outcome:
-    """Start the ranks of a run on this machine and wait for them."""
-    command = ["-m", "tilemesh.train.rank", str(folder), "--resume", "yes" if resume else "no"]
-    if init is not None:
-        command += ["--init", str(init)]
-    if stop_after is not None:
-        command += ["--stop-after", str(stop_after)]
-    return launch(
-        command,
-        ranks=config.plan.world,
-        transport=transport,
-        restarts=restarts,
-        sink=sink,
-        interrupt_grace_s=INTERRUPT_GRACE_S,
-    )
 
 
 def result_of(folder: Path) -> Result:

@@ -1,0 +1,129 @@
+"""A run's rows: what the planner said before it (where it can), what was measured, what the machine allows.
+
+The prediction is made and written down before the first rank starts; the rows are joined when the run has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilemesh.core import calibration
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import device_for, parse_cluster
+from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan.flops import hardware_flops, model_flops
+from tilemesh.plan.step import predict
+from tilemesh.train.config import TrainConfig
+
+_NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
+
+
+def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
+    """Step time, memory and exchange share as the planner sees them; or why it cannot."""
+    device = device_for(gpus[0]) if gpus and config.train.device != "cpu" else None
+    if device is None:
+        where = gpus[0] if gpus else "a CPU"
+        return {"missing": f"the planner has no figures for ranks on {where}"}
+    try:
+        found = predict(config.model, parse_cluster(f"{config.plan.world}x{device.name}"), config.plan, config.context)
+    except UsageError as error:
+        return {"missing": f"the planner: {error}"}
+    return {
+        "step_time_s": found.step_time_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "exchange_share": found.times.exposed_s / found.step_time_s,
+        "memory_bytes": found.memory.total_bytes,
+    }
+
+
+def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
+    """Step time, throughput, MFU, HFU, exchange share and peak memory of a run's summary."""
+    model = ModelConfig(**found["model"])
+    plan = found["plan"]
+    context, batch = int(found["context"]), int(found["batch"])
+    flops = model_flops(model, batch, context)
+    done_flops = hardware_flops(model, batch, context, plan["recompute"])
+    peak, why_no_peak = _peak(found)
+    step = None if found["step_time_s"] is None else Sample(**found["step_time_s"])
+    no_step = "too few steps: the first ones and those with a checkpoint do not count"
+    why = str(predicted.get("missing", "no prediction was made before the run"))
+    tokens = batch * context
+    limit_s = None if peak is None else flops / peak
+    case = {
+        "dp": plan["dp"], "tp": plan["tp"], "precision": plan["precision"], "ranks": found["world"],
+        "cores": found["cores"], "batch": batch, "context": context,
+    }  # fmt: skip
+
+    def row(
+        name: str, unit: str, key: str | None, measured: Sample | None, limit: float | None, missing: Mapping[str, str]
+    ) -> Row:
+        guess = predicted.get(key) if key is not None else None
+        reasons = {"peers": _NO_PEER, **missing}
+        if guess is None:
+            reasons["predicted"] = why if key is not None else "follows from the step time"
+        if measured is None:
+            reasons["measured"] = no_step
+        if limit is None:
+            reasons.setdefault("limit", why_no_peak)
+        return Row(
+            name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons, **stamp()
+        )
+
+    share = found["shares"]["exchange"] + found["shares"]["idle"]
+    memory = max(found["peak_memory_bytes"])
+    told = None if predicted.get("step_time_s") is None else tokens / predicted["step_time_s"]
+    predicted = {**predicted, "tokens_per_s": told}
+    made = [
+        row("step time", "s", "step_time_s", step, limit_s, {}),
+        row("throughput", "tokens/s", "tokens_per_s", step and step.rate(tokens), limit_s and tokens / limit_s, {}),
+    ]
+    for name, key, count in (("MFU", "mfu", flops), ("HFU", "hfu", done_flops)):
+        value = None if step is None or peak is None else step.rate(count).scaled(1 / peak)
+        made.append(row(name, "fraction", key, value, None if peak is None else 1.0, {}))
+        if value is None and step is not None:
+            made[-1] = _without_measured(made[-1], why_no_peak)
+    made.append(
+        row("exchange share", "fraction", "exchange_share", _exact(share), None, {"limit": "depends on the layout"})
+    )
+    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _room(found), {}))
+    return made
+
+
+def _without_measured(row: Row, why: str) -> Row:
+    fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return Row(**{**fields, "missing": {**row.missing, "measured": why}})
+
+
+def _exact(value: float) -> Sample:
+    return Sample(float(value), float(value), float(value), 1)
+
+
+def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
+    """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
+    precision = found["plan"]["precision"]
+    dtype = {"bf16-master": "bf16"}.get(precision, precision)
+    try:
+        known = calibration.find(str(found["machine"]))
+    except RunError as error:
+        return None, str(error)
+    if known is None:
+        return None, "this machine has no calibration: run `tilemesh calibrate` once"
+    rates = known.all_cores if found["device"] == "cpu" else known.gpu
+    rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
+    if rate is None:
+        return None, f"no matmul in {dtype} was calibrated on this machine"
+    return rate * (1 if found["device"] == "cpu" else found["world"]), ""
+
+
+def _room(found: Mapping[str, Any]) -> float:
+    """Bytes each rank may take: its share of the machine's memory, or its GPU's."""
+    if found["device"] == "cpu":
+        return this_machine().memory_bytes / int(found["world"])
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
