@@ -11,11 +11,13 @@ from typing import Any
 from tilemesh.core import calibration
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan.flops import hardware_flops, model_flops
+from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import predict
 from tilemesh.train.config import TrainConfig
 
@@ -75,7 +77,9 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         )
 
     share = found["shares"]["exchange"] + found["shares"]["idle"]
-    memory = max(found["peak_memory_bytes"])
+    # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
+    pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
+    memory = max(peak - baseline for peak, baseline in pairs)
     told = None if predicted.get("step_time_s") is None else tokens / predicted["step_time_s"]
     predicted = {**predicted, "tokens_per_s": told}
     made = [
@@ -90,7 +94,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     made.append(
         row("exchange share", "fraction", "exchange_share", _exact(share), None, {"limit": "depends on the layout"})
     )
-    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _room(found), {}))
+    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
     return made
 
 
@@ -120,10 +124,7 @@ def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
     return rate * (1 if found["device"] == "cpu" else found["world"]), ""
 
 
-def _room(found: Mapping[str, Any]) -> float:
-    """Bytes each rank may take: its share of the machine's memory, or its GPU's."""
-    if found["device"] == "cpu":
-        return this_machine().memory_bytes / int(found["world"])
-    import torch
-
-    return float(torch.cuda.get_device_properties(0).total_memory)
+def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:
+    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state."""
+    shards = shard_parameters(model, int(plan["tp"]))
+    return float(sum(state_bytes(stage_parameters(shards, model.layers, True, True), str(plan["precision"]))))

@@ -15,7 +15,7 @@ from tilemesh.cli.train_rows import predict_run, rows
 from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.units import format_seconds
+from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.launch.job import Outcome
 from tilemesh.launch.rank import run_command
 from tilemesh.measure.machine import gpu_names
@@ -162,10 +162,14 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
     console.print(f"\na step: {words}", soft_wrap=True)
     console.print(f"to improve: {found['improve']}", soft_wrap=True)
+    baseline = max(found["memory_baseline_bytes"])
+    if baseline:
+        console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
     held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
     console.print(
         f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
-        f"{format_seconds(found['seconds'])} in all, first step after {format_seconds(found['seconds_to_first_step'])}"
+        f"{format_seconds(found['seconds'])} in all, first step after {format_seconds(found['seconds_to_first_step'])}",
+        soft_wrap=True,
     )
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"

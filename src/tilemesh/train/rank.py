@@ -113,7 +113,12 @@ def train_here(
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
     trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank)
-    recorder = Recorder(trace, status.at)
+
+    def at(text: str) -> None:
+        status.at(text)
+        comm.watch.process.stage = text
+
+    recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
     watch_mesh(mesh, recorder, read_json(folder / CHOICES).get("collectives", {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tilemesh.launch.job import Outcome, launch
@@ -21,6 +22,7 @@ def start(
     restarts: int,
     stop_after: int | None,
     sink: Sink,
+    say: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Start the ranks of a run on this machine and wait for them."""
     command = ["-m", "tilemesh.train.rank", str(folder), "--resume", "yes" if resume else "no"]
@@ -35,4 +37,5 @@ def start(
         restarts=restarts,
         sink=sink,
         interrupt_grace_s=INTERRUPT_GRACE_S,
+        say=say,
     )

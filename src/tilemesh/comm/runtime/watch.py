@@ -53,6 +53,7 @@ class Process:
         self.end = end
         self.find = find
         self.pids = pids
+        self.stage = ""  # what the program says it is at ("step 12: backward"), for the others to read
         self.worlds = 0  # how often this rank has connected
         self.watches: dict[str, Watch] = {}
         self.found: dict[Watch, Note] = {}
@@ -101,7 +102,8 @@ class Process:
         waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
         seen = {watch.label: watch.sequence for watch in watches}
-        self.board.write(self.rank, Record(os.getpid(), now, _where(frames.get(self.owner)), doing, seen))
+        where = ", ".join(filter(None, [self.stage, _where(frames.get(self.owner))]))
+        self.board.write(self.rank, Record(os.getpid(), now, where, doing, seen))
         return waiting
 
     def _natives(self, frames: Iterable[FrameType], now: int) -> dict[Watch, Note]:
@@ -181,6 +183,8 @@ class Watch:
         me = self.members.index(self.process.rank)
         what = f"{name} #{sequence}" if sequence >= 0 else name
         head = f"rank {me} has waited {waited_s:.1f} s in {what} of {label} ({format_bytes(nbytes)})"
+        if self.process.stage:
+            head += f" at {self.process.stage}"
         records = [self.process.board.read(rank) for rank in self.members]
         missing, here = [], []
         for rank, record in enumerate(records):
@@ -222,7 +226,8 @@ def _where(frame: FrameType | None) -> str:
 
 def _is_program(file: str) -> bool:
     if file.startswith(_TILEMESH):
-        return not file.startswith(str(Path(_TILEMESH, "comm")))  # a training loop of tilemesh is the program, too
+        # A training loop of tilemesh is the program, too; what records its calls is not.
+        return not file.startswith((str(Path(_TILEMESH, "comm")), str(Path(_TILEMESH, "train", "record.py"))))
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
 
 
