@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, train, tune
+from tilemesh.cli import bench_collective, bench_kernel, bench_train, calibrate, doctor, launch, plan, train, tune
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ app.add_typer(train.data, name="data")
 bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
 bench.command("kernel")(bench_kernel.bench_kernel)
 bench.command("collective")(bench_collective.bench_collective)
+bench.command("train")(bench_train.bench_train)
 app.add_typer(bench, name="bench")
 
 # typer's own errors: it carries them, but exports only the most special one by name.

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilemesh.core import calibration
+from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.measure.machine import stamp
+from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
@@ -19,6 +20,7 @@ from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import predict
+from tilemesh.train.bench import Comparison
 from tilemesh.train.config import TrainConfig
 
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
@@ -96,6 +98,34 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     )
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
     return made
+
+
+def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:
+    """Tokens a second, ours beside the peers."""
+    plan, tokens = config.plan, config.tokens_per_step
+    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
+    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
+    peak, why = _peak(known)
+    flops = model_flops(config.model, config.batch, config.context)
+    guess = predicted.get("step_time_s")
+    missing = dict(found.missing)
+    if guess is None:
+        missing["predicted"] = str(predicted["missing"])
+    if peak is None:
+        missing["limit"] = why
+    if not found.peers and not found.missing:
+        missing["peers"] = "none was asked for"
+    case = {
+        "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
+        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
+        "compiled": config.train.compile,
+    }  # fmt: skip
+    row = Row(
+        name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
+        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
+        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
+    )  # fmt: skip
+    return [row]
 
 
 def _without_measured(row: Row, why: str) -> Row:

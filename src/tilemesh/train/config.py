@@ -73,6 +73,8 @@ class LoopConfig:
     """On a GPU only operations that give the same bits each time (a CPU always does)."""
     compile: bool = False
     """Through torch.compile."""
+    kernels: Literal["auto", "tilemesh", "torch"] = "auto"
+    """Who computes a projection with its activation; auto: tilemesh's kernel, but torch under torch.compile."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -135,6 +137,13 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.context
+
+    @property
+    def kernels(self) -> str:
+        """Whose projections: tilemesh's or torch's."""
+        if self.train.kernels == "auto":
+            return "torch" if self.train.compile else "tilemesh"
+        return self.train.kernels
 
     @property
     def segment(self) -> int:
