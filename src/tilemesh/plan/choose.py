@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan.layout import Candidate, short
@@ -192,6 +192,8 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Cand
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
     """Larger clusters of the same device: a fuller node first, then more nodes."""
     node = cluster.node
+    if node.device.name not in DEVICES:  # this machine: there are no more of it
+        return
     if len(cluster.nodes) == 1 and node.count < GPUS_PER_NODE:
         for count in (2, 4, GPUS_PER_NODE):
             if count > node.count:

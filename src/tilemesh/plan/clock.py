@@ -135,14 +135,16 @@ def layer_times(
     # Forward: two sums, each after a projection split by its input; split along the sequence, a sum is a scatter-sum
     # now and a gather-all at the next projection. Backward: the sums belong to input gradients and hide behind weight
     # gradients, as does gathering the two inputs again; what gathers incoming gradients has nothing to hide behind.
-    hidden = constants.HIDDEN_COST
+    hidden = constants.HIDDEN_COST if axis.hides else 1.0
+    # Hand-fused code keeps its inputs cut along the sequence and gathers them again; ours keeps them whole.
+    again = 2 if code == "fused" else 0
     return LayerTimes(
         forward_s=speed.seconds(layer.forward),
         backward_s=speed.seconds(layer.backward),
         scores_s=speed.seconds(layer.scores),
         exchange_s=4 * gather if sp else 2 * reduce,
-        exchange_back_s=(2 + 4 * hidden) * gather if sp else 2 * hidden * reduce,
-        exchange_bytes=(4 * lap, 6 * lap if sp else 4 * lap),
+        exchange_back_s=(2 + (2 + again) * hidden) * gather if sp else 2 * hidden * reduce,
+        exchange_bytes=(4 * lap, (4 + again) * lap if sp else 4 * lap),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=((gather if sp else 0.0) + small, gather if sp else reduce),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),

@@ -26,6 +26,7 @@ MATMUL_FRACTION: Mapping[str, float] = {
     "t4": 0.50,
     "a10": 0.60,
     "cpu": 0.70,  # ASSUMED; a CPU is planned for with its calibration
+    "local": 1.0,  # its peak is what was measured
 }
 """Of the dense peak, what a large matmul sustains beside its waves and fills."""
 
@@ -57,6 +58,7 @@ FUSED_ATTENTION_FRACTION: Mapping[str, tuple[float, float]] = {
     "a10": (0.50, 0.40),  # ASSUMED
     "t4": (0.30, 0.25),  # ASSUMED: no FlashAttention-2 there; torch's memory-efficient kernel
     "cpu": (0.20, 0.25),  # ASSUMED; a CPU is planned for with its calibration
+    "local": (0.20, 0.25),  # ASSUMED, for a calibration without attention in it
 }
 """Of the dense peak, forward and backward, the masked half not counted as work."""
 
@@ -129,6 +131,15 @@ LINK_FRACTION = 0.8
 """Of a link's line rate, what collectives reach. PUBLISHED: NCCL's maintainers give 370 of NVLink4's 450 GB/s
 (nccl-tests issue 212, protocol overhead about 20 %); 230 to 240 of NVLink3's 300 are common on A100. InfiniBand:
 ASSUMED the same."""
+
+MEMORY_LINK_FRACTION = 0.75
+"""Of the copy bandwidth of all cores (a copied byte counted once), what the ranks of a CPU together send.
+MEASURED on two cores, Open MPI's all_reduce of 1 MiB over 2, 4, 8 ranks: 325, 987, 2,118 us beside a copy of 11.1 GB/s,
+which is 0.6 of it; 0.8 of this is LINK_FRACTION."""
+
+MEMORY_MESSAGE_S = (17e-6, 3.5e-6)
+"""A message between ranks of a CPU: our own call in Python (MEASURED, 33.7 us a call of two messages), and, where ranks
+outnumber cores, so much more for each rank a core has: 4 bytes over 4 and 8 ranks on two cores took 27 and 94 us."""
 
 HIDDEN_COST = 0.5
 """Of an exchange that runs beside matmuls, the part it costs all the same: it takes multiprocessors and bandwidth from

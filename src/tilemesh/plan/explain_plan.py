@@ -229,8 +229,8 @@ def roofline_section(estimator: Estimator, plan: ParallelPlan) -> Section:
     ridge = Ceiling.of_device(device).ridge(dtype)
     code = estimator.clock.code(plan)
     speed = work.speed_of(device, dtype, estimator.rates, code)
-    shape = (plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context)
-    layer = work.layer_work(estimator.model, *shape, plan.attention, dtype, code)
+    sizes = (plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context)
+    layer = work.layer_work(estimator.model, *sizes, plan.attention, dtype, code)
     rows = []
     for op in layer.forward:
         if isinstance(op, Pass):

@@ -20,7 +20,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock
-from tilemesh.plan.exchange import DataExchange, data_exchange
+from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.layout import Layout
 from tilemesh.plan.memory import Memory
@@ -83,6 +83,8 @@ class Prediction:
     """Of the schedule itself, as if all stages took equally long."""
     chunk_layers: tuple[int, ...]
     """Layers of each chunk; chunk c lies on stage c % pp."""
+    exchanges: dict[str, dict[str, int]]
+    """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -213,6 +215,7 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
+            exchanges=exchanged(self.model, plan, self.context, frame.stages[0], self.clock.code(plan)),
         )
 
     def chunk_times(self, plan: Layout) -> Chunks:
