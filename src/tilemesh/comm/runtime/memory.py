@@ -55,6 +55,8 @@ class Like:
 def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
     """Shape and kind of x. Refuses what no transport could carry."""
     if isinstance(x, np.ndarray):
+        if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+            raise UsageError(f"{what} is a {type(x).__name__}: give np.asarray of it, or what stands for masked values")
         return x.shape, _numpy_like(x.dtype, what)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
@@ -92,7 +94,7 @@ def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
         return x, like
     import torch
 
-    host = x.detach()
+    host = x.detach().resolve_neg()
     if x.is_cuda:
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)
