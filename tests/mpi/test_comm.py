@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import comm_cases
 
 from tilemesh.comm import run_threads
+from tilemesh.comm.runtime.meeting import START_S
 from tilemesh.launch.folder import base_folder
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.start import find_mpiexec, mpi_environment
@@ -244,9 +245,10 @@ class TestFaults:
         assert outcome.exit_code == 0
         assert said.of("out").count("done") == 2
         (words,) = [line for line in said.of("err") if line.startswith("tilemesh")]
-        assert words == (
-            "tilemesh: rank 0 ended without wait() for recv from rank 1, send to rank 1, all_reduce #2 of world"
-        )
+        head = "tilemesh: rank 0 ended without wait() for "
+        assert words.startswith(head)
+        names = sorted(words.removeprefix(head).split(", "))
+        assert names == ["all_reduce #2 of world", "recv from rank 1", "send to rank 1"]
 
     @pytest.mark.parametrize("sizes", [pytest.param("34"), pytest.param("43", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("transport", PROCESSES)
@@ -259,16 +261,17 @@ class TestFaults:
             reason = f"raised RunError: rank 0 sent more to rank 1 than the {expected} bytes expected"
         assert outcome.failure.reason == reason
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("transport", PROCESSES)
     def test_a_rank_that_never_connects(self, transport: str) -> None:
         start = time.monotonic()
         outcome, said = in_ranks(transport, 3, "comm_fault_script.py", "absent")
-        assert time.monotonic() - start < 2 + 2 * ENDS_WITHIN_S
+        assert time.monotonic() - start < START_S + 2 * ENDS_WITHIN_S
         assert outcome.exit_code == 1
         words = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
         assert words
         for line in words:
-            assert re.match(r"tilemesh: rank [02] has waited 2 s in connect\(\) for 3 ranks; not arrived: 1;", line)
+            assert re.match(r"tilemesh: rank [02] has waited 20 s in connect\(\) for 3 ranks; not arrived: 1;", line)
         assert "not arrived: 1" in outcome.sentence(3)
 
     @pytest.mark.parametrize("transport", PROCESSES)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,3 +125,36 @@ def test_a_group_knows_its_nodes_from_its_parent() -> None:
         return tuple(group._caller.planner.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
 
     assert run_threads(8, main, node_size=2) == [(2, 2, 1, 2, 2)] * 8
+
+
+MEETING = """
+import sys, time
+from tilemesh.comm.runtime import meeting
+from tilemesh.core.context import Membership
+meeting.START_S = 0.5
+with meeting.meeting(Membership("mpiexec", 2, 4, 2, 4), 0.1, is_first_mpi=sys.argv[1] == "guarded"):
+    time.sleep(float(sys.argv[2]))
+print("met", flush=True)
+time.sleep(float(sys.argv[2]))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["guarded", "thread"])
+def test_connect_ends_when_a_rank_never_comes(how: str, tmp_path: Path) -> None:
+    environ = os.environ | {"TILEMESH_JOB": str(tmp_path)}
+    (tmp_path / "connecting-1").mkdir()
+    (tmp_path / "connecting-1" / "0").touch()
+    line = [sys.executable, "-c", MEETING, how]
+    done = subprocess.run([*line, "30"], env=environ, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode != 0
+    words = "rank 2 has waited 0.5 s in connect() for 4 ranks; not arrived: 1, 3; ending the job"
+    assert done.stderr == f"tilemesh: {words}\n"
+    assert (tmp_path / "verdict").read_text() == f"{words}\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("how", ["guarded", "thread"])
+def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", MEETING, how, "0.4"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "met\ndone\n", "")

@@ -52,7 +52,7 @@ def connect(transport: str = "auto", *, timeout_s: float = TIMEOUT_S, node_size:
         raise UsageError(
             "transport 'torch' in a process that nobody started as a rank: use torchrun or `tilemesh launch`"
         )
-    with meeting(member, timeout_s):
+    with meeting(member, timeout_s, is_first_mpi=name == "mpi" and "mpi4py.MPI" not in sys.modules):
         if name == "mpi":
             from tilemesh.comm.runtime.mpi import MpiTransport
 
@@ -113,8 +113,8 @@ def say_dropped(rank: int, engine: Engine) -> None:
     while engine.pending and time.monotonic() < end:
         if not engine.progress():
             time.sleep(0.01)
-    if engine.pending:
-        names = ", ".join(running.name for running in engine.pending)
+    if engine.dropped:
+        names = ", ".join(engine.dropped)
         print(f"tilemesh: rank {rank} ended without wait() for {names}", file=sys.stderr, flush=True)
 
 

@@ -58,26 +58,28 @@ class _Receipt:
         self.message = message
         self.rank = rank
         self.status = MPI.Status()
+        self.is_done = False
 
     def test(self) -> bool:
-        return bool(self._checked(lambda: self.request.Test(self.status)))
+        return self.is_done or self._ask(lambda: self.request.Test(self.status))
 
     def wait(self) -> None:
-        self._checked(lambda: self.request.Wait(self.status))
+        if not self.is_done:
+            self._ask(lambda: self.request.Wait(self.status))
 
-    def _checked(self, ask: Callable[[], Any]) -> Any:
+    def _ask(self, ask: Callable[[], bool]) -> bool:
         expected, source = self.message.nbytes, self.message.peer
         try:
-            is_done = ask()
+            self.is_done = ask()
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise RunError(f"rank {source} sent more to rank {self.rank} than the {expected} bytes expected") from None
-        if is_done is not False:
-            got = self.status.Get_count(MPI.BYTE)
+        if self.is_done:
+            got = self.status.Get_count(MPI.BYTE)  # asked once: a request that is over has forgotten it
             if got != expected:
                 raise RunError(wrong_size(source, got, self.rank, expected))
-        return is_done
+        return self.is_done
 
 
 class MpiTransport:

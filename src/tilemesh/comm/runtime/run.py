@@ -161,6 +161,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.pending: list[Running] = []
+        self.unheard: list[Running] = []  # went wrong in the background, and nobody has waited for them yet
         self.lock = threading.Lock()
 
     def run(self, running: Running) -> Any:
@@ -175,8 +176,10 @@ class Engine:
 
     def start(self, running: Running) -> None:
         running.advance()
-        if not running.is_done:
-            with self.lock:
+        with self.lock:
+            if running.error is not None:
+                self.unheard.append(running)
+            elif not running.is_done:
                 self.pending.append(running)
 
     def progress(self) -> bool:
@@ -184,6 +187,7 @@ class Engine:
         with self.lock:
             # All of them, not up to the first.
             moved = sum(running.advance() for running in self.pending if not running.is_claimed)
+            self.unheard += [running for running in self.pending if running.error is not None]
             self.pending = [running for running in self.pending if not running.is_done]
         return moved > 0
 
@@ -199,8 +203,15 @@ class Engine:
             if not self.progress() and not running.is_done:
                 time.sleep(0)
         if running.error is not None:
+            with self.lock:
+                self.unheard = [other for other in self.unheard if other is not running]
             raise running.error
         return running.result
+
+    @property
+    def dropped(self) -> list[str]:
+        """What was begun and has neither ended well nor been waited for."""
+        return [running.name for running in (*self.unheard, *self.pending)]
 
     def _claims(self, running: Running) -> bool:
         """Whether nothing else is under way, so that this thread may block; until it is back, it alone has it."""
