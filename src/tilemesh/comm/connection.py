@@ -109,6 +109,8 @@ def _over(transport: Transport, timeout_s: float, node_size: int | None) -> Comm
 
 def say_dropped(rank: int, engine: Engine) -> None:
     """A program may end without waiting for what it began; but that is seldom what was meant."""
+    if hasattr(sys, "last_value"):  # it ends by an exception, which says more
+        return
     end = time.monotonic() + _LAST_S
     while engine.pending and time.monotonic() < end:
         if not engine.progress():

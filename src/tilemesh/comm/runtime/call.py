@@ -218,6 +218,9 @@ class Caller:
             if not self.transport.caps.tells_sizes:
                 size = np.array([message.nbytes], np.int64)
                 header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
+                if message.is_send:
+                    yield self.transport.post([header, message] if message.nbytes else [header], tag)
+                    return
                 yield self.transport.post([header], tag)
                 if size[0] != message.nbytes:
                     words = wrong_size(message.peer, int(size[0]), self.transport.rank, message.nbytes)
