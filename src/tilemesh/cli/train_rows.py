@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilemesh.cli.local import local_machine
 from tilemesh.core import calibration
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError, UsageError
@@ -16,6 +17,7 @@ from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
+from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.shards import shard_parameters, stage_parameters
@@ -28,15 +30,19 @@ _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
-    device = device_for(gpus[0]) if gpus and config.train.device != "cpu" else None
-    if device is None:
-        where = gpus[0] if gpus else "a CPU"
-        return {"missing": f"the planner has no figures for ranks on {where}"}
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    device = device_for(gpus[0]) if on_gpu else None
     try:
-        found = predict(config.model, parse_cluster(f"{config.plan.world}x{device.name}"), config.plan, config.context)
+        if device is not None:
+            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
+        else:
+            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
+            cluster, rates = here.cluster, here.rates
+        found = predict(config.model, cluster, config.plan, config.context, rates=rates)
     except UsageError as error:
         return {"missing": f"the planner: {error}"}
     return {
+        **prediction_figures(found),
         "step_time_s": found.step_time_s,
         "mfu": found.mfu,
         "hfu": found.hfu,

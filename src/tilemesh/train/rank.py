@@ -39,7 +39,17 @@ from tilemesh.parallel.shard import take
 from tilemesh.train import checkpoint, summary
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.data import Corpus, check_tokens, open_corpus
-from tilemesh.train.folder import CHECKPOINTS, CHOICES, SAMPLE, SUMMARY, TRACE, Journal, read_config, read_json
+from tilemesh.train.folder import (
+    CHECKPOINTS,
+    CHOICES,
+    PREDICTED,
+    SAMPLE,
+    SUMMARY,
+    TRACE,
+    Journal,
+    read_config,
+    read_json,
+)
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
@@ -275,7 +285,8 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     found = summary.gather(loop, recorder, baseline, began)
     comm.barrier()
     if comm.rank == 0:
-        journal.write(SUMMARY, found)
+        predicted = read_json(loop.folder / PREDICTED)
+        journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
         journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels})
         if text is not None:
             journal.write(SAMPLE, text)
