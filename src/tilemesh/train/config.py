@@ -74,7 +74,8 @@ class LoopConfig:
     compile: bool = False
     """Through torch.compile."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Who computes a projection with its activation; auto: tilemesh's kernel, but torch under torch.compile."""
+    """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
+    kernel of ours) and under torch.compile (which fuses torch's own)."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -138,11 +139,10 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch * self.context
 
-    @property
-    def kernels(self) -> str:
-        """Whose projections: tilemesh's or torch's."""
+    def kernels_on(self, device: str) -> str:
+        """Whose projections on this kind of device: tilemesh's or torch's."""
         if self.train.kernels == "auto":
-            return "torch" if self.train.compile else "tilemesh"
+            return "tilemesh" if device == "cuda" and not self.train.compile else "torch"
         return self.train.kernels
 
     @property

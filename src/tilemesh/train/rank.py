@@ -174,7 +174,7 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
         )
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
-    if config.kernels == "torch":
+    if config.kernels_on(device.type) == "torch":
         make_plain(model)
     laid = lay(model, mesh, config.plan)
     laid.recompute_every = config.segment
@@ -287,7 +287,7 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     if comm.rank == 0:
         predicted = read_json(loop.folder / PREDICTED)
         journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
-        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels})
+        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels_on(loop.device.type)})
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
