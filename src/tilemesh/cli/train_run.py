@@ -166,11 +166,11 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     if baseline:
         console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
     held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
-    console.print(
-        f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
-        f"{format_seconds(found['seconds'])} in all, first step after {format_seconds(found['seconds_to_first_step'])}",
-        soft_wrap=True,
-    )
+    first = found["seconds_to_first_step"]
+    words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
+    words += f"{format_seconds(found['seconds'])} in all"
+    words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
+    console.print(words, soft_wrap=True)
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
         f"go on:   tilemesh train --resume {folder} --set train.steps={2 * found['step']}\n"

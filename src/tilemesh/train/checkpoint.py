@@ -205,8 +205,9 @@ class Writer:
             path.unlink()
         _flush_folder(place)
         final = self.folder / folder_name(step)
-        if final.exists():  # of a run that went back further than this and has come here again
-            _remove(final)
+        if final.exists():  # a run that went back has come here again: what is there is whole, and stays
+            shutil.rmtree(place, ignore_errors=True)
+            return
         os.rename(place, final)
         _flush_folder(self.folder)
 
