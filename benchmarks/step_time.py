@@ -33,6 +33,7 @@ from tilemesh.model.transformer import Transformer, loss
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
 
+STEPS = 8  # of a block
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--out")
     given = parser.parse_args()
     if given.threads:
@@ -80,11 +81,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     step, model = make_step(given, model_config, batch, context)
     for _ in range(5):
         step()
-    times = []
-    for _ in range(given.steps):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
+    times = [block(step, given.device) for _ in range(given.blocks)]
     times.sort()
     cut = len(times) // 5
     measured = {"median": statistics.median(times), "p20": times[cut], "p80": times[-1 - cut], "n": len(times)}
@@ -105,6 +102,18 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     if given.profile:
         found["kinds"] = profile(step, given.device)
     return found
+
+
+def block(step: Any, device: str) -> float:
+    """Seconds a step, over a block of steps that nothing waits for in between."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / STEPS
 
 
 def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, context: int) -> tuple[Any, Transformer]:
@@ -133,8 +142,6 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     return step, model
 
