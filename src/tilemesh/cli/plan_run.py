@@ -84,6 +84,8 @@ def run(asked: Asked) -> None:
         _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
     for line in (*why(result), *filter(None, [_sentence(runner_up(result))])):
+        if result.cluster.device.kind == "cpu":  # a rank of a CPU is some of its cores
+            line = line.replace("GPU", "rank").replace(f"one {result.cluster.device.name}", "one rank")
         console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
     if asked.save is not None:
         _save(result, asked.save)
