@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.comm.schedules.collectives import cut
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.dropout import ORIGIN, Place
 from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
@@ -171,6 +171,9 @@ class Laid:
         """
         if root is None and state is None:
             raise UsageError("load without a state: give one on every rank, or name the rank that has it with root=")
+        for name in state or ():
+            if name not in self.shards:
+                raise unknown("parameter", name, list(self.shards)[:4], near=self.shards)
         for name, parameter in self.module.named_parameters():
             mine = self.shards[name]
             if root is None or self.mesh.comm.rank == root:
