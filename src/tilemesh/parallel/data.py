@@ -81,8 +81,9 @@ class _Exchange:
     def _finish(self, flats: list[tuple[Tensor, int]], max_norm: float | None) -> Step:
         """`flats`: summed gradients, each with how many ranks of tp hold the same."""
         assert self._totals is not None
-        squares = sum(float(torch.linalg.vector_norm(flat)) ** 2 / copies for flat, copies in flats)
-        loss_sum, count = self._totals.tolist()
+        parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in flats]
+        # Read in one go: on a GPU each reading waits for all that was started.
+        loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
         # One small exchange for all: ranks of tp have the same loss, replicas the same gradients.
         mine = np.array([loss_sum / self.mesh.tp.size, count / self.mesh.tp.size, squares / self.mesh.dp.size])
         loss_sum, count, squares = self.mesh.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
