@@ -83,10 +83,13 @@ def rows_of(said: dict[str, Any], ranks: int) -> list[Any]:
         missing=unknown_before, **stamp(),
     )  # fmt: skip
     fraction = hidden(samples)
+    missing = {**unknown_before, "peers": "a ratio of our own times"}
+    if fraction is None:
+        missing["measured"] = "the exchange is too small to be told from noise"
     share = Row(
         name="exchange hidden behind backward", case=case, unit="fraction", predicted=None,
-        measured=Sample(fraction, fraction, fraction, 1), limit=1.0,
-        missing={**unknown_before, "peers": "a ratio of our own times"}, **stamp(),
+        measured=None if fraction is None else Sample(fraction, fraction, fraction, 1), limit=1.0, missing=missing,
+        **stamp(),
     )  # fmt: skip
     return [step, share]
 
