@@ -139,7 +139,9 @@ class TestFiles:
         assert found["exchanges"]["tp"]["all_reduce"] > 0
         assert len(found["peak_memory_bytes"]) == 4
         assert [step for step, _ in checkpoints(whole / CHECKPOINTS)] == [10, 5]
-        lines = list(metrics(whole))
+        lines = [line for line in metrics(whole) if line["kind"] == "step"]
+        written = [line for line in metrics(whole) if line["kind"] == "checkpoint"]
+        assert [(line["step"], line["ok"]) for line in written] == [(5, True), (10, True)]
         assert [line["step"] for line in lines] == list(range(1, 11))
         assert [line["step"] for line in lines if "held_out" in line] == [5, 10]
         assert read_json(whole / "choices.json")["collectives"]
@@ -269,6 +271,9 @@ class TestFaults:
         assert result.step == 10
         assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
         assert losses(tmp_path / "run") == losses(whole)
+        kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
+        assert not kept["checkpoint", 10]["ok"]
+        assert "FAILED" in kept["warning", 10]["text"]
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -158,6 +159,8 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
     made = rows(found, folders.read_json(folder / folders.PREDICTED))
     print_rows(made, console)
+    with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
+        write_rows(made, folder / "rows.jsonl")
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
     console.print(f"\na step: {words}", soft_wrap=True)
