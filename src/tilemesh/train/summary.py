@@ -66,10 +66,7 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "checkpoint_step_time_s": asdict(Sample.of(timing.checkpoint_steps)) if timing.checkpoint_steps else None,
         "failed_checkpoints": loop.writer.failures,
         "shares": asdict(parts),
-        "ranks": [
-            dict(zip(("step_s", "exchange_s", "data_s", "idle_s"), map(float, row[2:]), strict=True))
-            for row in everyone
-        ],
+        "ranks": [dict(zip(_PARTS, map(float, row[2:]), strict=True)) for row in everyone],
         "code": "compiled" if config.train.compile else "eager",
         "command": command(),
         "commit": commit(),
