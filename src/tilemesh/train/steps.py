@@ -40,8 +40,8 @@ class Done:
 
 def read(done: list[Done]) -> list[tuple[int, float, float]]:
     """(step, loss, norm) of some steps, with one wait for all of them."""
-    late = [torch.stack([torch.as_tensor(one.loss), torch.as_tensor(one.norm)]).double() for one in done]
-    values = torch.stack(late).tolist() if late else []
+    both = [[torch.as_tensor(value, dtype=torch.float64) for value in (one.loss, one.norm)] for one in done]
+    values = torch.stack([torch.stack(pair) for pair in both]).tolist() if both else []
     return [(one.step, loss, norm) for one, (loss, norm) in zip(done, values, strict=True)]
 
 
