@@ -112,9 +112,12 @@ def train_here(
     emit = emit or emitter(comm.rank == 0)
 
     def say(text: str) -> None:
-        emit({"kind": "say", "text": text}) if comm.rank == 0 else print(
-            f"tilemesh: {text}", file=sys.stderr, flush=True
-        )
+        if comm.rank:
+            print(f"tilemesh: {text}", file=sys.stderr, flush=True)
+            return
+        emit({"kind": "say", "text": text})
+        if text.split(" ", 1)[0].isupper():  # what is shouted is kept
+            journal.add(kind="warning", step=recorder.step, text=text)
 
     status.at("step 0: reading the data")
     device = choose_device(config, comm)
