@@ -31,7 +31,7 @@ for model in gpt2-124m tinyllama-1.1b; do
 done
 
 # The same through the command a user types: some steps, then the run's own rows.
-timeout 120 $python -m tilemesh train gpt2-124m --mesh dp=1 --run "$out/run" --transport torch \
+timeout 120 $python -m tilemesh train gpt2-124m --mesh dp=1 --out "$out/run" --transport torch \
   --set train.steps=40,checkpoint.every=0,evaluate.every=0,sample.tokens=20 \
   --json "$out/run-gpt2-124m.jsonl" 2>&1 | tail -30 | tee "$out/run-gpt2-124m.txt"
 rm -rf "$out/run/checkpoints"

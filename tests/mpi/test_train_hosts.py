@@ -69,7 +69,7 @@ def test_two_hosts_by_torchrun_learn_what_one_machine_learns(hosts: list[str], t
         }
         run = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
         run += ["--master-addr", ADDRESSES[0], "--master-port", PORT, "-m", "tilemesh", "train", "--mesh", "dp=2"]
-        run += ["--run", str(tmp_path / "run"), "--set", sets]
+        run += ["--out", str(tmp_path / "run"), "--set", sets]
         command = ["ip", "netns", "exec", name, sys.executable, *run]
         started.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

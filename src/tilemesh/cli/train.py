@@ -17,7 +17,9 @@ def train(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.steps=200,...")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
     init: Annotated[str | None, typer.Option(metavar="FOLDER", help="Begin with Hugging Face weights.")] = None,
-    run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Where to write; by default under runs/.")] = None,
+    run: Annotated[
+        str | None, typer.Option("--out", "--run", metavar="FOLDER", help="Where to write; by default under runs/.")
+    ] = None,
     restarts: Annotated[int, typer.Option(metavar="N", help="How often a failed job goes on by itself.")] = 0,
     transport: Annotated[str, typer.Option(help="mpi, torch or auto.")] = "auto",
     stop_after: Annotated[int | None, typer.Option(metavar="STEP", help="Stop there, with a checkpoint.")] = None,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilemesh.core.config import to_dict
-from tilemesh.core.cores import available_cores
-from tilemesh.measure.machine import command, commit, this_machine, versions
+from tilemesh.measure.machine import command, commit, granted_cores, this_machine, versions
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
 from tilemesh.train.explain import improvement, shares
@@ -54,7 +53,7 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "machine": this_machine().id,
         "world": comm.size,
         "backend": comm.backend,
-        "cores": available_cores(),
+        "cores": granted_cores(),
         "parameters": count_parameters(config.model).total,
         "step": loop.progress.step,
         "loss": loop.progress.loss,
@@ -75,7 +74,7 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "exchanges": loop.step_bytes,
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
-        "improve": improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=available_cores()),
+        "improve": improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
     }
 
 
