@@ -10,14 +10,16 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("comm", "core", "kernels", "launch", "measure", "model", "plan")
+_SUBPACKAGES = ("comm", "core", "kernels", "launch", "measure", "model", "parallel", "plan")
 
-__all__ = ["__version__", *_SUBPACKAGES]
+__all__ = ["Mesh", "__version__", *_SUBPACKAGES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"tilemesh.{name}")
+    if name == "Mesh":
+        return importlib.import_module("tilemesh.parallel.mesh").Mesh
     raise AttributeError(f"module 'tilemesh' has no attribute '{name}'")
 
 

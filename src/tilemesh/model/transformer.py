@@ -61,8 +61,24 @@ class Pass:
     dropout_seed: int | Tensor | None = None
     """None: nothing is dropped."""
     place: Place = ORIGIN
-    """Where this pass's activations stand in the whole batch; decides what is dropped."""
+    """Where this pass's activations stand in the whole batch; decides what is dropped and which positions are added."""
     cache: Cache | None = None
+
+
+class Linear(nn.Linear):
+    """torch's, but where it has no memory it draws no weights: random ops on the meta device import for two seconds."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """torch's, with the same exception."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Attention(nn.Module):
@@ -72,10 +88,10 @@ class Attention(nn.Module):
         super().__init__()
         width, kv_width, biases = config.width, config.kv_width, config.biases
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
-        self.fc_q = nn.Linear(width, width, biases, device="meta", dtype=dtype)
-        self.fc_k = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_v = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_o = nn.Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_q = Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_o = Linear(width, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         q_BHTE = self.fc_q(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -107,7 +123,7 @@ class Mlp(nn.Module):
             self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
         first = _FIRST_ACTIVATION[config.activation]
         self.fc_in = FusedLinear(width, hidden, biases, activation=first, device="meta", dtype=dtype)
-        self.fc_out = nn.Linear(hidden, width, biases, device="meta", dtype=dtype)
+        self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.fc_in(x_BTD)
@@ -156,18 +172,18 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
-        self.token_embedding = nn.Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
+        self.token_embedding = Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
         self.position_embedding = None
         if config.positions == "learned":
-            self.position_embedding = nn.Embedding(config.context, config.width, device="meta", dtype=dtype)
+            self.position_embedding = Embedding(config.context, config.width, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
         self.final_norm = _norm(config, dtype) if config.norm_place == "pre" else None
         self.output = None
         if not config.tied:
-            self.output = nn.Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
+            self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
-            self.to_empty(device=target)
+            _give_memory(self, target)
             initialize(self, seed)
 
     def forward(
@@ -205,7 +221,7 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"tokens are {tuple(tokens_BT.shape)} of {tokens_BT.dtype}: expected (rows, tokens) of int64 or int32"
             )
-        config, start = self.config, 0 if cache is None else cache.length
+        config, start = self.config, place.token + (0 if cache is None else cache.length)
         end = start + tokens_BT.shape[1]
         if end > config.context:
             raise UsageError(f"{end} tokens: the model's context is {config.context}; give fewer or set model.context")
@@ -227,8 +243,8 @@ class Transformer(nn.Module):
         """Tokens to activations: what comes before the first layer."""
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            start = 0 if now.cache is None else now.cache.length
-            x_BTD = x_BTD + self.position_embedding.weight[start : start + tokens_BT.shape[1]]
+            start = now.place.token + (0 if now.cache is None else now.cache.length)
+            x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
         if now.dropout_seed is None:
             return x_BTD
         rate = self.config.dropout
@@ -236,8 +252,14 @@ class Transformer(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Activations to logits: what comes after the last layer."""
-        if self.final_norm is not None:
-            x_BTD = self.final_norm(x_BTD)
+        return self.project(self.normalize(x_BTD))
+
+    def normalize(self, x_BTD: Tensor) -> Tensor:
+        """The norm after the last layer, where there is one."""
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+
+    def project(self, x_BTD: Tensor) -> Tensor:
+        """The output projection, or the embedding's table in its place."""
         if self.output is None:
             return functional.linear(x_BTD, self.token_embedding.weight)
         logits_BTV: Tensor = self.output(x_BTD)
@@ -289,14 +311,26 @@ def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None
     if depth is None:
         raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
     for name, parameter in model.named_parameters():
-        kind = name.rpartition(".")[0].rpartition(".")[2]
-        if kind.endswith("norm") or name.endswith("bias"):
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-            continue
-        std = INIT_STD / (2 * depth) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
-        digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+        parameter.copy_(draw(f"{prefix}{name}", parameter.shape, seed, depth))
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
+    """Fresh weights of the parameter with this full name, as `initialize` writes them; float32 on the CPU."""
+    kind = name.rpartition(".")[0].rpartition(".")[2]
+    if kind.endswith("norm") or name.endswith("bias"):
+        return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=torch.float32, device="cpu")
+    std = INIT_STD / (2 * layers) ** 0.5 if kind in ("fc_o", "fc_out") else INIT_STD
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `to_empty`, which makes torch import sympy: half a second, on every rank."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def _norm(config: ModelConfig, dtype: torch.dtype | None) -> nn.Module:

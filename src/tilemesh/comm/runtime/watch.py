@@ -8,6 +8,7 @@ same. It publishes what it saw, together with the line of the program that the r
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import sysconfig
@@ -45,7 +46,7 @@ class Process:
         rank: int,
         board: Board,
         end: Callable[[str], object],
-        find: Callable[[FrameType], tuple[Watch, str, int] | None] = lambda frame: None,
+        find: Callable[[FrameType], tuple[Watch, str, int] | None] | None = None,
         pids: bool = True,
     ) -> None:
         self.rank = rank
@@ -115,7 +116,9 @@ class Process:
 
     def _natives(self, frames: Iterable[FrameType], now: int) -> dict[Watch, Note]:
         """The library's collectives that this rank is inside of, since the look that first saw them."""
-        result = {}
+        result: dict[Watch, Note] = {}
+        if self.find is None:  # ranks that are threads have no library underneath
+            return result
         for innermost in frames:
             frame: FrameType | None = innermost
             while frame is not None:
@@ -126,7 +129,7 @@ class Process:
                     if before is None or before[0] != watch.sequence:
                         before = (watch.sequence, name, nbytes, now)
                     result[watch] = before
-                frame = frame.f_back
+                frame = _outer(frame)
         return result
 
     def _still(self, watch: Watch, note: Note) -> bool:
@@ -242,9 +245,14 @@ def _where(frame: FrameType | None) -> str:
     """The innermost line of the program: neither ours, nor the standard library's, nor an installed package's."""
     innermost = frame
     while frame is not None and not _is_program(frame.f_code.co_filename):
-        frame = frame.f_back
+        frame = _outer(frame)
     shown = frame or innermost
     return f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}" if shown else ""
+
+
+def _outer(frame: FrameType) -> FrameType | None:
+    """The caller's frame. Not a generator's: it may yield meanwhile, and Python 3.11 then follows a stale link."""
+    return None if frame.f_code.co_flags & inspect.CO_GENERATOR else frame.f_back
 
 
 def _is_program(file: str) -> bool:

@@ -1,0 +1,208 @@
+"""Laying a model on a mesh: from a whole `nn.Module` and a plan to this rank's part of it, in one readable order.
+
+The one idea: how a model is split is a short map from name patterns to kinds of split. Ours is `transformer_splits`;
+a user's own module comes with a map of the same kind, and nothing else differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.agree import agree
+from tilemesh.parallel.data import BUCKET_BYTES, Gradients, NaiveGradients
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import Column, Region, Row, Shard, Split, Vocabulary, Whole, shard, split_of, take
+from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+
+Splits = Mapping[str, str | Split]
+
+
+def lay(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: ParallelPlan,
+    splits: Splits | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    algorithm: str = "auto",
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> Laid:
+    """This rank's part of the model, ready to train. A collective call; the model given becomes the local one.
+
+    `splits`: for a module that is not our Transformer, patterns of module names (as in a shell, `layers.*.mlp`) and how
+    each is split: "column", "row", "vocabulary", "region", "whole" or a value of `shard.py`; the last match counts, and
+    what matches nothing is whole on every rank. `device`: where a model without memory (on the meta device) gets its
+    part; its weights are NaN until `load` or `initialize`. `algorithm`: of every exchange, as a communicator takes it.
+    `bucket_bytes`: gradients are exchanged in pieces of about so many bytes; None: naively, one a parameter at the end.
+    """
+    kinds = transformer_splits(model.config) if isinstance(model, Transformer) and splits is None else splits
+    if kinds is None:
+        raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
+    _agree(model, mesh, plan, kinds)
+    _require_fit(model, mesh, plan)
+    found = _matched(model, kinds)
+    shards = _shards(model, found, mesh, plan.sequence_parallel)
+    seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm)
+    _cut_parameters(model, shards, torch.device(device))
+    if mesh.tp.size > 1:
+        _cut_modules(model, found, seams)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not parameters:
+        raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
+    gradients: Gradients | NaiveGradients
+    if bucket_bytes is None:
+        gradients = NaiveGradients(parameters, shards, mesh, algorithm=algorithm)
+    else:
+        gradients = Gradients(parameters, shards, mesh, bucket_bytes=bucket_bytes, algorithm=algorithm)
+    return Laid(model, mesh, plan, shards, seams, gradients)
+
+
+def transformer_splits(config: ModelConfig) -> Splits:
+    """How our Transformer is split: heads and the MLP's hidden features over tp, tables by the vocabulary."""
+    return {
+        "token_embedding": "vocabulary",
+        "layers.*.attention": Region(divides=("heads", "kv_heads")),
+        "layers.*.attention.fc_q": Column(units=config.heads),
+        "layers.*.attention.fc_[kv]": Column(units=config.kv_heads, repeats=True),
+        "layers.*.attention.fc_o": "row",
+        "layers.*.mlp": "region",
+        "layers.*.mlp.fc_in": "column",
+        "layers.*.mlp.fc_gate": "column",
+        "layers.*.mlp.fc_out": "row",
+        "output": "vocabulary",
+    }
+
+
+def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> None:
+    """All ranks must have been given the same: plan, configuration, splits, and shapes and dtypes of parameters."""
+    values = {f"plan.{key}": value for key, value in plan.to_dict().items()}
+    if isinstance(model, Transformer):
+        values |= {f"model.{key}": value for key, value in dataclasses.asdict(model.config).items()}
+    values |= {f"split.{pattern}": str(split_of(kind)) for pattern, kind in kinds.items()}
+    values |= {
+        f"parameter.{name}": f"{list(parameter.shape)} {parameter.dtype}"
+        for name, parameter in model.named_parameters()
+    }
+    agree(mesh.comm, values)
+
+
+def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+    if (plan.dp, plan.tp) != (mesh.dp.size, mesh.tp.size):
+        raise UsageError(f"the plan is dp={plan.dp} × tp={plan.tp} and the mesh {mesh}: make the mesh from the plan")
+    if plan.pp > 1:
+        raise UsageError(f"pp is {plan.pp}: a model is laid over dp and tp; set pp to 1")
+    if plan.zero > 1:
+        raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
+    if isinstance(model, Transformer):
+        tp, config = mesh.tp.size, model.config
+        for what, count in (("heads", config.heads), ("the MLP's width", config.mlp_width)):
+            if count % tp:
+                raise UsageError(f"tp is {tp} and {what} {count}: not divisible; set tp to a divisor of it")
+        if config.kv_heads % tp and tp % config.kv_heads:
+            raise UsageError(f"tp is {tp} and kv_heads {config.kv_heads}: one must be a multiple of the other")
+    elif plan.sequence_parallel:
+        raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
+
+
+def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
+    """The split of every module that has one. A pattern that matches nothing is a mistake."""
+    names = [name for name, _ in model.named_modules() if name]
+    optional = {"output", "layers.*.mlp.fc_gate"} if isinstance(model, Transformer) else set()
+    found: dict[str, Split] = {}
+    for pattern, kind in kinds.items():
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits and pattern not in optional:
+            raise unknown("module", pattern, names[:20], near=names)
+        for name in hits:
+            found[name] = split_of(kind)
+    for name, split in found.items():
+        _require_module(name, model.get_submodule(name), split)
+    return found
+
+
+def _require_module(name: str, module: nn.Module, split: Split) -> None:
+    fits = {Column: (nn.Linear,), Row: (nn.Linear,), Vocabulary: (nn.Linear, nn.Embedding)}
+    wanted = fits.get(type(split), (nn.Module,))
+    if not isinstance(module, wanted):
+        words = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
+        raise UsageError(
+            f"{name} is a {type(module).__name__}: a {type(split).__name__.lower()} split takes an {words}"
+        )
+
+
+def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: bool) -> dict[str, Shard]:
+    shards = {}
+    for name, parameter in model.named_parameters():
+        split = found.get(name.rpartition(".")[0], Whole())
+        mine = shard(name, parameter.shape, split, mesh.tp.size, mesh.tp.index, mesh.dp.index)
+        # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
+        # regions, by features inside. A row-split layer's bias is added where the region has ended.
+        is_inside = _is_inside(name, found) and not isinstance(split, Row)
+        if mesh.tp.size > 1 and mine.dim is None and (sequence or is_inside):
+            mine = dataclasses.replace(mine, partial=True)
+        shards[name] = mine
+    return shards
+
+
+def _is_inside(name: str, found: Mapping[str, Split]) -> bool:
+    """Whether a module or parameter of this name lies in a region."""
+    parts = name.split(".")
+    return any(isinstance(found.get(".".join(parts[:end])), Region) for end in range(1, len(parts)))
+
+
+@torch.no_grad()
+def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch.device) -> None:
+    """Each parameter is replaced by this rank's part of it. One that several modules share stays shared."""
+    local: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            mine = torch.full(shards[name].shape, torch.nan, dtype=parameter.dtype, device=device)
+        elif shards[name].dim is not None:
+            mine = take(shards[name], parameter.detach()).clone(memory_format=torch.contiguous_format)
+        else:
+            continue
+        local[id(parameter)] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, held in list(module._parameters.items()):
+            if held is not None and id(held) in local:
+                setattr(module, name, local[id(held)])
+
+
+def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> None:
+    """Seams where regions begin and end; modules are told of their new sizes."""
+    for name, split in found.items():
+        module = model.get_submodule(name)
+        alone = not _is_inside(name, found)
+        if isinstance(split, Region):
+            for attribute in split.divides:
+                setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
+            enter_at(module, seams)
+        elif isinstance(module, nn.Embedding) and isinstance(split, Vocabulary):
+            _replace(model, name, VocabularyEmbedding(module, seams))
+        elif isinstance(module, nn.Linear) and isinstance(split, Row):
+            _replace(model, name, RowLinear(module, seams))
+        elif isinstance(module, nn.Linear) and isinstance(split, (Column, Vocabulary)):
+            whole, module.out_features = module.out_features, module.weight.shape[0]
+            if alone:
+                enter_at(module, seams)
+            if isinstance(split, Column) and split.joins:
+                join_at(module, seams, whole)
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put a module in another's place; it takes over the other's parameters."""
+    parent, _, last = name.rpartition(".")
+    old = model.get_submodule(name)
+    for parameter, value in old._parameters.items():
+        new.register_parameter(parameter, value)
+    setattr(model.get_submodule(parent), last, new)

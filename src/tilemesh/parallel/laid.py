@@ -1,0 +1,225 @@
+"""A laid model: this rank's part, what it holds of the whole, and how to train, read and write it. See `apply.lay`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tilemesh.comm.schedules.collectives import cut
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.dropout import ORIGIN, Place
+from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
+from tilemesh.parallel.data import Gradients, NaiveGradients
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import Shard, everyones, join, take
+from tilemesh.parallel.tensor import Seams, vocabulary_loss
+
+_PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Laid:
+    """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        plan: ParallelPlan,
+        shards: Mapping[str, Shard],
+        seams: Seams,
+        gradients: Gradients | NaiveGradients,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.plan = plan
+        self.shards = shards
+        self.seams = seams
+        self.gradients = gradients
+        self.recompute_every = 1 if plan.recompute == "full" else 0
+        """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
+
+    # Forward ------------------------------------------------------------------------------------------------------
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        dropout_seed: int | Tensor | None = None,
+        place: Place = ORIGIN,
+    ) -> tuple[Tensor, Tensor]:
+        """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
+
+        `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
+        """
+        model = self._transformer()
+        with self.autocast():
+            logits_BTV = self._logits(model, tokens_BT, dropout_seed, place)
+        if self.mesh.tp.size == 1:
+            return loss_sum(logits_BTV, targets_BT)
+        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
+
+    def logits(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped: for evaluation and for generation with a cache."""
+        model = self._transformer()
+        was_training, sequence = model.training, self.seams.sequence
+        model.eval()
+        self.seams.sequence = False  # one new token cannot be cut over ranks
+        try:
+            with torch.no_grad(), self.autocast():
+                logits_BTV = self._logits(model, tokens_BT, None, ORIGIN, cache)
+        finally:
+            model.train(was_training)
+            self.seams.sequence = sequence
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        if self.mesh.tp.size == 1:
+            return logits_BTV
+        whole = self.seams.join_features(logits_BTV, self.mesh.tp.size * logits_BTV.shape[-1])
+        return whole[..., : model.config.vocabulary]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """What the plan's precision asks for around a forward pass."""
+        dtype = _AUTOCAST.get(self.plan.precision)
+        device = next(self.module.parameters()).device.type
+        return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+    def _logits(
+        self,
+        model: Transformer,
+        tokens_BT: Tensor,
+        dropout_seed: int | Tensor | None,
+        place: Place,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """This rank's part of the logits."""
+        now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
+        if self.seams.sequence:
+            self.seams.tokens = tokens_BT.shape[1]
+            before = sum(cut(self.seams.tokens, self.mesh.tp.size)[: self.mesh.tp.index])
+            # Positions inside attention are those of all tokens, outside those of this rank's stretch.
+            now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
+        x_BTD = self._through_layers(model, model.embed(tokens_BT, now), now)
+        x_BTD = model.normalize(x_BTD)
+        if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
+            x_BTD = self.seams.enter(x_BTD)
+        return model.project(x_BTD)
+
+    def _through_layers(self, model: Transformer, x_BTD: Tensor, now: Pass) -> Tensor:
+        every = self.recompute_every
+        if every < 1 or not torch.is_grad_enabled():
+            for layer in model.layers:
+                x_BTD = layer(x_BTD, now)
+            return x_BTD
+
+        def stretch(x_BTD: Tensor, start: int) -> Tensor:
+            for layer in model.layers[start : start + every]:
+                x_BTD = layer(x_BTD, now)
+            return x_BTD
+
+        for start in range(0, len(model.layers), every):
+            # Dropout has no state to keep: a mask is a function of where an element stands.
+            x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
+        return x_BTD
+
+    def _transformer(self) -> Transformer:
+        if not isinstance(self.module, Transformer):
+            raise UsageError(
+                f"loss and logits of a {type(self.module).__name__}: call laid.module and give your own loss, summed, "
+                "to laid.gradients.backward"
+            )
+        return self.module
+
+    # The whole ----------------------------------------------------------------------------------------------------
+
+    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+        """Whole tensors by name on rank 0 of the mesh, in CPU memory; None on the others. A collective call.
+
+        `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights.
+        """
+        given = dict(self.module.named_parameters()) if values is None else dict(values)
+        for name in given:
+            if name not in self.shards:
+                raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
+        if self.mesh.dp.index:
+            return None
+        uncut = [name for name, mine in self.shards.items() if name in given and mine.dim is None]
+        whole = {name: given[name].detach().cpu().clone() for name in uncut}
+        waiting: list[tuple[Shard, Tensor]] = []
+        for name, mine in self.shards.items():
+            if name not in given or mine.dim is None:
+                continue
+            local = given[name].detach()
+            if waiting and (waiting[0][1].dtype != local.dtype or _nbytes(waiting) >= _PACK_BYTES):
+                whole |= self._gather_packed(waiting)
+                waiting = []
+            waiting.append((mine, local))
+        if waiting:
+            whole |= self._gather_packed(waiting)
+        return {name: whole[name] for name in self.shards if name in whole} if self.mesh.tp.index == 0 else None
+
+    def _gather_packed(self, parts: list[tuple[Shard, Tensor]]) -> dict[str, Tensor]:
+        """Several parameters in one exchange; every rank of tp has as many numbers of each."""
+        rows = self.mesh.tp.comm.gather(torch.cat([local.flatten() for _, local in parts])[None], root=0)
+        if rows is None:
+            return {}
+        pieces = rows.cpu().split([local.numel() for _, local in parts], dim=1)
+        return {
+            mine.name: join(everyones(mine), [row.view(mine.shape) for row in piece])
+            for (mine, _), piece in zip(parts, pieces, strict=True)
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
+        """Take this rank's parts of whole tensors: the inverse of `gather`.
+
+        `state`: on every rank, where only what is needed is looked at; or with `root` on that rank of the mesh alone.
+        """
+        if root is None and state is None:
+            raise UsageError("load without a state: give one on every rank, or name the rank that has it with root=")
+        for name in state or ():
+            if name not in self.shards:
+                raise unknown("parameter", name, list(self.shards)[:4], near=self.shards)
+        for name, parameter in self.module.named_parameters():
+            mine = self.shards[name]
+            if root is None or self.mesh.comm.rank == root:
+                assert state is not None
+                if name not in state:
+                    raise UsageError(f"the state lacks {name}: expected {', '.join(list(self.shards)[:3])}, …")
+                whole = state[name]
+            else:
+                whole = torch.empty(mine.whole, dtype=parameter.dtype)
+            if root is not None:
+                whole = self.mesh.comm.broadcast(whole.to("cpu", parameter.dtype), root=root)
+            parameter.copy_(take(mine, whole))
+
+    def initialize(self, seed: int) -> None:
+        """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""
+        self.load(_Fresh(self.shards, seed, self._transformer().config.layers))
+
+
+def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
+    return sum(local.numel() * local.element_size() for _, local in parts)
+
+
+class _Fresh(Mapping[str, Tensor]):
+    """Whole parameters, drawn when asked for."""
+
+    def __init__(self, shards: Mapping[str, Shard], seed: int, layers: int) -> None:
+        self.shards, self.seed, self.layers = shards, seed, layers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return draw(name, self.shards[name].whole, self.seed, self.layers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shards)
+
+    def __len__(self) -> int:
+        return len(self.shards)

@@ -1,0 +1,225 @@
+"""Layers whose matrices are cut over the ranks of tp, with autograd.
+
+The one idea: a cut layer is an ordinary one between two *seams*. Where activations enter a region of column-split
+layers every rank has them whole, so the gradient that comes back is the sum of the ranks'; where they leave a
+row-split layer every rank has a partial result, so the value is the sum and the gradient passes. With sequence
+parallelism what lies outside the regions is cut along the tokens: entering joins the tokens (backward: scatter-sum),
+leaving is a scatter-sum (backward: join). Twice the calls, the same bytes, and 1/tp of the memory outside.
+
+B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.schedules.collectives import cut
+from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import IGNORED, Embedding, Linear
+from tilemesh.parallel import collect
+
+
+@dataclass
+class Seams:
+    """How activations pass between cut and whole layers; one for all layers of a laid model."""
+
+    comm: Communicator
+    sequence: bool = False
+    """Whether activations outside the regions are cut along the tokens (dim 1)."""
+    tokens: int = 0
+    """Tokens of this pass, over all ranks: what a cut sequence adds up to. Set by whoever starts the pass."""
+    algorithm: str = "auto"
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a region of column-split layers: all ranks have the same, whole input."""
+        function: Any = _Join if self.sequence else _Enter
+        y: Tensor = function.apply(x, self)
+        return y
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Out of a row-split layer: partial results become one."""
+        function: Any = _ScatterSum if self.sequence else _Sum
+        x: Tensor = function.apply(y, self)
+        return x
+
+    def join_features(self, y: Tensor, total: int) -> Tensor:
+        """The ranks' slices of the last dim, put together."""
+        function: Any = _JoinFeatures
+        whole: Tensor = function.apply(y, self, total)
+        return whole
+
+    def sum(self, x: Tensor, op: str = "sum") -> Tensor:
+        y: Tensor = self.comm.all_reduce(x, op, algorithm=self.algorithm)
+        return y
+
+    def join_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        counts = cut(tokens, self.comm.size)
+        y: Tensor = self.comm.all_gather(x, axis=1, counts=counts, algorithm=self.algorithm)
+        return y
+
+    def scatter_sum_tokens(self, x: Tensor) -> Tensor:
+        y: Tensor = self.comm.reduce_scatter(x, axis=1, algorithm=self.algorithm)
+        return y
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
+        ctx.seams = seams
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.seams.sum(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, seams: Seams) -> Tensor:
+        return seams.sum(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, seams: Seams) -> Tensor:
+        ctx.seams = seams
+        return seams.join_tokens(x_BTD, seams.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
+        return ctx.seams.scatter_sum_tokens(grad_BTD), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_BTD: Tensor, seams: Seams) -> Tensor:
+        ctx.seams, ctx.tokens = seams, y_BTD.shape[1]
+        return seams.scatter_sum_tokens(y_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
+        return ctx.seams.join_tokens(grad_BTD, ctx.tokens), None
+
+
+class _JoinFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, seams: Seams, total: int) -> Tensor:
+        ctx.seams = seams
+        counts = cut(total, seams.comm.size)
+        whole: Tensor = seams.comm.all_gather(y, axis=-1, counts=counts, algorithm=seams.algorithm)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return collect.backward_output(grad, ctx.seams.comm).contiguous(), None, None
+
+
+# Layers -----------------------------------------------------------------------------------------------------------
+# Each is made from the whole module's own, so that options (dtype, activation, epsilon) carry over; weights are cut and
+# put in by `apply.py`. A column-split layer stays the module it was, fused activation and all, with fewer rows.
+
+
+def enter_at(module: nn.Module, seams: Seams) -> None:
+    """The module's first argument enters a region here: its column-split layers need not see to it."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not args:
+            raise UsageError(f"{type(module).__name__} begins a region: give its input as the first argument, unnamed")
+        return (seams.enter(args[0]), *args[1:])
+
+    module.register_forward_pre_hook(hook)
+
+
+def join_at(module: nn.Module, seams: Seams, total: int) -> None:
+    """The slices of a column-split layer's output are joined where it ends."""
+    module.register_forward_hook(lambda module, args, y: seams.join_features(y, total))
+
+
+class RowLinear(Linear):
+    """Cut by the input: each rank multiplies its features; the partial outputs are summed, then the bias is added."""
+
+    def __init__(self, whole: nn.Linear, seams: Seams) -> None:
+        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
+        self.seams = seams
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        y = self.seams.leave(functional.linear(input, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class VocabularyEmbedding(Embedding):
+    """A table cut by its rows: a token's row comes from the one rank that has it, the others add zeros."""
+
+    def __init__(self, whole: nn.Embedding, seams: Seams) -> None:
+        super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
+        self.seams = seams
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if input.device.type == "cpu" and input.numel() and not 0 <= input.min() <= input.max() < self.num_embeddings:
+            # Whole, torch would say so; cut, every rank would take such a token for another's.
+            raise UsageError(
+                f"tokens from {int(input.min())} to {int(input.max())}: the vocabulary is {self.num_embeddings}"
+            )
+        rows = self.weight.shape[0]
+        local = input - self.seams.comm.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        x = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.seams.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def vocabulary_loss(logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """As `model.transformer.loss_sum`, from logits of which every rank has its part of the vocabulary.
+
+    The logits are never joined: a token costs the ranks its maximum, its sum of exponentials and its target's logit.
+    Columns past the vocabulary (padding) count as −inf; sums are at least float32.
+    """
+    if targets_BT.shape != logits_BTV.shape[:-1]:
+        raise UsageError(
+            f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
+        )
+    targets_N = targets_BT.flatten().long()
+    first = seams.comm.rank * logits_BTV.shape[-1]
+    function: Any = _VocabularyLoss  # torch's stubs leave `apply` untyped
+    total: Tensor = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first, vocabulary)
+    return total, (targets_N != IGNORED).sum()
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Holds one array the size of this rank's logits from forward to backward; backward turns it into the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int, vocabulary: int) -> Tensor:
+        wide = torch.promote_types(logits_NV.dtype, torch.float32)
+        work_NV = logits_NV.to(wide, copy=True)
+        valid = max(0, min(work_NV.shape[1], vocabulary - first))
+        work_NV[:, valid:] = -torch.inf
+        top_N = seams.sum(work_NV.amax(-1), "max")
+        work_NV.sub_(top_N[:, None])
+        here_N = (targets_N >= first) & (targets_N < first + valid)
+        index_N = (targets_N - first).masked_fill(~here_N, 0)
+        own_N = work_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(~here_N, 0)
+        work_NV.exp_()
+        sum_N, target_N = seams.sum(torch.stack((work_NV.sum(-1), own_N))).unbind()
+        counts_N = targets_N != IGNORED
+        ctx.save_for_backward(work_NV, sum_N, index_N, here_N, counts_N)
+        ctx.dtype = logits_NV.dtype
+        return (sum_N.log() - target_N).masked_fill(~counts_N, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        work_NV, sum_N, index_N, here_N, counts_N = ctx.saved_tensors
+        grad_N = grad * counts_N
+        # In place: a second backward through the same graph is refused by autograd, which sees the change.
+        work_NV.mul_((grad_N / sum_N)[:, None])
+        work_NV.scatter_add_(1, index_N[:, None], -(grad_N * here_N)[:, None])
+        return work_NV.to(ctx.dtype), None, None, None, None
