@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "model": ["core", "kernels"],
     "plan": ["core", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
     "parallel": ["core", "measure", "kernels", "comm", "model"],
-    "train": ["core", "measure", "kernels", "comm", "model", "parallel"],
+    "train": ["core", "measure", "launch", "kernels", "comm", "model", "parallel"],
     "report": ["core", "measure", "plan", "comm.schedules"],
     "cli": [""],
 }
@@ -125,6 +125,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
+        "tilemesh.train.config",
+        "tilemesh.cli.train_run",
     ],
 )
 def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tilemesh.core.plan import ParallelPlan
 
-TRAINABLE: frozenset[str] = frozenset()
+TRAINABLE: frozenset[str] = frozenset(
+    {
+        "dp", "tp", "sequence_parallel", "accumulation", "full",
+        *(f"precision:{name}" for name in ("fp32", "bf16", "bf16-master", "fp16", "fp64")),
+    }
+)  # fmt: skip
 """What training can do, of: "dp", "tp", "pp", "sequence_parallel", "accumulation", "zero1", "zero2", "zero3", "gpipe",
 "1f1b", "interleaved", "selective", "full", "materialized", and "precision:NAME" for each precision. Empty: there is no
 training in this version."""

@@ -54,6 +54,7 @@ class Process:
         self.end = end
         self.find = find
         self.pids = pids
+        self.stage = ""  # what the program says it is at ("step 12: backward"), for the others to read
         self.worlds = 0  # how often this rank has connected
         self.watches: dict[str, Watch] = {}
         self.found: dict[Watch, Note] = {}
@@ -104,7 +105,8 @@ class Process:
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
         waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
-        self.board.write(self.rank, Record(os.getpid(), now, _where(frames.get(self.owner)), doing, self._seen()))
+        where = ", ".join(filter(None, [self.stage, _where(frames.get(self.owner))]))
+        self.board.write(self.rank, Record(os.getpid(), now, where, doing, self._seen()))
         return waiting
 
     def _seen(self) -> dict[str, int]:
@@ -194,6 +196,7 @@ class Watch:
         what = f"{name} #{sequence}" if sequence >= 0 else name
         size = f" ({format_bytes(nbytes)})" if nbytes else ""
         group = f" (ranks {ranges(self.members)})" if len(self.members) < self.process.board.ranks else ""
+        stage = f" at {self.process.stage}" if self.process.stage else ""
         missing, here = [], []
         for rank in self.members:
             record = self.process.board.read(rank)
@@ -204,7 +207,7 @@ class Watch:
             else:
                 missing.append(f"rank {rank} {self._instead(record)}")
         parts = [
-            f"rank {me} has waited {waited_s:.1f} s in {what} of {self.label}{group}{size}",
+            f"rank {me} has waited {waited_s:.1f} s in {what} of {self.label}{group}{size}{stage}",
             "no rank is missing: the network, or a rank that died, holds it up",
         ]
         if missing:
@@ -257,7 +260,8 @@ def _outer(frame: FrameType) -> FrameType | None:
 
 def _is_program(file: str) -> bool:
     if file.startswith(_TILEMESH):
-        return not file.startswith(str(Path(_TILEMESH, "comm")))  # a training loop of tilemesh is the program, too
+        # A training loop of tilemesh is the program, too; what records its calls is not.
+        return not file.startswith((str(Path(_TILEMESH, "comm")), str(Path(_TILEMESH, "train", "record.py"))))
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
 
 

@@ -1,0 +1,89 @@
+"""`tilemesh train`, `generate`, `export` and `data prepare`: what can be asked; `train_run.py` answers when asked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+data = typer.Typer(help="Token shards for training.")
+
+
+def train(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml|PRESET]", help="What to train.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="How many; by default what the mesh needs.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="dp=2,tp=2", help="How the ranks are laid out.")] = None,
+    plan: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="A plan of `tilemesh plan --save`.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.steps=200,...")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run.")] = None,
+    init: Annotated[str | None, typer.Option(metavar="FOLDER", help="Begin with Hugging Face weights.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Where to write; by default under runs/.")] = None,
+    restarts: Annotated[int, typer.Option(metavar="N", help="How often a failed job goes on by itself.")] = 0,
+    transport: Annotated[str, typer.Option(help="mpi, torch or auto.")] = "auto",
+    stop_after: Annotated[int | None, typer.Option(metavar="STEP", help="Stop there, with a checkpoint.")] = None,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+) -> None:
+    """Train a Transformer over ranks, watch it, lose nothing, and see where the time went."""
+    from tilemesh.cli.train_run import Asked
+    from tilemesh.cli.train_run import run as run_training
+
+    asked = Asked(
+        config=config,
+        ranks=ranks,
+        mesh=mesh,
+        plan=plan,
+        sets=tuple(sets or ()),
+        resume=resume,
+        init=init,
+        run=run,
+        restarts=restarts,
+        transport=transport,
+        stop_after=stop_after,
+        json=json,
+    )
+    raise typer.Exit(run_training(asked))
+
+
+def generate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    tokens: Annotated[int, typer.Option(metavar="N", help="How many.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.7,
+    seed: Annotated[int, typer.Option()] = 0,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
+) -> None:
+    """Write text with a trained model."""
+    from tilemesh.train.sampling import generate as write
+
+    print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step))
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the Hugging Face folder.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
+    from tilemesh.train.sampling import export as write
+
+    print(f"step {write(run, folder, step)} of {run}: {folder}")
+
+
+@data.command("prepare")
+def prepare(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="stdlib, a text file, or a folder of text.")],
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the shards.")],
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="A tokenizer.json; without one, bytes.")] = None,
+    held_out: Annotated[float, typer.Option(help="The fraction that is not trained on.")] = 0.02,
+    pattern: Annotated[str, typer.Option(help="Which files of a folder, such as *.py.")] = "*",
+) -> None:
+    """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`."""
+    from pathlib import Path
+
+    from tilemesh.train.config import DataConfig
+    from tilemesh.train.data import prepare as write
+
+    chosen = None if tokenizer is None else Path(tokenizer)
+    made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
+    total = sum(made["files"].values())
+    print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")

@@ -1,0 +1,45 @@
+"""`tilemesh train` as a rank that mpiexec, srun or torchrun started: rank 0 makes the run and shows what it came to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from tilemesh.cli.train_rows import predict_run
+from tilemesh.cli.train_run import Asked, _folder, configuration, show
+from tilemesh.comm.connection import connect
+from tilemesh.core.context import membership
+from tilemesh.measure.machine import gpu_names
+from tilemesh.train import folder as folders
+from tilemesh.train.rank import tell, train_here
+
+
+def main(text: str) -> int:
+    given = json.loads(text)
+    asked = Asked(**{**given, "sets": tuple(given["sets"])})
+    config = configuration(asked, membership())
+    comm = connect(asked.transport, timeout_s=config.train.timeout_s)
+    made = ""
+    if comm.rank == 0:
+        folder = _folder(asked, config)
+        predicted = predict_run(config, gpu_names())
+        folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
+        print(f"run: {folder}", flush=True)
+        made = str(folder.resolve())
+    folder = Path(tell(comm, made))
+    result = train_here(
+        config, folder, comm, resume=asked.resume is not None, init=asked.init, stop_after=asked.stop_after
+    )
+    if comm.rank == 0:
+        if result.interrupted:
+            print(f"stopped after step {result.step}; go on with: tilemesh train --resume {folder}", flush=True)
+        else:
+            show(folder, Console(highlight=False, markup=False, stderr=asked.json == "-"), asked.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

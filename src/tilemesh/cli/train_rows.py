@@ -1,0 +1,169 @@
+"""A run's rows: what the planner said before it (where it can), what was measured, what the machine allows.
+
+The prediction is made and written down before the first rank starts; the rows are joined when the run has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilemesh.cli.local import local_machine
+from tilemesh.core import calibration
+from tilemesh.core.cores import available_cores
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import device_for, parse_cluster
+from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan.figures import prediction_figures
+from tilemesh.plan.flops import hardware_flops, model_flops
+from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.passes import Code
+from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.step import predict
+from tilemesh.train.bench import Comparison
+from tilemesh.train.config import TrainConfig
+
+_NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
+
+
+def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
+    """Step time, memory and exchange share as the planner sees them; or why it cannot."""
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    device = device_for(gpus[0]) if on_gpu else None
+    try:
+        if device is not None:
+            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
+        else:
+            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
+            cluster, rates = here.cluster, here.rates
+        code: Code | None = "compiled" if config.train.compile else None if on_gpu else "eager"
+        found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code)
+    except UsageError as error:
+        return {"missing": f"the planner: {error}", **stamp()}
+    return {
+        **stamp(),
+        **prediction_figures(found),
+        "step_time_s": found.step_time_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "exchange_share": found.times.exposed_s / found.step_time_s,
+        "memory_bytes": found.memory.total_bytes,
+    }
+
+
+def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
+    """Step time, throughput, MFU, HFU, exchange share and peak memory of a run's summary."""
+    model = ModelConfig(**found["model"])
+    plan = found["plan"]
+    context, batch = int(found["context"]), int(found["batch"])
+    flops = model_flops(model, batch, context)
+    done_flops = hardware_flops(model, batch, context, plan["recompute"])
+    peak, why_no_peak = _peak(found)
+    step = None if found["step_time_s"] is None else Sample(**found["step_time_s"])
+    no_step = "too few steps: the first ones and those with a checkpoint do not count"
+    why = str(predicted.get("missing", "no prediction was made before the run"))
+    tokens = batch * context
+    limit_s = None if peak is None else flops / peak
+    case = {
+        "dp": plan["dp"], "tp": plan["tp"], "precision": plan["precision"], "ranks": found["world"],
+        "cores": found["cores"], "batch": batch, "context": context,
+    }  # fmt: skip
+
+    def row(
+        name: str, unit: str, key: str | None, measured: Sample | None, limit: float | None, missing: Mapping[str, str]
+    ) -> Row:
+        guess = predicted.get(key) if key is not None else None
+        reasons = {"peers": _NO_PEER, **missing}
+        if guess is None:
+            reasons["predicted"] = why if key is not None else "follows from the step time"
+        if measured is None:
+            reasons["measured"] = no_step
+        if limit is None:
+            reasons.setdefault("limit", why_no_peak)
+        return Row(
+            name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons, **stamp()
+        )
+
+    share = found["shares"]["exchange"] + found["shares"]["idle"]
+    # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
+    pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
+    memory = max(peak - baseline for peak, baseline in pairs)
+    told = None if predicted.get("step_time_s") is None else tokens / predicted["step_time_s"]
+    predicted = {**predicted, "tokens_per_s": told}
+    made = [
+        row("step time", "s", "step_time_s", step, limit_s, {}),
+        row("throughput", "tokens/s", "tokens_per_s", step and step.rate(tokens), limit_s and tokens / limit_s, {}),
+    ]
+    for name, key, count in (("MFU", "mfu", flops), ("HFU", "hfu", done_flops)):
+        value = None if step is None or peak is None else step.rate(count).scaled(1 / peak)
+        made.append(row(name, "fraction", key, value, None if peak is None else 1.0, {}))
+        if value is None and step is not None:
+            made[-1] = _without_measured(made[-1], why_no_peak)
+    made.append(
+        row("exchange share", "fraction", "exchange_share", _exact(share), None, {"limit": "depends on the layout"})
+    )
+    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
+    return made
+
+
+def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:
+    """Tokens a second, ours beside the peers."""
+    plan, tokens = config.plan, config.tokens_per_step
+    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
+    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
+    peak, why = _peak(known)
+    flops = model_flops(config.model, config.batch, config.context)
+    guess = predicted.get("step_time_s")
+    missing = dict(found.missing)
+    if guess is None:
+        missing["predicted"] = str(predicted["missing"])
+    if peak is None:
+        missing["limit"] = why
+    if not found.peers and not found.missing:
+        missing["peers"] = "none was asked for"
+    case = {
+        "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
+        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
+        "compiled": config.train.compile,
+    }  # fmt: skip
+    row = Row(
+        name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
+        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
+        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
+    )  # fmt: skip
+    return [row]
+
+
+def _without_measured(row: Row, why: str) -> Row:
+    fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return Row(**{**fields, "missing": {**row.missing, "measured": why}})
+
+
+def _exact(value: float) -> Sample:
+    return Sample(float(value), float(value), float(value), 1)
+
+
+def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
+    """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
+    precision = found["plan"]["precision"]
+    dtype = {"bf16-master": "bf16"}.get(precision, precision)
+    try:
+        known = calibration.find(str(found["machine"]))
+    except RunError as error:
+        return None, str(error)
+    if known is None:
+        return None, "this machine has no calibration: run `tilemesh calibrate` once"
+    rates = known.all_cores if found["device"] == "cpu" else known.gpu
+    rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
+    if rate is None:
+        return None, f"no matmul in {dtype} was calibrated on this machine"
+    return rate * (1 if found["device"] == "cpu" else found["world"]), ""
+
+
+def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:
+    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state."""
+    shards = shard_parameters(model, int(plan["tp"]))
+    return float(sum(state_bytes(stage_parameters(shards, model.layers, True, True), str(plan["precision"]))))

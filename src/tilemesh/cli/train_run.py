@@ -1,0 +1,199 @@
+"""What `tilemesh train` does: make the run, predict it, start it (or be its rank), and show what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tilemesh.cli.train_rows import predict_run, rows
+from tilemesh.core import config as reading
+from tilemesh.core.context import Membership, membership
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.launch.job import Outcome
+from tilemesh.launch.rank import run_command
+from tilemesh.measure.machine import gpu_names
+from tilemesh.measure.row import write_rows
+from tilemesh.measure.table import print_rows
+from tilemesh.train import config as configs
+from tilemesh.train import folder as folders
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.progress import Shown
+from tilemesh.train.start import start
+
+_SHARES = (
+    ("compute", "compute"),
+    ("exchange", "exchanges"),
+    ("data", "waiting for data"),
+    ("idle", "waiting for ranks"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line said, as it was said."""
+
+    config: str | None = None
+    ranks: int | None = None
+    mesh: str | None = None
+    plan: str | None = None
+    sets: tuple[str, ...] = ()
+    resume: str | None = None
+    init: str | None = None
+    run: str | None = None
+    restarts: int = 0
+    transport: str = "auto"
+    stop_after: int | None = None
+    json: str | None = None
+
+
+def run(asked: Asked) -> int:
+    """Train as asked; the exit code."""
+    member = membership()
+    config = configuration(asked, member)
+    if member is not None:
+        return _as_rank(asked, config, member)
+    console = Console(stderr=asked.json == "-", highlight=False, markup=False)
+    folder = _folder(asked, config)
+    predicted = predict_run(config, gpu_names())
+    folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
+    console.print(f"run: {folder}", soft_wrap=True)
+    shown = Shown(console)
+    try:
+        outcome = _started(asked, config, folder, shown)
+    finally:
+        shown.close()
+    if outcome.failure is not None and not outcome.interrupted:
+        _hint(folder, console)
+        print(f"tilemesh: {outcome.sentence(config.plan.world)}", file=sys.stderr)
+        return outcome.exit_code
+    if outcome.interrupted:
+        _stopped(folder, console, outcome.sentence(config.plan.world))
+        return outcome.exit_code
+    show(folder, console, asked.json)
+    return 0
+
+
+def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
+    """The run that is asked for: a preset or file, or a run's own configuration with changes."""
+    ranks = asked.ranks
+    if member is not None:
+        if ranks is not None and ranks != member.size:
+            raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
+        ranks = member.size if asked.mesh is None and asked.plan is None and asked.resume is None else None
+    gpus = 0 if "train.device=cpu" in ",".join(asked.sets) else len(gpu_names())
+    if asked.resume is None:
+        return configs.load(asked.config, sets=asked.sets, mesh=asked.mesh, plan=asked.plan, ranks=ranks, gpus=gpus)
+    for name in ("config", "run", "init"):
+        if getattr(asked, name) is not None:
+            raise UsageError(f"--resume goes on with a run as it is: leave {name} out")
+    before = folders.read_config(asked.resume)
+    made = before
+    if asked.sets:
+        # The run's own values as a preset: settings over them are checked and converted as anywhere.
+        made = reading.load(TrainConfig, preset="run", presets={"run": before}, sets=asked.sets)
+    if asked.mesh is not None or asked.plan is not None:
+        axes = configs.load(mesh=asked.mesh, plan=asked.plan).plan
+        plan = dataclasses.replace(
+            made.plan, dp=axes.dp, tp=axes.tp, pp=axes.pp, sequence_parallel=made.plan.sequence_parallel and axes.tp > 1
+        )
+        made = configs.replace(made, plan=plan)
+    return configs.settled(made)
+
+
+def _folder(asked: Asked, config: TrainConfig) -> Path:
+    if asked.resume is None:
+        return folders.new_run(config, asked.run, Path(asked.config or configs.DEFAULT_PRESET).stem)
+    folder = Path(asked.resume)
+    before = folders.read_config(folder)
+    if before != config:  # what it said until now stays beside it
+        step = folders.newest_checkpoint(folder) or 0
+        shutil.copy(folder / folders.CONFIG, folder / f"config.until-step-{step}.toml")
+        folders.write_text(folder / folders.CONFIG, config.to_toml())
+    return folder
+
+
+def _started(asked: Asked, config: TrainConfig, folder: Path, shown: Shown) -> Outcome:
+    transport = asked.transport
+    if transport == "auto" and gpu_names() and config.train.device != "cpu":
+        transport = "torch"  # GPUs talk over nccl
+    return start(
+        folder,
+        config,
+        resume=asked.resume is not None,
+        init=asked.init,
+        transport=transport,
+        restarts=asked.restarts,
+        stop_after=asked.stop_after,
+        sink=shown.line,
+    )
+
+
+def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
+    """Inside mpiexec, srun or torchrun: this process is the rank it already is."""
+    if asked.restarts:
+        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
+    if config.plan.world != member.size:
+        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
+    command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(asked))]
+    run_command(command, member)
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------
+
+
+def show(folder: Path, console: Console, json_file: str | None) -> None:
+    """The sample, the rows, where the time went, and where everything is."""
+    found = folders.read_json(folder / folders.SUMMARY)
+    if not found:
+        raise RunError(f"{folder} has no {folders.SUMMARY}: was the disk full?")
+    sample = folder / folders.SAMPLE
+    if sample.exists() and not found["interrupted"]:
+        console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
+    made = rows(found, folders.read_json(folder / folders.PREDICTED))
+    print_rows(made, console)
+    with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
+        write_rows(made, folder / "rows.jsonl")
+    share = found["shares"]
+    words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
+    console.print(f"\na step: {words}", soft_wrap=True)
+    console.print(f"to improve: {found['improve']}", soft_wrap=True)
+    baseline = max(found["memory_baseline_bytes"])
+    if baseline:
+        console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
+    held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
+    first = found["seconds_to_first_step"]
+    words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
+    words += f"{format_seconds(found['seconds'])} in all"
+    words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
+    console.print(words, soft_wrap=True)
+    console.print(
+        f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
+        f"go on:   tilemesh train --resume {folder} --set train.steps={2 * found['step']}\n"
+        f"write:   tilemesh generate {folder} --prompt 'import '",
+        soft_wrap=True,
+    )
+    if json_file is not None:
+        write_rows(made, json_file)
+
+
+def _stopped(folder: Path, console: Console, sentence: str) -> None:
+    step = folders.newest_checkpoint(folder)
+    if step is None:
+        print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
+    else:
+        print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
+        print(f"tilemesh train --resume {folder}", file=sys.stderr)
+
+
+def _hint(folder: Path, console: Console) -> None:
+    step = folders.newest_checkpoint(folder)
+    if step is not None:
+        console.print(f"the last good checkpoint is of step {step}; go on with: tilemesh train --resume {folder}")

@@ -1,0 +1,36 @@
+"""Training: the loop, its data, its checkpoints and its faults. Names here load when first used.
+
+`fit(config)` trains; `load_config(...)` makes a config from a preset, a file and settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilemesh.train.config import TrainConfig
+    from tilemesh.train.config import load as load_config
+    from tilemesh.train.job import fit
+    from tilemesh.train.rank import Result
+    from tilemesh.train.sampling import generate
+
+_WHERE = {
+    "Result": ("tilemesh.train.rank", "Result"),
+    "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
+    "fit": ("tilemesh.train.job", "fit"),
+    "generate": ("tilemesh.train.sampling", "generate"),
+    "load_config": ("tilemesh.train.config", "load"),
+}
+
+__all__ = ["Result", "TrainConfig", "fit", "generate", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        module, attribute = _WHERE[name]
+        # Stored, so that the next use finds it without coming here.
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tilemesh.train' has no attribute '{name}'")

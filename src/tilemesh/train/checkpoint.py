@@ -1,0 +1,401 @@
+"""Checkpoints: every rank writes its own boxes from a snapshot, in the background, and nothing counts until all have.
+
+The one idea: three steps that a crash may fall between without harm. Each rank copies its tensors and a thread writes
+them into a folder whose name says "being written", flushed to the disk, with a digest made on the way. When all ranks
+have (the loop asks them each step; a thread never communicates), rank 0 adds the manifest and renames the folder. Only
+then may an older one go. A write that fails is said, its folder removed, and training goes on with the last good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import RunError
+from tilemesh.parallel.shard import Shard
+from tilemesh.train.manifest import (
+    MANIFEST_FILE,
+    REMOVING,
+    WRITING,
+    Box,
+    DamagedError,
+    Manifest,
+    Piece,
+    StoredFile,
+    checkpoints,
+    folder_name,
+    left_over,
+    overlap,
+    within,
+)
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+_WRITE_BYTES = 8 << 20
+
+IDLE, WRITTEN, FAILED, BUSY = "idle", "written", "failed", "busy"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One box of a tensor that this rank writes."""
+
+    name: str
+    key: str
+    begin: tuple[int, ...]
+    whole: tuple[int, ...]
+    tensor: Tensor
+
+
+def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
+    """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
+    if not mine.writes:
+        return []
+    boxes = mine.pieces()
+    made = []
+    for number, (here, there) in enumerate(boxes):
+        key = name if len(boxes) == 1 else f"{name}#{number}"
+        made.append(Part(name, key, tuple(one.start for one in there), mine.whole, local.detach()[here]))
+    return made
+
+
+class Writer:
+    """One rank's side of writing checkpoints into a run's folder. All calls come from the rank's main thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        keep: int,
+        background: bool = True,
+        written_by: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = print,
+        note: Callable[..., None] = lambda **values: None,
+    ) -> None:
+        self.folder, self.rank, self.keep = folder, rank, keep
+        self.note = note
+        self.background = background
+        self.written_by = dict(written_by or {})
+        self.say = say
+        self.step: int | None = None  # of the checkpoint under way
+        self.last: int | None = None  # of the newest that rank 0 has finished
+        self.failures = 0
+        self._values: dict[str, Any] = {}
+        self._began = 0.0
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._ending: threading.Thread | None = None
+
+    @property
+    def state(self) -> str:
+        """Of this rank's part of the checkpoint under way."""
+        if self.step is None:
+            return IDLE
+        if self._thread is not None and self._thread.is_alive():
+            return BUSY
+        return FAILED if self._error else WRITTEN
+
+    def begin(self, step: int, parts: Iterable[Part], values: Mapping[str, Any]) -> None:
+        """Copy the tensors and begin to write them; the last checkpoint must have been settled."""
+        if self.step is not None:
+            raise RunError(f"checkpoint of step {step} while that of step {self.step} is under way")
+        self._wait_ending()
+        self.step, self._error, self._values = step, None, dict(values)
+        self._began = time.monotonic()
+        snapshot = [(part, _copied(part.tensor)) for part in parts]
+        if snapshot and snapshot[0][1].is_pinned():
+            torch.cuda.synchronize()
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self.background:
+            self._thread.join()
+
+    def settle(self, failed: bool) -> None:
+        """All ranks have written their part, or some could not: make it a checkpoint, or remove it."""
+        assert self.step is not None
+        step, self.step, self._thread = self.step, None, None
+        if self._error is not None:
+            self.say(f"CHECKPOINT OF STEP {step} FAILED on rank {self.rank}: {self._error}")
+        self.failures += failed
+        if self.rank != 0:
+            return
+        if failed:
+            kept = f"the last good one is of step {self.last}" if self.last is not None else "there is none yet"
+            self.say(f"CHECKPOINT OF STEP {step} FAILED: training goes on, {kept}")
+        # On a thread of its own: fsync and the removal of old files may take longer than a step.
+        self._ending = threading.Thread(target=self._end, args=(step, failed), name="checkpoint", daemon=True)
+        self._ending.start()
+        if not self.background:
+            self._wait_ending()
+
+    def close(self) -> None:
+        """Wait for what rank 0 still has to do."""
+        self._wait_ending()
+
+    def _wait_ending(self) -> None:
+        if self._ending is not None:
+            self._ending.join()
+            self._ending = None
+
+    def _place(self, step: int) -> Path:
+        return self.folder / (WRITING + folder_name(step))
+
+    def _write(self, step: int, snapshot: Sequence[tuple[Part, Tensor]]) -> None:
+        try:
+            place = self._place(step)
+            place.mkdir(parents=True, exist_ok=True)
+            stem = f"shard-{self.rank:05d}"
+            record: dict[str, Any] = {"files": [], "pieces": []}
+            if snapshot:
+                stored = write_tensors(place / f"{stem}.safetensors", {part.key: copy for part, copy in snapshot})
+                record["files"] = [asdict(stored)]
+                for part, copy in snapshot:
+                    shape, dtype = tuple(copy.shape), _DTYPES[copy.dtype]
+                    piece = Piece(part.name, stored.file, part.key, part.begin, shape, part.whole, dtype)
+                    record["pieces"].append(asdict(piece))
+            _write_text(place / f"{stem}.json", json.dumps(record))
+        except OSError as error:
+            self._error = f"{error.filename or self._place(step)}: {error.strerror or error}"
+        except Exception as error:  # whatever it was, the run must hear of it rather than lose its thread in silence
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _end(self, step: int, failed: bool) -> None:
+        place = self._place(step)
+        if failed:
+            shutil.rmtree(place, ignore_errors=True)
+            self.note(
+                kind="checkpoint", step=step, ok=False, why=self._error or "another rank could not write its part"
+            )
+            return
+        try:
+            nbytes = self._commit(step, place)
+            self.last = step
+        except OSError as error:
+            self.failures += 1
+            why = f"{error.filename or place}: {error.strerror or error}"
+            self.say(f"CHECKPOINT OF STEP {step} FAILED: {why}")
+            shutil.rmtree(place, ignore_errors=True)
+            self.note(kind="checkpoint", step=step, ok=False, why=why)
+            return
+        self.note(kind="checkpoint", step=step, ok=True, bytes=nbytes, seconds=time.monotonic() - self._began)
+        for _, old in checkpoints(self.folder)[self.keep :]:
+            _remove(old)
+
+    def _commit(self, step: int, place: Path) -> int:
+        """Make it a checkpoint; its bytes."""
+        records = [json.loads(path.read_text()) for path in sorted(place.glob("shard-*.json"))]
+        manifest = Manifest(
+            step=step,
+            values=self._values,
+            files=[StoredFile(**one) for record in records for one in record["files"]],
+            pieces=[Piece(**one) for record in records for one in record["pieces"]],
+            written_by=self.written_by,
+        )
+        _write_text(place / MANIFEST_FILE, manifest.to_json())
+        for path in place.glob("shard-*.json"):
+            path.unlink()
+        _flush_folder(place)
+        final = self.folder / folder_name(step)
+        if final.exists():  # a run that went back has come here again: what is there is whole, and stays
+            shutil.rmtree(place, ignore_errors=True)
+            return 0
+        os.rename(place, final)
+        _flush_folder(self.folder)
+        return sum(one.nbytes for one in manifest.files)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint: under another name first, so that half of one is never taken for one."""
+    gone = folder.with_name(REMOVING + folder.name)
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that died has left half done."""
+    for path in left_over(folder):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
+    """A safetensors file, flushed to the disk, with its digest made while it is written.
+
+    Written here rather than by the library: tensor by tensor, without the interpreter's lock, and read only once.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for key, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    made, written = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for raw in (len(text).to_bytes(8, "little") + text, *map(_raw, tensors.values())):
+            view = memoryview(raw)
+            for begin in range(0, len(view), _WRITE_BYTES):
+                block = view[begin : begin + _WRITE_BYTES]
+                made.update(block)
+                file.write(block)
+                written += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(path.name, written, made.hexdigest())
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped into memory: what is not looked at is not read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    whole = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))  # writes would stay in this process
+    made = {}
+    for key, of in header.items():
+        if key != "__metadata__":
+            begin, end = (8 + length + offset for offset in of["data_offsets"])
+            dtype, raw = _torch_dtype(of["dtype"]), whole[begin:end]
+            made[key] = (raw if begin % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(of["shape"])
+    return made
+
+
+def _raw(tensor: Tensor) -> Any:
+    if tensor.numel() == 0:
+        return b""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy in this machine's memory that nobody else changes."""
+    if tensor.is_cuda:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return target.copy_(tensor, non_blocking=True)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A checkpoint, read box by box by any layout. Files are opened when first needed."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self.manifest = manifest or Manifest.read(folder)
+        self._tensors = self.manifest.tensors()
+        self._open: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def local(self, name: str, mine: Shard, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of a tensor in its own layout; zeros where there is padding."""
+        found = self._pieces(name)
+        if found[0].whole != mine.whole:
+            raise RunError(
+                f"{name} in {self.folder} has shape {found[0].whole} and this model's has {mine.whole}: "
+                "it is another model's checkpoint"
+            )
+        boxes = mine.pieces()
+        whole_box = len(boxes) == 1 and not mine.padding
+        local = None if whole_box else torch.zeros(mine.shape, dtype=_torch_dtype(found[0].dtype))
+        for here, there in boxes:
+            box = tuple(one.start for one in there), tuple(one.stop - one.start for one in there)
+            value = self.box(name, box)
+            if local is None:
+                local = value
+            else:
+                local[here] = value
+        assert local is not None
+        return local if dtype is None else local.to(dtype)
+
+    def whole(self, name: str) -> Tensor:
+        shape = self._pieces(name)[0].whole
+        return self.box(name, (tuple(0 for _ in shape), shape))
+
+    def box(self, name: str, box: Box) -> Tensor:
+        """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
+        pieces = self._pieces(name)
+        out = torch.empty(box[1], dtype=_torch_dtype(pieces[0].dtype))
+        filled = 0
+        for piece in pieces:
+            stored = (piece.begin, piece.shape)
+            shared = overlap(box, stored)
+            if shared is not None:
+                out[within(shared, box)] = self._stored(piece)[within(shared, stored)]
+                filled += _size(shared)
+        if filled != out.numel():
+            raise DamagedError(f"{self.folder}: {name} is not all there, {out.numel() - filled} values are missing")
+        return out
+
+    def _pieces(self, name: str) -> list[Piece]:
+        if name not in self._tensors:
+            raise DamagedError(f"{self.folder} has no {name}: it is another model's or optimizer's checkpoint")
+        return self._tensors[name]
+
+    def _stored(self, piece: Piece) -> Tensor:
+        if piece.file not in self._open:
+            try:
+                self._open[piece.file] = read_tensors(self.folder / piece.file)
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise DamagedError(f"{self.folder / piece.file} is damaged: {error!r}") from None
+        if piece.key not in self._open[piece.file]:
+            raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
+        return self._open[piece.file][piece.key]
+
+
+def _size(box: Box) -> int:
+    size = 1
+    for length in box[1]:
+        size *= length
+    return size
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return next(dtype for dtype, known in _DTYPES.items() if known == name)
+
+
+def wait_until(done: Callable[[], bool], tick_s: float = 0.01) -> None:
+    """Look again and again; for the end of a run, when there is no next step to look from."""
+    while not done():
+        time.sleep(tick_s)

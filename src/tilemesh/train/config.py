@@ -1,0 +1,298 @@
+"""Everything a training run is, as one frozen value: what the run folder keeps and a resumed run starts from.
+
+The one idea: nothing decides a run's numbers but this value and the data. `settled` fills in what follows from
+something else (how the batch is cut for a mesh, the context), so that what is written down is what is done. No torch
+here: the command line reads this file on the way to `--help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tilemesh.core import config
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import PRESETS as MODELS
+from tilemesh.model.config import ModelConfig
+
+DEFAULT_PRESET = "default"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learned from."""
+
+    source: str = "stdlib"
+    """`stdlib` (this Python's own library as bytes), a text file, a folder of text, or a folder of `.bin` shards."""
+    tokenizer: Path | None = None
+    """A Hugging Face `tokenizers` file (tokenizer.json); without one text is read as bytes."""
+    held_out: float = 0.02
+    """The fraction that is never trained on: whole documents where there are enough, else the end of the text."""
+    pattern: str = "*"
+    """Which files of a folder of text: a name pattern such as *.py."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights move. The rate warms up in a line, then follows half a cosine down to `lr_end`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 1e-3
+    lr_end: float = 0.1
+    """The last rate, as a fraction of `lr`."""
+    warmup: int = 10
+    """Steps until the full rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    """Of sgd."""
+    weight_decay: float = 0.1
+    """On matrices alone: biases and norms have none."""
+    clip: float = 1.0
+    """Largest norm of the whole model's gradient; 0 leaves it as it is."""
+    fused: bool | None = None
+    """One kernel for all weights, where torch has one; none decides by device."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How long, how much at a time, and how strictly."""
+
+    steps: int = 100
+    batch: int = 0
+    """Sequences in a step over all ranks; 0: what the plan says."""
+    context: int = 0
+    """Tokens in a sequence; 0: the model's."""
+    seed: int = 0
+    deterministic: bool = False
+    """On a GPU only operations that give the same bits each time (a CPU always does)."""
+    compile: bool = False
+    """Through torch.compile."""
+    kernels: Literal["auto", "tilemesh", "torch"] = "auto"
+    """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
+    kernel of ours) and under torch.compile (which fuses torch's own)."""
+    recompute_every: int | Literal["sqrt"] | None = None
+    """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = 60.0
+    """How long a rank may wait for another before the watchdog ends the job."""
+    trace_steps: int = 20
+    """Steps that are recorded span by span, the last ones before the end of each hundred; 0 records none."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 3
+    """How many of the newest stay."""
+    background: bool = True
+    """Write from a snapshot while training goes on."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 50
+    """Steps between looks at held-out text; 0: only at the end."""
+    sequences: int = 32
+    """Held-out sequences looked at each time, the same ones."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text a finished run shows."""
+
+    prompt: str = "def "
+    tokens: int = 160
+    temperature: float = 0.7
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(precision="fp32"))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    @property
+    def context(self) -> int:
+        """Tokens in a sequence."""
+        return self.train.context or self.model.context
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step."""
+        return self.train.batch or self.plan.batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.context
+
+    def kernels_on(self, device: str) -> str:
+        """Whose projections on this kind of device: tilemesh's or torch's."""
+        if self.train.kernels == "auto":
+            return "tilemesh" if device == "cuda" and not self.train.compile else "torch"
+        return self.train.kernels
+
+    @property
+    def segment(self) -> int:
+        """Layers that are recomputed together; 0: none are."""
+        every = self.train.recompute_every
+        if every == "sqrt":
+            return max(1, round(math.sqrt(self.model.layers)))
+        return every or (1 if self.plan.recompute == "full" else 0)
+
+    def to_toml(self) -> str:
+        return config.dump_toml(self)
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------
+
+# Plain dicts, so that what a model's preset leaves open still follows what is set over it.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Four ranks on two cores in a bit more than a minute: small enough to learn something in that time.
+    DEFAULT_PRESET: {
+        "model": {**MODELS["tiny"]},
+        "train": {"steps": 120, "batch": 16},
+        "optimizer": {"lr": 4e-3, "warmup": 10},
+        "plan": {"dp": 2, "tp": 2, "microbatch": 8, "precision": "fp32"},
+        "evaluate": {"every": 40, "sequences": 16},
+        "checkpoint": {"every": 40},
+        "data": {"held_out": 0.02},
+    },
+    "gpt2-124m": {
+        "model": {**MODELS["gpt2-124m"], "dropout": 0.0},
+        "train": {"steps": 1000, "batch": 32, "compile": True},
+        "optimizer": {"lr": 6e-4, "warmup": 100},
+        "plan": {"microbatch": 32, "precision": "bf16"},
+    },
+    "tinyllama-1.1b": {
+        "model": {**MODELS["tinyllama-1.1b"]},
+        "train": {"steps": 1000, "batch": 8, "compile": True},
+        "optimizer": {"lr": 4e-4, "warmup": 100},
+        "plan": {"microbatch": 8, "precision": "bf16"},
+    },
+}
+
+
+# ---- building --------------------------------------------------------------------------------------------------
+
+
+def load(
+    name: str | None = None,
+    *,
+    sets: Sequence[str] = (),
+    mesh: str | None = None,
+    plan: str | Path | None = None,
+    ranks: int | None = None,
+    gpus: int = 0,
+) -> TrainConfig:
+    """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
+
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch. `ranks`: how many there are,
+    where neither says so. `gpus`: how many this machine has; without a word on the mesh there is one rank a GPU.
+    """
+    name = name or DEFAULT_PRESET
+    if name.endswith(".toml"):
+        made = config.load(TrainConfig, file=name, sets=sets)
+    else:
+        made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
+    told = {key for key, _ in config.split_sets(sets)}
+    if plan is not None:
+        if mesh is not None:
+            raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
+        laid = config.load(ParallelPlan, file=plan)
+        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=laid.batch))
+    elif mesh is not None:
+        made = replace(made, plan=_meshed(made.plan, mesh))
+    elif ranks is not None or (gpus and not any(key.startswith("plan.") for key in told)):
+        made = replace(made, plan=_default_mesh(made.plan, ranks or gpus, gpus, told))
+    if ranks is not None and ranks != made.plan.world:
+        raise UsageError(f"--ranks {ranks} and a mesh of {made.plan.world} ({made.plan.describe()}): make them agree")
+    return settled(made)
+
+
+def settled(made: TrainConfig) -> TrainConfig:
+    """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
+    plan, batch = made.plan, made.batch
+    if batch % plan.dp:
+        raise UsageError(
+            f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
+        )
+    rows = batch // plan.dp
+    if plan.microbatch * plan.accumulation != rows:
+        # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
+        micro = max(size for size in range(1, min(plan.microbatch, rows) + 1) if rows % size == 0)
+        plan = dataclasses.replace(plan, microbatch=micro, accumulation=rows // micro)
+    loop = dataclasses.replace(made.train, batch=batch, context=made.context)
+    result = replace(made, plan=plan, train=loop)
+    _check(result)
+    return result
+
+
+def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
+    """A copy with some sections changed."""
+    return dataclasses.replace(made, **sections)
+
+
+def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
+    return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
+
+
+def _meshed(plan: ParallelPlan, mesh: str) -> ParallelPlan:
+    """The plan with axes from "dp=2,tp=2"; what is not named is 1."""
+    axes: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1}
+    for key, text in config.split_sets([mesh]):
+        if key not in axes or not text.isdigit() or int(text) < 1:
+            raise UsageError(f"--mesh {mesh}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)")
+        axes[key] = int(text)
+    sequence = plan.sequence_parallel and axes["tp"] > 1
+    return dataclasses.replace(plan, **axes, sequence_parallel=sequence)
+
+
+def _default_mesh(plan: ParallelPlan, ranks: int, gpus: int, told: set[str]) -> ParallelPlan:
+    """So many ranks without a word on their mesh: one a GPU as replicas, else the plan's tp where it divides them."""
+    tp = 1 if gpus and "plan.tp" not in told else math.gcd(plan.tp, ranks)
+    changes: dict[str, Any] = {
+        "tp": tp,
+        "dp": ranks // tp,
+        "pp": 1,
+        "sequence_parallel": plan.sequence_parallel and tp > 1,
+    }
+    if gpus and "plan.precision" not in told:
+        changes["precision"] = "bf16" if plan.precision == "fp32" else plan.precision
+    return dataclasses.replace(plan, **changes)
+
+
+def _check(made: TrainConfig) -> None:
+    loop = made.train
+    positive = {"train.steps": loop.steps, "checkpoint.keep": made.checkpoint.keep, "train.batch": loop.batch}
+    for name, value in positive.items():
+        if value < 1:
+            raise UsageError(f"{name} is {value}: expected at least 1")
+    counts = {
+        "checkpoint.every": made.checkpoint.every, "evaluate.every": made.evaluate.every,
+        "optimizer.warmup": made.optimizer.warmup, "train.trace_steps": made.train.trace_steps,
+        "evaluate.sequences": made.evaluate.sequences, "sample.tokens": made.sample.tokens,
+        "optimizer.clip": made.optimizer.clip, "optimizer.lr": made.optimizer.lr,
+    }  # fmt: skip
+    for name, number in counts.items():
+        if not number >= 0:
+            raise UsageError(f"{name} is {number}: expected 0 or more")
+    if not 0 <= made.data.held_out < 1:
+        raise UsageError(f"data.held_out is {made.data.held_out}: expected a fraction, at least 0 and below 1")
+    if not 1 <= made.context <= made.model.context:
+        raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")
+    if isinstance(loop.recompute_every, int) and loop.recompute_every < 0:
+        raise UsageError(f"train.recompute_every is {loop.recompute_every}: expected sqrt or 0 and more layers")

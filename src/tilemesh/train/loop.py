@@ -1,0 +1,273 @@
+"""The loop: from a laid model and its data to trained weights, one step after the other.
+
+The one idea: at the end of every step the ranks meet once, in a few numbers (the pulse): who was asked to stop, whose
+part of a checkpoint is on the disk, whose is not. Whatever follows from these is decided alike everywhere, so no rank
+ever waits for one that went another way. Everything a step does is a function of the step's number, the seed and the
+state that a checkpoint keeps; that is why a resumed run is the run that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilemesh.core.errors import RunError
+from tilemesh.measure.sample import Sample
+from tilemesh.train import checkpoint
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.folder import Journal
+from tilemesh.train.memory import peak_bytes
+from tilemesh.train.optimizer import LossScale, Optimizer
+from tilemesh.train.record import DATA, IDLE
+from tilemesh.train.schedule import rate
+from tilemesh.train.steps import Done, Stepper, read
+
+Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
+
+_WARM_UP_STEPS = 3  # first ones are slower: pages are touched, connections made, kernels compiled
+_SPEED_STEPS = 20  # the shown speed is that of the last ones
+_READ_EVERY_S = 1.0  # where steps are not waited for, how often their loss is looked at
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what a checkpoint keeps besides tensors."""
+
+    step: int = 0
+    """Steps done."""
+    position: int = 0
+    """Samples taken from the data, over all epochs."""
+    loss: float = math.nan
+    held_out: float | None = None
+
+    def values(self, scale: LossScale, optimizer: Optimizer, fingerprint: str) -> dict[str, Any]:
+        return {
+            "position": self.position, "optimizer_steps": optimizer.steps, "scale": scale.state(),
+            "loss": self.loss if math.isfinite(self.loss) else None, "data": fingerprint,
+        }  # fmt: skip
+
+
+@dataclass
+class Timing:
+    """Seconds of ordinary steps: without warm-up, evaluation and checkpoints."""
+
+    steps: list[float] = field(default_factory=list)
+    exchange: list[float] = field(default_factory=list)
+    data: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    checkpoint_steps: list[float] = field(default_factory=list)
+    """Of steps during which a checkpoint was taken or being written, the taking included."""
+    first_step_at: float | None = None
+
+    def sample(self) -> Sample | None:
+        return Sample.of(self.steps) if self.steps else None
+
+
+class Interrupt:
+    """Notes the signals that ask a run to stop, until it can: at the end of the step."""
+
+    def __init__(self, numbers: tuple[signal.Signals, ...] = (), stop_after: int | None = None) -> None:
+        self.asked = False
+        self.stop_after = stop_after
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked = True
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Loop:
+    """One rank's training. Everything is handed in; `run` trains up to the configured step."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        stepper: Stepper,
+        writer: checkpoint.Writer,
+        journal: Journal,
+        folder: Path,
+        emit: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.config, self.stepper, self.writer, self.journal = config, stepper, writer, journal
+        self.folder, self.emit = folder, emit
+        self.recorder, self.laid, self.optimizer = stepper.recorder, stepper.laid, stepper.optimizer
+        self.mesh, self.device = stepper.laid.mesh, stepper.device
+        self.progress, self.timing = Progress(), Timing()
+        self.fingerprint = stepper.corpus.train.fingerprint()
+        self.interrupted = False
+        self.step_bytes: Bytes = {}
+        self._unread: list[Done] = []
+        self._read_at = time.perf_counter()
+        self._recent: list[float] = []
+
+    # The run ------------------------------------------------------------------------------------------------------
+
+    def run(self, interrupt: Interrupt) -> None:
+        """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
+        config, progress = self.config, self.progress
+        self._read_at = time.perf_counter()
+        while progress.step < config.train.steps and not self.interrupted:
+            before, bytes_before = self._clock(), self.recorder.bytes_by_axis()
+            was_writing = self.writer.step is not None
+            stop = self.step(interrupt)
+            if self.timing.first_step_at is None:
+                self.timing.first_step_at = time.time()
+                # Every step sends the same: the first one's bytes are any one's.
+                self.step_bytes = _difference(self.recorder.bytes_by_axis(), bytes_before)
+            is_last = progress.step == config.train.steps
+            due = self._is_due(config.checkpoint.every) or is_last or stop
+            looks = self._is_due(config.evaluate.every) or is_last
+            if due or looks or not self.stepper.is_late or time.perf_counter() - self._read_at > _READ_EVERY_S:
+                self._between(before, due, looks, is_ordinary=not (due or was_writing))
+            self.interrupted = stop and not is_last
+        self._settle_checkpoint()
+        self.writer.close()
+
+    def step(self, interrupt: Interrupt | None = None) -> bool:
+        """One step and the meeting after it; whether anybody was asked to stop."""
+        progress, recorder = self.progress, self.recorder
+        recorder.step = progress.step + 1
+        recorder.trace.on = recorder.trace.on and progress.step < self.config.train.trace_steps
+        self._unread.append(self.stepper(progress.step + 1))
+        progress.step += 1
+        progress.position += self.config.batch
+        asked = interrupt is not None and (interrupt.asked or progress.step == interrupt.stop_after)
+        return self._pulse(asked)
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
+        values, self._unread = read(self._unread), []
+        for step, loss, norm in values:
+            if self.stepper.is_bad(loss, norm):
+                self._refuse(step, loss, norm)
+        if values:
+            self.progress.loss = values[-1][1]
+        return values
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.progress.step % every == 0
+
+    def _between(self, before: tuple[float, float, float], due: bool, looks: bool, is_ordinary: bool) -> None:
+        """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""
+        values = self.read()
+        seconds = (time.perf_counter() - self._read_at) / len(values)
+        after = self._clock()
+        self.progress.held_out = self.stepper.evaluate() if looks else None
+        if due:
+            taking = time.perf_counter()
+            self._checkpoint()
+            seconds += (time.perf_counter() - taking) / len(values)
+        parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
+        self._note(values, seconds, parts, is_ordinary)
+        self._read_at = time.perf_counter()
+
+    # Meeting ------------------------------------------------------------------------------------------------------
+
+    def _pulse(self, asked: bool) -> bool:
+        """Meet the other ranks; returns whether anybody was asked to stop, and settles a checkpoint that all wrote."""
+        state = self.writer.state
+        failed = state == checkpoint.FAILED
+        mine = np.array([asked, failed or state == checkpoint.WRITTEN, failed], np.float64)
+        with self.recorder.span("meet", IDLE):
+            stops, finished, failures = self.mesh.comm.all_reduce(mine).tolist()
+        if self.writer.step is not None and round(finished) == self.mesh.comm.size:
+            self.writer.settle(failures > 0)
+        return bool(stops > 0)
+
+    def _checkpoint(self) -> None:
+        self._settle_checkpoint()
+        with self.recorder.span("checkpoint", "checkpoint"):
+            parts = [
+                part
+                for kind, name, tensor in self.optimizer.tensors()
+                for part in checkpoint.parts_of(f"{kind}:{name}", self.laid.shards[name], tensor)
+            ]
+            values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
+            self.writer.begin(self.progress.step, parts, values)
+
+    def _settle_checkpoint(self) -> None:
+        """Wait until the checkpoint under way is written everywhere, or has failed."""
+        while self.writer.step is not None:
+            self._pulse(False)
+            if self.writer.step is not None:
+                self.recorder.at("waiting for the last checkpoint to be written")
+                time.sleep(0.01)
+
+    # Telling ------------------------------------------------------------------------------------------------------
+
+    def _clock(self) -> tuple[float, float, float]:
+        seconds = self.recorder.seconds
+        return self.recorder.exchange_s(), seconds.get(DATA, 0.0), seconds.get(IDLE, 0.0)
+
+    def _note(
+        self, values: list[tuple[int, float, float]], seconds: float, parts: list[float], is_ordinary: bool
+    ) -> None:
+        """Keep and show what these steps came to; `seconds` and `parts` are of each of them."""
+        config, progress, timing = self.config, self.progress, self.timing
+        exchange, waited, idle = parts
+        self._recent = [*self._recent[-_SPEED_STEPS + 1 :], seconds]
+        if values[0][0] > _WARM_UP_STEPS and len(self._recent) > _WARM_UP_STEPS:
+            if is_ordinary:
+                timing.steps.append(seconds)
+                # The meeting is an exchange that carries nothing: its seconds are waiting.
+                timing.exchange.append(max(0.0, exchange - idle))
+                timing.data.append(waited)
+                timing.idle.append(idle)
+            else:
+                timing.checkpoint_steps.append(seconds)
+        memory = peak_bytes(self.device)
+        median = sorted(self._recent)[len(self._recent) // 2]
+        first = len(self._recent) == 1
+        for step, loss, norm in values:
+            line = {
+                "kind": "step", "step": step, "loss": loss, "norm": norm if math.isfinite(norm) else None,
+                "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
+                "tokens_per_s": config.tokens_per_step / median, "exchange_s": exchange, "data_s": waited,
+                "memory_bytes": memory,
+            }  # fmt: skip
+            if progress.held_out is not None and step == progress.step:
+                line["held_out"] = progress.held_out
+            self.journal.add(**line)
+            self.recorder.trace.counter("loss", loss)
+        left = (config.train.steps - progress.step) * median
+        self.emit({**line, "steps": config.train.steps, "left_s": left, "first": first})
+
+    def _refuse(self, step: int, loss: float, norm: float) -> None:
+        """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
+        name = f"bad-batch-step-{step:08d}-replica-{self.mesh.dp.index}.safetensors"
+        if self.mesh.tp.index == 0:
+            tokens, targets, _ = zip(*self.stepper.fetch(step), strict=True)
+            whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
+            checkpoint.write_tensors(self.folder / name, whole)
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        self.journal.add(kind="stopped", step=step, why=what)
+        if self.mesh.comm.rank:
+            time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
+        raise RunError(
+            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; "
+            "a smaller optimizer.lr or optimizer.clip may help"
+        )
+
+
+def _difference(now: Bytes, then: Bytes) -> Bytes:
+    """What was moved in between; what was not is left out."""
+    found = {
+        axis: {name: nbytes - then.get(axis, {}).get(name, 0) for name, nbytes in moved.items()}
+        for axis, moved in now.items()
+    }
+    return {axis: {name: nbytes for name, nbytes in moved.items() if nbytes} for axis, moved in found.items()}

@@ -1,0 +1,165 @@
+"""AdamW and SGD over a model's parameters, with their state by the parameters' names, and the precisions.
+
+The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it, so a checkpoint
+stores it beside the weight and any layout can read it back. torch's own optimisers do the arithmetic (fused into one
+kernel where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one
+parameter at a time, so that no second copy of all gradients exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import RunError
+from tilemesh.train.config import OptimizerConfig
+
+WEIGHT = "weight"
+_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
+STORED = {"bf16-master": torch.bfloat16, "fp64": torch.float64}
+
+
+def stored_dtype(precision: str) -> torch.dtype:
+    """The dtype the model's parameters are kept in."""
+    return STORED.get(precision, torch.float32)
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The dtype matmuls run in where that is not the parameters'; None: no autocast."""
+    return COMPUTE[precision] if precision in ("bf16", "fp16") else None
+
+
+class Optimizer:
+    """Steps the parameters of a module. `tensors` is everything a checkpoint has to keep of them."""
+
+    def __init__(self, config: OptimizerConfig, module: nn.Module, precision: str) -> None:
+        self.config = config
+        self.kinds = _KINDS[config.name] if config.name == "adamw" or config.momentum else ()
+        self.parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self.has_masters = precision == "bf16-master"
+        self.stepped: dict[str, nn.Parameter] = dict(self.parameters)
+        if self.has_masters:
+            self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
+        self.steps = 0
+        groups = [
+            {name: value for name, value in self.stepped.items() if decays(value) is way} for way in (True, False)
+        ]
+        decay = (config.weight_decay, 0.0)
+        if self.has_masters:
+            # One optimiser a parameter: its float32 gradient lives only while it is stepped.
+            self._inner = {
+                name: self._make([{"params": [value], "weight_decay": decay[way]}])
+                for way, group in enumerate(groups)
+                for name, value in group.items()
+            }
+        else:
+            made = [
+                {"params": list(group.values()), "weight_decay": decay[way]}
+                for way, group in enumerate(groups)
+                if group
+            ]
+            self._inner = {"": self._make(made)}
+
+    def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        config, fused = self.config, self.config.fused
+        if fused is None:
+            fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
+        if config.name == "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=fused)
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Move the parameters along their gradients at this rate."""
+        for inner in self._inner.values():
+            for group in inner.param_groups:
+                group["lr"] = rate
+        if not self.has_masters:
+            self._inner[""].step()
+        else:
+            for name, inner in self._inner.items():
+                master, parameter = self.stepped[name], self.parameters[name]
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+                inner.step()
+                master.grad = None
+                parameter.copy_(master)
+        self.steps += 1
+
+    # State --------------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(kind, parameter's name, tensor) of all there is to keep; before the first step only the weights."""
+        for name, value in self.stepped.items():
+            yield WEIGHT, name, value.detach()
+        if self.steps:
+            for kind in self.kinds:
+                for name in self.stepped:
+                    yield kind, name, self._state(name)[kind]
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Weights from elsewhere, local shapes; what the optimiser remembers is left as it is."""
+        for name, value in self.stepped.items():
+            value.copy_(weights[name])
+            if self.has_masters:
+                self.parameters[name].copy_(value)
+
+    @torch.no_grad()
+    def load(self, steps: int, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """What `tensors` gave, of a run that had made so many steps."""
+        self.load_weights({name: tensors[WEIGHT, name] for name in self.stepped})
+        self.steps = steps
+        if not steps:
+            return
+        for name, value in self.stepped.items():
+            state = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
+            for kind, found in state.items():
+                if found.shape != value.shape:
+                    raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
+            if self.config.name == "adamw":
+                state["step"] = torch.tensor(float(steps), device=value.device if value.is_cuda else None)
+            self._optimizer(name).state[value] = state
+
+    def _optimizer(self, name: str) -> torch.optim.Optimizer:
+        return self._inner[name if self.has_masters else ""]
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._optimizer(name).state[self.stepped[name]]
+        return found
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, not to biases and norms."""
+    return parameter.dim() >= 2
+
+
+class LossScale:
+    """A factor that keeps fp16 gradients off zero: doubled after a while without overflow, halved at one.
+
+    A pure function of which steps overflowed, which all ranks see alike.
+    """
+
+    def __init__(self, on: bool, value: float = 2.0**14, patience: int = 1000) -> None:
+        self.on, self.value, self.patience = on, value if on else 1.0, patience
+        self.good = 0
+
+    def update(self, overflowed: bool) -> None:
+        if not self.on:
+            return
+        if overflowed:
+            self.value, self.good = max(1.0, self.value / 2), 0
+        else:
+            self.good += 1
+            if self.good % self.patience == 0:
+                self.value = min(2.0**24, self.value * 2)
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.value, "good": self.good}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        if self.on:
+            self.value, self.good = float(state["scale"]), int(state["good"])

@@ -1,0 +1,360 @@
+"""What one rank of a run does from its start to its end: `python -m tilemesh.train.rank RUN`, or `train_here`.
+
+In order: meet the others, read the data, lay the model, take up the newest sound checkpoint if there is one to go on
+from, loop, write a sample, say what it came to. The run's folder says what to do; nothing else is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.config import to_dict
+from tilemesh.core.context import JOB_VARIABLE, membership
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.launch.board import my_status
+from tilemesh.launch.start import ATTEMPT_VARIABLE
+from tilemesh.measure.machine import versions
+from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.agree import agree
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import take
+from tilemesh.train import checkpoint, summary
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.data import Corpus, check_tokens, open_corpus
+from tilemesh.train.folder import (
+    CHECKPOINTS,
+    CHOICES,
+    PREDICTED,
+    SAMPLE,
+    SUMMARY,
+    TRACE,
+    Journal,
+    read_config,
+    read_json,
+)
+from tilemesh.train.loop import Interrupt, Loop
+from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
+from tilemesh.train.memory import peak_bytes
+from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype
+from tilemesh.train.plain import make_plain
+from tilemesh.train.progress import emitter
+from tilemesh.train.record import Recorder, watch_mesh
+from tilemesh.train.sampling import encode_prompt, sample
+from tilemesh.train.steps import Stepper
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    folder: Path
+    step: int
+    loss: float
+    """Nats a token over the last step's batch."""
+    held_out: float | None
+    interrupted: bool
+    """Stopped before its last step, with a checkpoint to go on from."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault."""
+    folder, *rest = argv
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    config = read_config(folder)
+    my_status().at("connecting")
+    comm = connect(timeout_s=config.train.timeout_s)
+    again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
+    train_here(
+        config,
+        Path(folder),
+        comm,
+        resume=again or options.get("--resume") == "yes",
+        init=options.get("--init"),
+        stop_after=int(options["--stop-after"]) if "--stop-after" in options else None,
+    )
+    return 0
+
+
+def train_here(
+    config: TrainConfig,
+    folder: Path,
+    comm: Communicator,
+    *,
+    resume: bool = False,
+    init: str | Path | None = None,
+    stop_after: int | None = None,
+    emit: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Result:
+    """Train as one rank of `comm` and return when the run is done, or stopped with a checkpoint.
+
+    `stop_after`: stop after this step as if asked to, the schedule being that of the whole run.
+    """
+    began = time.time()
+    status = my_status()
+    emit = emit or emitter(comm.rank == 0)
+
+    def say(text: str) -> None:
+        if comm.rank:
+            print(f"tilemesh: {text}", file=sys.stderr, flush=True)
+            return
+        emit({"kind": "say", "text": text})
+        if text.split(" ", 1)[0].isupper():  # what is shouted is kept
+            journal.add(kind="warning", step=recorder.step, text=text)
+
+    status.at("step 0: reading the data")
+    device = choose_device(config, comm)
+    baseline = 0 if device.type == "cuda" else peak_bytes(device)
+    corpus = open_corpus(config.data)
+    check_tokens(corpus, config.model.vocabulary)
+    agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
+    status.at("step 0: laying the model")
+    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank)
+
+    def at(text: str) -> None:
+        status.at(text)
+        comm.watch.process.stage = text
+
+    recorder = Recorder(trace, at)
+    journal = Journal(folder, comm.rank == 0, say)
+    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    watch_mesh(mesh, recorder, read_json(folder / CHOICES).get("collectives", {}))
+    laid = lay_model(config, mesh, device)
+    optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+    writer = checkpoint.Writer(
+        folder / CHECKPOINTS,
+        comm.rank,
+        keep=config.checkpoint.keep,
+        background=config.checkpoint.background,
+        written_by={"plan": config.plan.to_dict(), "versions": versions()},
+        say=say,
+        note=journal.add,
+    )
+    stepper = Stepper(config, laid, corpus, optimizer, recorder)
+    loop = Loop(config, stepper, writer, journal, folder, emit)
+    if comm.rank == 0:
+        checkpoint.sweep(folder / CHECKPOINTS)
+    comm.barrier()
+    _begin(loop, laid, init, resume, say)
+    if comm.rank == 0:
+        say(_headline(config, mesh, corpus, device))
+    # A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed.
+    signals = (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
+    interrupt = Interrupt(signals, stop_after)
+    try:
+        loop.run(interrupt)
+    finally:
+        interrupt.close()
+        trace.close()
+    if loop.interrupted:
+        journal.add(kind="stopped", step=loop.progress.step, why="asked to stop")
+    return _finish(loop, recorder, journal, baseline, began)
+
+
+def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
+    """The model of the config on this rank of the mesh, with fresh weights."""
+    if config.plan.zero:
+        raise UsageError(
+            f"plan.zero is {config.plan.zero}: optimiser states are whole in each replica; set plan.zero=0"
+        )
+    if config.plan.recompute == "selective":
+        raise UsageError(
+            "plan.recompute is selective: attention here keeps no scores; use none, full or recompute_every"
+        )
+    dtype = stored_dtype(config.plan.precision)
+    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
+    if config.kernels_on(device.type) == "torch":
+        make_plain(model)
+    laid = lay(model, mesh, config.plan)
+    laid.recompute_every = config.segment
+    laid.module.train()
+    return laid
+
+
+# ---- where to begin --------------------------------------------------------------------------------------------
+
+
+def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: Callable[[str], None]) -> None:
+    comm = loop.mesh.comm
+    found = sound_checkpoint(loop.folder / CHECKPOINTS, comm, say) if resume else None
+    if found is not None:
+        restore(loop, checkpoint.Reader(found))
+        loop.journal.add(kind="resumed", step=loop.progress.step, plan=loop.config.plan.to_dict())
+        if comm.rank == 0:
+            say(f"going on from step {loop.progress.step} ({found})")
+    elif init is not None:
+        _load_hugging_face(loop, laid, Path(init))
+        if comm.rank == 0:
+            say(f"weights from {init}")
+    elif resume and comm.rank == 0:
+        say("no checkpoint yet: beginning at step 1")
+
+
+def restore(loop: Loop, reader: checkpoint.Reader) -> None:
+    """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
+    values, step = reader.manifest.values, reader.manifest.step
+    kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
+    tensors = {
+        (kind, name): reader.local(f"{kind}:{name}", loop.laid.shards[name])
+        for kind in kinds
+        for name in loop.optimizer.stepped
+    }
+    loop.optimizer.load(int(values["optimizer_steps"]), tensors)
+    loop.stepper.scale.load(values["scale"])
+    loop.progress.step, loop.progress.position = step, int(values["position"])
+    loop.stepper.steps, loop.stepper.position = step, int(values["position"])
+    if values.get("loss") is not None:
+        loop.progress.loss = float(values["loss"])
+    loop.writer.last = step
+    if values.get("data") != loop.fingerprint and loop.mesh.comm.rank == 0:
+        loop.writer.say(
+            "THE DATA IS NOT WHAT THIS RUN BEGAN WITH (the text has changed, or this is another Python): going on with "
+            "what is there, but not bit for bit"
+        )
+
+
+def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose every file has its digest, on all ranks alike; those that have not are named."""
+    names = json.loads(tell(comm, json.dumps([path.name for _, path in checkpoints(folder)])))
+    for name in names:
+        path: Path = folder / name
+        try:
+            manifest = Manifest.read(path)
+        except DamagedError as error:
+            problems = [str(error)]
+        else:
+            # Each rank looks at its share of the files.
+            problems = list(damage(path, manifest.files[comm.rank :: comm.size]))
+        for problem in dict.fromkeys(problems):
+            say(f"DAMAGED CHECKPOINT: {problem}; the one before is used")
+        if not comm.all_reduce(np.array([len(problems)], np.int64))[0]:
+            return path
+        comm.barrier()
+        if comm.rank == 0:  # out of the way, and kept for whoever wants to know what happened to it
+            with contextlib.suppress(OSError):
+                os.rename(path, folder / f"damaged-{name}")
+    return None
+
+
+def tell(comm: Communicator, text: str) -> str:
+    """Rank 0's text, on every rank."""
+    raw = np.frombuffer(text.encode(), np.uint8)
+    length = int(comm.broadcast(np.array([len(raw)], np.int64))[0])
+    buffer = np.zeros(length, np.uint8)
+    if comm.rank == 0:
+        buffer[:] = raw
+    return bytes(comm.broadcast(buffer)).decode() if length else ""
+
+
+def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
+    from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
+
+    theirs, ours = huggingface.read_config(folder), loop.config.model
+    different = [
+        f"{name} is {value} there and {to_dict(ours)[name]} here"
+        for name, value in to_dict(theirs).items()
+        if value != to_dict(ours)[name] and name not in ("dropout", "context")
+    ]
+    if different:
+        raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
+    weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
+    loop.optimizer.load_weights(weights)
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------
+
+
+def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
+    comm, progress, config = loop.mesh.comm, loop.progress, loop.config
+    recorder.at("writing a sample")
+    text = None
+    if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
+        text = _sample(loop)
+    recorder.at("summary")
+    found = summary.gather(loop, recorder, baseline, began)
+    comm.barrier()
+    if comm.rank == 0:
+        predicted = read_json(loop.folder / PREDICTED)
+        journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
+        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels_on(loop.device.type)})
+        if text is not None:
+            journal.write(SAMPLE, text)
+        if config.train.trace_steps:
+            with contextlib.suppress(OSError, UsageError):
+                merge(loop.folder / TRACE, loop.folder / "trace.json")
+    loop.emit({"kind": "end"})
+    return Result(loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted)
+
+
+def _sample(loop: Loop) -> str:
+    """What the model writes now; every rank of the first replica takes part, since each holds a part of the model."""
+    config, tokenizer = loop.config, loop.stepper.corpus.tokenizer
+    try:
+        prompt = encode_prompt(tokenizer, config.sample.prompt)
+    except UsageError:  # shards from elsewhere: begin as a document does
+        prompt = [int(loop.stepper.corpus.train.sample(0, 1)[0])]
+    tokens = sample(
+        lambda x, cache: loop.laid.logits(x, cache=cache),
+        prompt,
+        config.sample.tokens,
+        context=config.model.context,
+        temperature=config.sample.temperature,
+        seed=config.train.seed,
+        device=loop.device,
+    )
+    return tokenizer.decode([*prompt, *tokens])
+
+
+def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
+    wanted = config.train.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RunError("train.device is cuda and torch finds no GPU here: set train.device=cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    member = membership()
+    index = (member.local_rank if member is not None else comm.rank) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return torch.device("cuda", index)
+
+
+def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.device) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread"
+    epochs = config.train.steps * config.batch / max(1, corpus.train.samples(config.context))
+    return (
+        f"{config.plan.describe()} over {mesh.comm.backend}, a rank on {where}\n"
+        f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
+    )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = None if isinstance(value, float) and math.isnan(value) else value
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

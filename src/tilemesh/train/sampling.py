@@ -1,0 +1,146 @@
+"""Text from a model: one token after the other, each drawn from what the model thinks comes next.
+
+`sample` works with any function from tokens and a cache to logits, so a model laid over ranks and one in one process
+write the same text from the same weights and seed. `generate` reads a run's checkpoint into one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Cache, Transformer
+from tilemesh.train.checkpoint import Reader
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.data import open_corpus
+from tilemesh.train.folder import CHECKPOINTS, read_config
+from tilemesh.train.manifest import checkpoints, damage, folder_name
+from tilemesh.train.optimizer import WEIGHT
+from tilemesh.train.text import Tokenizer
+
+Logits = Callable[[Tensor, Cache], Tensor]
+
+
+def sample(
+    logits: Logits,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[int]:
+    """So many tokens after the prompt. Temperature 0 always takes the likeliest.
+
+    When the context is full, its second half is read again as a new beginning: cheaper than moving on by one token.
+    """
+    if not prompt:
+        raise UsageError("an empty prompt: give at least one character")
+    if not temperature >= 0:
+        raise UsageError(f"temperature is {temperature}: expected 0 or more")
+    generator = torch.Generator().manual_seed(seed)
+    whole = list(prompt)
+    cache = Cache(context)
+    pending = whole[-context:]
+    for _ in range(tokens):
+        if cache.length + len(pending) > context:
+            cache, pending = Cache(context), whole[-max(1, context // 2) :]
+        with torch.no_grad():
+            found = logits(torch.tensor([pending], device=device), cache)[0, -1]
+        scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
+        if temperature == 0:
+            token = int(scores.argmax())
+        else:
+            shares = torch.softmax(scores / temperature, dim=0)
+            token = int(torch.multinomial(shares, 1, generator=generator))
+        whole.append(token)
+        pending = [token]
+    return whole[len(prompt) :]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return [int(token) for token in tokenizer.encode(prompt.encode())]
+
+
+def generate(
+    run: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.7,
+    seed: int = 0,
+    step: int | None = None,
+    device: str = "cpu",
+) -> str:
+    """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
+    config, reader = open_run(run, step)
+    model = read_model(config.model, reader, device)
+    tokenizer = open_corpus(config.data).tokenizer
+    ids = sample(
+        lambda x, cache: model(x, cache=cache),
+        encode_prompt(tokenizer, prompt),
+        tokens,
+        context=config.model.context,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+    )
+    return tokenizer.decode(ids)
+
+
+def open_run(run: str | Path, step: int | None = None) -> tuple[TrainConfig, Reader]:
+    """A run's configuration and a checkpoint whose files are what was written."""
+    config = read_config(run)
+    folder = Path(run) / CHECKPOINTS
+    found = checkpoints(folder)
+    if step is not None:
+        found = [(number, path) for number, path in found if number == step]
+        if not found:
+            known = ", ".join(str(number) for number, _ in reversed(checkpoints(folder))) or "none"
+            raise UsageError(f"{run} has no checkpoint of step {step} ({folder_name(step)}): there are {known}")
+    problems: list[str] = []
+    for _, path in found:
+        try:
+            reader = Reader(path)
+        except RunError as error:
+            problems.append(str(error))
+            continue
+        bad = list(damage(path, reader.manifest.files))
+        if not bad:
+            return config, reader
+        problems += bad
+    if problems:
+        raise RunError(f"no checkpoint of {run} is whole: {'; '.join(problems)}")
+    raise RunError(f"{run} has no checkpoint yet: nothing was written under {folder}")
+
+
+def read_model(config: ModelConfig, reader: Reader, device: str = "cpu") -> Transformer:
+    """The whole model in one process, for reading: no dropout, no gradients."""
+    weights = {name: reader.whole(f"{WEIGHT}:{name}") for name in _names(config)}
+    dtype = next(iter(weights.values())).dtype
+    model = Transformer(config, device="meta", dtype=dtype)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.eval().requires_grad_(False)
+
+
+def export(run: str | Path, folder: str | Path, step: int | None = None) -> int:
+    """Write a run's checkpoint as a Hugging Face folder; returns its step."""
+    from tilemesh.model import huggingface
+
+    config, reader = open_run(run, step)
+    weights = {name: reader.whole(f"{WEIGHT}:{name}") for name in _names(config.model)}
+    huggingface.save_parameters(config.model, weights, folder)
+    return reader.manifest.step
+
+
+def _names(config: ModelConfig) -> list[str]:
+    return [name for name, _ in Transformer(config, device="meta").named_parameters()]

@@ -1,0 +1,118 @@
+"""Sources, streams over shards, held-out text, and the shards that `data prepare` writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.train import data, text
+from tilemesh.train.config import DataConfig
+from tilemesh.train.data import Stream, open_corpus, prepare
+from tilemesh.train.order import Order
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), context=st.integers(1, 17), seed=st.integers(0, 99)
+)
+def test_samples_cover_a_stream_whatever_its_shards(lengths: list[int], context: int, seed: int) -> None:
+    whole = np.random.default_rng(seed).integers(0, 256, sum(lengths)).astype(np.uint8)
+    stream = Stream(tuple(np.split(whole, np.cumsum(lengths)[:-1])))
+    for index in range(stream.samples(context)):
+        sample = stream.sample(index, context)
+        assert np.array_equal(sample, whole[index * context : index * context + context + 1])
+    assert stream.samples(context) * context + 1 <= stream.length or stream.samples(context) == 0
+
+
+def test_a_batch_is_the_rows_of_a_position() -> None:
+    stream, order = Stream((np.arange(101, dtype=np.uint16),)), Order(10, seed=3)
+    whole = data.batch(stream, order, 16, range(8), 10)
+    assert whole.shape == (8, 11)
+    assert np.array_equal(data.batch(stream, order, 16, range(4, 8), 10), whole[4:])
+    assert np.array_equal(whole[:, 1:], whole[:, :-1] + 1)
+
+
+def test_the_standard_library_is_text_and_partly_held_out() -> None:
+    corpus = open_corpus(DataConfig())
+    assert corpus.train.length > 3_000_000
+    assert 0.002 < corpus.held_out.length / corpus.train.length < 0.1
+    assert b"import" in corpus.train.parts[0][:200_000].tobytes()
+    assert corpus.train.fingerprint() == open_corpus(DataConfig()).train.fingerprint()
+    assert corpus.train.fingerprint() != corpus.held_out.fingerprint()
+
+
+def test_a_file_a_folder_and_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 1000)
+    (tmp_path / "b.md").write_bytes(b"y" * 500)
+    (tmp_path / "c.dat").write_bytes(b"\0\1\2")
+    one = open_corpus(DataConfig(source=str(tmp_path / "a.txt"), held_out=0.1))
+    assert (one.train.length, one.held_out.length) == (901, 100)
+    both = open_corpus(DataConfig(source=str(tmp_path), held_out=0.0))
+    assert both.train.parts[0].tobytes() == b"x" * 1000 + b"\0" + b"y" * 500 + b"\0"
+    assert open_corpus(DataConfig(source=str(tmp_path), pattern="*.md", held_out=0)).train.length == 501
+    with pytest.raises(UsageError, match="does not exist"):
+        open_corpus(DataConfig(source=str(tmp_path / "none")))
+    with pytest.raises(UsageError, match=r"set data\.pattern"):
+        open_corpus(DataConfig(source=str(tmp_path), pattern="*.rst"))
+
+
+def test_prepared_shards_are_the_same_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 256)) * 20)
+    source = DataConfig(source=str(tmp_path / "a.txt"), held_out=0.1)
+    meta = prepare(source, tmp_path / "shards", shard_tokens=1000)
+    assert meta["dtype"] == "uint8"
+    assert len(meta["files"]) == 6
+    direct, mapped = open_corpus(source), open_corpus(DataConfig(source=str(tmp_path / "shards")))
+    for ours, theirs in ((direct.train, mapped.train), (direct.held_out, mapped.held_out)):
+        assert np.array_equal(np.concatenate(ours.parts), np.concatenate(theirs.parts))
+    assert all(isinstance(part, np.memmap) for part in mapped.train.parts)
+    assert mapped.tokenizer.decode([104, 105]) == "hi"
+    with pytest.raises(UsageError, match="has shards already"):
+        prepare(source, tmp_path / "shards")
+    (tmp_path / "shards" / "train-00000.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="cut short"):
+        open_corpus(DataConfig(source=str(tmp_path / "shards")))
+
+
+def test_shards_from_elsewhere_are_16_bit_tokens(tmp_path: Path) -> None:
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    corpus = open_corpus(DataConfig(source=str(tmp_path)))
+    assert (corpus.train.length, corpus.held_out.length) == (5000, 100)
+    with pytest.raises(UsageError, match=r"set data\.tokenizer"):
+        corpus.tokenizer.encode(b"text")
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "int3"}))
+    with pytest.raises(UsageError, match="dtype is 'int3'"):
+        open_corpus(DataConfig(source=str(tmp_path)))
+
+
+def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "<eos>": 2, "?": 3}, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    inner.save(str(path))
+    (tmp_path / "t.txt").write_text("one two one three " * 100)
+    source = DataConfig(source=str(tmp_path / "t.txt"), tokenizer=path, held_out=0.0)
+    corpus = open_corpus(source)
+    assert corpus.train.sample(0, 4).tolist() == [0, 1, 0, 3, 0]
+    assert corpus.train.parts[0][-1] == 2
+    prepare(source, tmp_path / "shards")
+    again = open_corpus(DataConfig(source=str(tmp_path / "shards"), held_out=0.0))
+    assert again.tokenizer.decode([0, 1]) == "one two"
+    with pytest.raises(UsageError, match="the tokenizer has 4 tokens and the model's vocabulary is 3"):
+        data.check_tokens(corpus, 3)
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a tokenizers file"):
+        text.open_tokenizer(tmp_path / "broken.json")
+    with pytest.raises(UsageError, match="does not exist"):
+        text.open_tokenizer(tmp_path / "none.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(RunError, match="pip install tokenizers"):
+        text.open_tokenizer(path)

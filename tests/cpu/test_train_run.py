@@ -1,0 +1,350 @@
+"""Training from the first step to the last on ranks that are threads: equal after a stop, on any layout; faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tilemesh.comm import connect, run_threads
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.trace import Trace
+from tilemesh.model import huggingface
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.train import checkpoint, sampling
+from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.data import open_corpus
+from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
+from tilemesh.train.manifest import checkpoints, digest
+from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.rank import Result, lay_model, train_here
+from tilemesh.train.record import Recorder
+from tilemesh.train.steps import Stepper, read
+
+SMALL = (
+    "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
+    "train.steps=10,train.batch=8,checkpoint.every=5,evaluate.every=5,evaluate.sequences=6,sample.tokens=8,"
+    "optimizer.warmup=2,optimizer.lr=0.01,train.trace_steps=3"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(
+        "".join(f"line {number}: the quick brown fox jumps over {number * 7} dogs\n" for number in range(400))
+    )
+    return str(path)
+
+
+def made(text: str, mesh: str = "dp=2,tp=2", *sets: str) -> TrainConfig:
+    return load(mesh=mesh, sets=[SMALL, f"data.source={text}", *sets])
+
+
+def trained(config: TrainConfig, folder: Path, **options: Any) -> tuple[Result, list[str]]:
+    """The run on thread ranks, and what rank 0 said."""
+    said: list[str] = []
+    if not (folder / "config.toml").exists():
+        new_run(config, folder)
+
+    def main(comm: Any) -> Result:
+        def emit(event: Any) -> None:
+            if comm.rank == 0 and event["kind"] == "say":
+                said.append(event["text"])
+
+        return train_here(config, folder, comm, emit=emit, **options)
+
+    return run_threads(config.plan.world, main)[0], said
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    reader = checkpoint.Reader(folder / CHECKPOINTS / f"step-{step:08d}")
+    return {name: reader.whole(name) for name in reader.names}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(folder) if line["kind"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def whole(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ten steps that never stopped, on two by two."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    trained(made(text), folder)
+    return folder
+
+
+class TestResume:
+    def test_stopped_and_resumed_is_never_stopped_bit_for_bit(self, text: str, whole: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        first, _ = trained(made(text), folder, stop_after=4)
+        assert first.interrupted
+        assert first.step == 4
+        second, said = trained(made(text), folder, resume=True)
+        assert not second.interrupted
+        assert any("going on from step 4" in line for line in said)
+        assert losses(folder) == losses(whole)
+        ours, theirs = state(folder, 10), state(whole, 10)
+        assert ours.keys() == theirs.keys()
+        assert len(ours) == 3 * len(list(Transformer(made(text).model, device="meta").named_parameters()))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    @pytest.mark.parametrize("mesh", ["dp=4,tp=1", "dp=1,tp=2", "dp=1,tp=1"])
+    def test_another_layout_goes_on_within_rounding(self, text: str, whole: Path, tmp_path: Path, mesh: str) -> None:
+        folder = tmp_path / "run"
+        trained(made(text), folder, stop_after=5)
+        trained(made(text, mesh), folder, resume=True)
+        theirs, ours = losses(whole), losses(folder)
+        assert [ours[step] for step in range(1, 6)] == [theirs[step] for step in range(1, 6)]
+        assert [ours[step] for step in range(6, 11)] == pytest.approx([theirs[step] for step in range(6, 11)], rel=2e-5)
+
+    @pytest.mark.parametrize(
+        "sets",
+        [
+            "optimizer.name=sgd,optimizer.lr=0.1",
+            "plan.precision=bf16-master",
+            "plan.precision=bf16,model.dropout=0.1",
+            "plan.precision=fp16",
+            "plan.precision=fp64,train.recompute_every=sqrt",
+            "train.compile=false,plan.microbatch=2,checkpoint.background=false",
+        ],
+    )
+    def test_every_precision_and_optimiser_resumes_bit_for_bit(self, text: str, tmp_path: Path, sets: str) -> None:
+        config = made(text, "dp=2,tp=1", sets, "train.steps=6,sample.tokens=0")
+        trained(config, tmp_path / "a")
+        trained(config, tmp_path / "b", stop_after=3)
+        trained(config, tmp_path / "b", resume=True)
+        assert losses(tmp_path / "a") == losses(tmp_path / "b")
+        ours, theirs = state(tmp_path / "a", 6), state(tmp_path / "b", 6)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert losses(tmp_path / "a")[6] < losses(tmp_path / "a")[1]
+
+    def test_recomputation_changes_nothing(self, text: str, tmp_path: Path) -> None:
+        for name, every in (("kept", "0"), ("again", "2")):
+            sets = f"train.steps=3,sample.tokens=0,train.recompute_every={every}"
+            trained(made(text, "dp=1,tp=2", sets), tmp_path / name)
+        assert losses(tmp_path / "kept") == losses(tmp_path / "again")
+
+
+class TestFiles:
+    def test_what_a_run_leaves(self, text: str, whole: Path) -> None:
+        found = read_json(whole / "summary.json")
+        assert found["step"] == 10
+        assert found["world"] == 4
+        assert sum(found["shares"].values()) == pytest.approx(1)
+        assert found["exchanges"]["dp"]["all_reduce"] > 0
+        assert found["exchanges"]["tp"]["all_reduce"] > 0
+        assert len(found["peak_memory_bytes"]) == 4
+        assert [step for step, _ in checkpoints(whole / CHECKPOINTS)] == [10, 5]
+        lines = [line for line in metrics(whole) if line["kind"] == "step"]
+        written = [line for line in metrics(whole) if line["kind"] == "checkpoint"]
+        assert [(line["step"], line["ok"]) for line in written] == [(5, True), (10, True)]
+        assert [line["step"] for line in lines] == list(range(1, 11))
+        assert [line["step"] for line in lines if "held_out" in line] == [5, 10]
+        assert read_json(whole / "choices.json")["collectives"]
+        trace = json.loads((whole / "trace.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in trace} == {0, 1, 2, 3}
+        names = {event["name"] for event in trace}
+        assert {"forward", "backward", "optimizer", "data", "meet", "all_reduce"} <= names
+        exchange = next(event for event in trace if event.get("cat") == "exchange")
+        assert exchange["args"]["bytes"] > 0
+        assert exchange["args"]["group"] in ("tp", "dp", "control")
+        assert (whole / "sample.txt").read_text().startswith("def ")
+
+    def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
+        trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")
+        assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [10, 9]
+        assert sorted(path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()) == [
+            "step-00000009",
+            "step-00000010",
+        ]
+
+    def test_generation_in_one_process_writes_what_the_ranks_wrote(self, text: str, whole: Path) -> None:
+        config = made(text)
+        wrote = sampling.generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
+        assert (whole / "sample.txt").read_text() == "def " + wrote
+        longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
+        assert len(longer.encode()) == 40  # past the context of 16
+
+    def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
+        assert sampling.export(whole, tmp_path / "hf") == 10
+        ours = sampling.read_model(made(text).model, sampling.open_run(whole)[1])
+        theirs = huggingface.load(tmp_path / "hf")
+        tokens = torch.arange(12)[None]
+        assert torch.equal(ours(tokens), theirs.eval()(tokens))
+        # And a run may begin from them: its first loss is that of the trained model.
+        folder = tmp_path / "again"
+        trained(made(text, "dp=1,tp=2", "train.steps=2"), folder, init=tmp_path / "hf")
+        assert losses(folder)[1] < 0.8 * losses(whole)[1]
+        with pytest.raises(UsageError, match="another model: width is 16 there and 32 here"):
+            trained(made(text, "dp=1", "model.width=32,train.steps=1"), tmp_path / "c", init=tmp_path / "hf")
+
+    def test_what_is_asked_of_a_run_that_has_nothing(self, text: str, whole: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="is no run"):
+            sampling.generate(tmp_path, "x")
+        with pytest.raises(UsageError, match="no checkpoint of step 7"):
+            sampling.generate(whole, "x", step=7)
+        new_run(made(text), tmp_path / "empty")
+        with pytest.raises(RunError, match="has no checkpoint yet"):
+            sampling.generate(tmp_path / "empty", "x")
+        with pytest.raises(UsageError, match="has a run already"):
+            new_run(made(text), whole)
+        with pytest.raises(UsageError, match="empty prompt"):
+            sampling.generate(whole, "")
+
+
+def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "matrix": torch.randn(3, 4), "odd": torch.randn(5).bfloat16(), "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3), "half": torch.arange(7).half()[None],
+    }  # fmt: skip
+    stored = checkpoint.write_tensors(tmp_path / "ours.safetensors", tensors)
+    assert stored.nbytes == (tmp_path / "ours.safetensors").stat().st_size
+    assert stored.sha256 == digest(tmp_path / "ours.safetensors")
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    for found in (
+        load_file(tmp_path / "ours.safetensors"),
+        checkpoint.read_tensors(tmp_path / "ours.safetensors"),
+        checkpoint.read_tensors(tmp_path / "theirs.safetensors"),
+    ):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+
+
+class TestAlone:
+    """Steps that the host does not wait for, as on one GPU alone; forced here on a CPU."""
+
+    def steps(self, text: str, late: bool, sets: str = "optimizer.clip=0.5") -> list[tuple[int, float, float]]:
+        config = made(text, "dp=1,tp=1", "plan.microbatch=4", sets)
+        laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+        optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+        stepper = Stepper(config, laid, open_corpus(config.data), optimizer, Recorder(Trace(None)), late=late)
+        assert stepper.is_late is late
+        return read([stepper(number) for number in range(1, 7)])
+
+    def test_they_come_to_the_same(self, text: str) -> None:
+        late, waited = self.steps(text, True), self.steps(text, False)
+        assert [step for step, _, _ in late] == [1, 2, 3, 4, 5, 6]
+        assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
+        assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
+
+    def test_a_bad_loss_is_in_what_is_read_later(self, text: str) -> None:
+        values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
+        assert [math.isfinite(loss) for _, loss, _ in values][:1] == [True]
+        assert not all(math.isfinite(loss) and math.isfinite(norm) for _, loss, norm in values)
+
+
+class TestFaults:
+    @pytest.mark.parametrize("how", ["truncated", "altered", "missing", "manifest"])
+    def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+        self, text: str, whole: Path, tmp_path: Path, how: str
+    ) -> None:
+        folder = tmp_path / "run"
+        trained(made(text), folder, stop_after=8)
+        newest = folder / CHECKPOINTS / "step-00000008"
+        victim = newest / "shard-00001.safetensors"
+        if how == "truncated":
+            os.truncate(victim, victim.stat().st_size - 7)
+        elif how == "altered":
+            raw = bytearray(victim.read_bytes())
+            raw[-5] ^= 1
+            victim.write_bytes(raw)
+        elif how == "missing":
+            victim.unlink()
+        else:
+            (newest / "manifest.json").write_text("{")
+        _, said = trained(made(text), folder, resume=True)
+        assert any("going on from step 5" in line for line in said)
+        assert losses(folder) == losses(whole)
+        assert (folder / CHECKPOINTS / "damaged-step-00000008").is_dir()
+
+    def test_a_damaged_shard_is_named_by_whoever_looks(self, text: str, tmp_path: Path) -> None:
+        trained(made(text, "dp=1", "train.steps=5"), tmp_path / "run")
+        victim = tmp_path / "run" / CHECKPOINTS / "step-00000005" / "shard-00000.safetensors"
+        os.truncate(victim, 1000)
+        with pytest.raises(RunError, match=r"shard-00000\.safetensors has 1000 bytes"):
+            sampling.generate(tmp_path / "run", "x")
+
+    def test_a_loss_that_is_no_number_stops_with_the_batch_kept(self, text: str, tmp_path: Path) -> None:
+        config = made(text, "dp=2,tp=1", "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
+        with pytest.raises(RunError, match=r"step \d+: (loss is|the gradient's norm is) (nan|inf)"):
+            trained(config, tmp_path / "run")
+        kept = sorted((tmp_path / "run").glob("bad-batch-step-*-replica-*.safetensors"))
+        assert len(kept) == 2
+        assert load_file(kept[0])["tokens"].shape == (4, 16)
+
+    def test_a_write_that_fails_is_said_and_training_goes_on(
+        self, text: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, calls = checkpoint.write_tensors, []
+
+        def full(path: Path, tensors: Any) -> Any:
+            calls.append(path)
+            if "step-00000010" in str(path) and "shard-00001" in path.name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return real(path, tensors)
+
+        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        result, said = trained(made(text), tmp_path / "run")
+        assert result.step == 10
+        assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
+        assert losses(tmp_path / "run") == losses(whole)
+        kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
+        assert not kept["checkpoint", 10]["ok"]
+        assert "FAILED" in kept["warning", 10]["text"]
+        assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
+        assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
+
+    def test_a_full_disk(self, text: str, small_disk: Path, tmp_path: Path) -> None:
+        """A real one: there is room for one checkpoint and no more."""
+        config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6")
+        folder = small_disk / "run"
+        new_run(config, folder)
+        (small_disk / "filler").write_bytes(bytes(_room(small_disk) - 300_000))
+        result, said = trained(config, folder)
+        assert result.step == 6
+        assert any("CHECKPOINT OF STEP 6 FAILED" in line for line in said)
+        (step, path), *_ = checkpoints(folder / CHECKPOINTS)
+        assert step in (2, 4)
+        assert state(folder, step)
+        assert list(path.glob("manifest.json"))
+
+    def test_settings_that_cannot_be_trained(self, text: str, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"plan\.zero"):
+            trained(made(text, "dp=1", "plan.zero=1"), tmp_path / "a")
+        with pytest.raises(UsageError, match="selective"):
+            trained(made(text, "dp=1", "plan.recompute=selective"), tmp_path / "b")
+        (tmp_path / "short.txt").write_text("x")
+        with pytest.raises(UsageError, match="shorter than one sequence"):
+            trained(made(str(tmp_path / "short.txt"), "dp=1"), tmp_path / "c")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One MiB of memory as a disk."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def _room(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,221 @@
+"""Real processes and real faults: ranks killed at any moment, hung, interrupted; the run goes on as if nothing was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilemesh.comm import run_threads
+from tilemesh.launch.job import Outcome
+from tilemesh.launch.start import find_mpiexec
+from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.folder import CHECKPOINTS, metrics, new_run
+from tilemesh.train.manifest import WRITING, checkpoints
+from tilemesh.train.rank import train_here
+from tilemesh.train.start import start
+
+# Bounds are for a machine that others use as well; alone on two cores each test takes a quarter of a minute.
+pytestmark = pytest.mark.timeout(400)
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+ENDS_WITHIN_S = 10.0
+SMALL = (
+    "model.layers=2,model.width=32,model.heads=2,model.kv_heads=2,model.mlp_width=64,model.context=32,"
+    "train.steps=40,train.batch=8,checkpoint.every=1,evaluate.every=0,evaluate.sequences=4,sample.tokens=0,"
+    "optimizer.warmup=2,train.trace_steps=0"
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("".join(f"{number} times the same line is {number * 3} lines\n" for number in range(900)))
+    return load(mesh="dp=2", sets=[SMALL, f"data.source={text}"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run that nothing happened to. Two replicas: a sum of two is the same in any order."""
+    folder = new_run(config, tmp_path_factory.mktemp("undisturbed") / "run")
+    run_threads(2, lambda comm: train_here(config, folder, comm, emit=lambda event: None))
+    return losses(folder)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(folder) if line["kind"] == "step"}
+
+
+def rank_pids(folder: Path) -> dict[int, int]:
+    """Rank and process number of every rank of the run that lives."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            if b"tilemesh.train.rank" not in words or str(folder).encode() not in words or b"mpiexec" in words[0]:
+                continue
+            entries = (place / "environ").read_bytes().split(b"\0")
+            environ = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            rank = environ.get(b"OMPI_COMM_WORLD_RANK", environ.get(b"RANK"))
+            if rank is not None:
+                found[int(rank)] = int(place.name)
+    return found
+
+
+def until(true: Callable[[], Any], within_s: float = 120.0) -> Any:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if found := true():
+            return found
+        time.sleep(0.005)
+    raise AssertionError("it did not happen in time")
+
+
+class Started:
+    """A run on ranks of its own, in the background."""
+
+    def __init__(self, config: TrainConfig, folder: Path, **options: Any) -> None:
+        self.said: list[tuple[float, str]] = []
+        self.printed: list[str] = []
+        self.outcome: Outcome | None = None
+        self.folder = folder
+        settings = {"resume": False, "init": None, "transport": "auto", "restarts": 0, "stop_after": None} | options
+
+        def main() -> None:
+            self.outcome = start(
+                folder,
+                config,
+                sink=lambda rank, stream, line: self.printed.append(line.decode(errors="replace")),
+                say=lambda text: self.said.append((time.monotonic(), text)),
+                **settings,
+            )
+
+        self.thread = threading.Thread(target=main)
+        self.thread.start()
+
+    def reached(self, step: int) -> bool:
+        return max(losses(self.folder), default=0) >= step
+
+    def wait(self, within_s: float = 180.0) -> Outcome:
+        self.thread.join(within_s)
+        assert self.outcome is not None, "the job did not end"
+        return self.outcome
+
+
+def kill_when(run: Started, victim: int, ready: Callable[[], Any]) -> float:
+    """SIGKILL to a rank as soon as it is ready; returns when."""
+    until(ready)
+    pid = until(lambda: rank_pids(run.folder).get(victim))
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+@NEEDS_MPI
+def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
+    config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """Once in the middle of steps, once while a checkpoint is being written."""
+    folder = new_run(config, tmp_path / "run")
+    run = Started(config, folder, restarts=2)
+    first = kill_when(run, 1, lambda: run.reached(5))
+    until(lambda: run.said)
+    assert run.said[0][0] - first < ENDS_WITHIN_S
+    assert re.search(r"rank 1 was killed by SIGKILL .*at: step \d+: \w+", run.said[0][1])
+    resumed = max(losses(folder))
+    until(lambda: run.reached(resumed + 3))
+    second = kill_when(run, 0, lambda: list((folder / CHECKPOINTS).glob(WRITING + "*")))
+    until(lambda: len(run.said) > 1)
+    assert run.said[1][0] - second < ENDS_WITHIN_S
+    assert "rank 0 was killed by SIGKILL" in run.said[1][1]
+    outcome = run.wait()
+    assert outcome.failure is None
+    assert outcome.attempts == 3
+    assert losses(folder) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
+    """Anywhere: while ranks start, between steps, inside a checkpoint's writing, at the end."""
+    draw = random.Random(seed)
+    folder = new_run(config, tmp_path / "run")
+    run = Started(config, folder, restarts=1, transport="torch" if seed % 4 == 3 else "auto")
+    victim, moment = draw.randrange(2), draw.random()
+    if moment < 0.2:
+        ready = lambda: rank_pids(folder)  # noqa: E731
+    elif moment < 0.6:
+        step = draw.randrange(1, 35)
+        ready = lambda: run.reached(step)  # noqa: E731
+    else:
+        step = draw.randrange(1, 35)
+        ready = lambda: run.reached(step) and list((folder / CHECKPOINTS).glob(WRITING + "*"))  # noqa: E731
+    killed = kill_when(run, victim, ready)
+    until(lambda: run.said or not run.thread.is_alive())
+    if run.said:
+        assert run.said[0][0] - killed < ENDS_WITHIN_S
+        assert f"rank {victim} was killed by SIGKILL" in run.said[0][1]
+    assert run.wait(200).failure is None
+    assert losses(folder) == undisturbed
+
+
+@NEEDS_MPI
+def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
+    quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=2"])
+    folder = new_run(quick, tmp_path / "run")
+    run = Started(quick, folder)
+    until(lambda: run.reached(3))
+    pid = until(lambda: rank_pids(folder).get(1))
+    os.kill(pid, signal.SIGSTOP)
+    outcome = run.wait()
+    assert outcome.failure is not None
+    words = outcome.failure.sentence()
+    assert re.search(r"rank 0 has waited 2\.\d s in all_reduce", words), words
+    assert re.search(r"at step \d+: \w+.*; not arrived: rank 1 is in", words), words
+
+
+@NEEDS_MPI
+def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
+    config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """By the command line, as a user does it."""
+    base = [sys.executable, "-m", "tilemesh", "train"]
+    sets = f"{SMALL},data.source={config.data.source},checkpoint.every=0"
+    folder = tmp_path / "run"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [_source(), os.environ.get("PYTHONPATH")]))}
+    process = subprocess.Popen(
+        [*base, "--run", str(folder), "--mesh", "dp=2", "--set", sets],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tmp_path,
+    )  # fmt: skip
+    until(lambda: max(losses(folder), default=0) >= 3)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert said.rstrip().splitlines()[-1] == f"tilemesh train --resume {folder}"
+    steps = [step for step, _ in checkpoints(folder / CHECKPOINTS)]
+    assert len(steps) == 1
+    assert f"checkpoint of step {steps[0]} written" in said
+    done = subprocess.run(
+        [*base, "--resume", str(folder)], capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"going on from step {steps[0]}" in done.stdout
+    assert "to improve:" in done.stdout
+    assert "written:" in done.stdout
+    assert losses(folder) == undisturbed
+
+
+def _source() -> str:
+    import tilemesh
+
+    assert tilemesh.__file__ is not None
+    return str(Path(tilemesh.__file__).parents[1])

@@ -1,0 +1,97 @@
+"""One frozen config: presets, files, settings, meshes; what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.train import config
+from tilemesh.train.config import PRESETS, load, settled
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_settles_and_survives_its_file(name: str) -> None:
+    made = load(name)
+    assert config.from_toml(made.to_toml()) == made
+    assert settled(made) == made
+    assert made.plan.batch == made.batch == made.train.batch
+
+
+def test_the_default_is_two_by_two_on_a_cpu_and_one_rank_a_gpu() -> None:
+    cpu = load()
+    assert (cpu.plan.dp, cpu.plan.tp, cpu.plan.precision) == (2, 2, "fp32")
+    gpu = load(gpus=8)
+    assert (gpu.plan.dp, gpu.plan.tp, gpu.plan.precision) == (8, 1, "bf16")
+    assert load(gpus=8, mesh="dp=2,tp=2").plan.world == 4
+
+
+@given(dp=st.sampled_from([1, 2, 4, 8, 16]), tp=st.sampled_from([1, 2]))
+def test_a_mesh_changes_how_the_batch_is_cut_and_not_the_batch(dp: int, tp: int) -> None:
+    made = load(mesh=f"dp={dp},tp={tp}")
+    assert made.batch == load().batch
+    assert made.plan.dp * made.plan.microbatch * made.plan.accumulation == made.batch
+    assert made.plan.microbatch <= PRESETS["default"]["plan"]["microbatch"]
+
+
+def test_ranks_without_a_mesh() -> None:
+    assert (load(ranks=2).plan.dp, load(ranks=2).plan.tp) == (1, 2)
+    assert (load(ranks=1).plan.dp, load(ranks=1).plan.tp) == (1, 1)
+    with pytest.raises(UsageError, match="--ranks 3 and a mesh of 4"):
+        load(ranks=3, mesh="dp=2,tp=2")
+
+
+def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
+    plan = ParallelPlan(dp=2, tp=1, microbatch=3, accumulation=2, precision="fp32")
+    (tmp_path / "plan.toml").write_text(plan.to_toml())
+    made = load(plan=tmp_path / "plan.toml")
+    assert made.plan == plan
+    assert made.batch == 12
+    with pytest.raises(UsageError, match="give one of them"):
+        load(plan=tmp_path / "plan.toml", mesh="dp=2")
+
+
+def test_a_file_and_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nlayers=2\nwidth=32\nheads=2\nvocabulary=256\ncontext=16\n[train]\nbatch=4\n")
+    made = load(str(path), sets=["train.steps=7,optimizer.lr=0.5", "train.recompute_every=sqrt"])
+    assert (made.train.steps, made.optimizer.lr, made.batch, made.context) == (7, 0.5, 4, 16)
+    assert made.segment == 1
+    assert load(sets=["model.layers=16", "train.recompute_every=sqrt"]).segment == 4
+    assert load(sets=["plan.recompute=full"]).segment == 1
+    assert load().segment == 0
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ("train.step=3", "did you mean 'train.steps'"),
+        ("lr=3", "did you mean 'optimizer.lr'"),
+        ("train.batch=15", "does not divide among dp=2"),
+        ("train.steps=0", "train.steps is 0: expected at least 1"),
+        ("train.context=999", "between 1 and model.context, 128"),
+        ("data.held_out=1", "expected a fraction"),
+        ("checkpoint.every=-1", "expected 0 or more"),
+        ("train.recompute_every=-2", "expected sqrt or 0"),
+        ("optimizer.name=adam", "did you mean 'adamw'"),
+        ("optimizer.clip=nan", "expected 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(sets: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load(sets=[sets])
+
+
+@pytest.mark.parametrize("mesh", ["dp=0", "ep=2", "dp", "dp=two"])
+def test_a_mesh_that_is_none(mesh: str) -> None:
+    with pytest.raises(UsageError):
+        load(mesh=mesh)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'gpt2-124m'"):
+        load("gpt2")
