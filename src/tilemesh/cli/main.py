@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, train, tune
+from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, report, train, tune
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -35,6 +35,8 @@ app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
 app.add_typer(train.data, name="data")
+app.command()(report.report)
+app.command()(report.watch)
 
 bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
 bench.command("kernel")(bench_kernel.bench_kernel)

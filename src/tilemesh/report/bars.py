@@ -92,3 +92,29 @@ def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float,
         role="region",
         aria_label="heat map",
     )
+
+
+MOST_DRAWN = 256
+
+
+def mesh_picture(dp: int, tp: int, pp: int, dp_bytes: float, tp_bytes: float) -> Html:
+    """Ranks as boxes, tp across and dp down, a panel a stage; thick where much crosses."""
+    if dp * tp * pp > MOST_DRAWN:
+        return el("p", f"{dp * tp * pp:,} ranks are more than a picture can show: the table beneath says what crosses.")
+    most = max(dp_bytes, tp_bytes, 1.0)
+    thick = {"dp": 2 + 10 * dp_bytes / most, "tp": 2 + 10 * tp_bytes / most}
+    small = " small" if max(dp, tp) > 8 else ""
+    panels = []
+    for stage in range(pp):
+        cells = []
+        for row in range(dp):
+            for column in range(tp):
+                # Model-major: ranks of one replica have neighbouring numbers.
+                rank = (row * pp + stage) * tp + column
+                joined = " ".join(name for name, on in (("right", column + 1 < tp), ("down", row + 1 < dp)) if on)
+                words = f"rank {rank}: dp {row}, tp {column}" + (f", stage {stage}" if pp > 1 else "")
+                cells.append(el("span", rank, class_=joined or None, title=words))
+        style = f"grid-template-columns:repeat({tp},max-content);--tp:{thick['tp']:.0f}px;--dp:{thick['dp']:.0f}px"
+        words = f"mesh of {dp} by {tp} ranks" + (f", stage {stage}" if pp > 1 else "")
+        panels.append(el("div", *cells, class_=f"mesh{small}", style=style, role="img", aria_label=words))
+    return join(*panels)

@@ -144,6 +144,8 @@ class Table:
     rows: Sequence[Sequence[Child]]
     places: Sequence[float] = ()
     note: str = ""
+    words: bool = False
+    """Text rather than numbers: aligned at the left."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def grid(table: Table) -> Html:
     ]
     return el(
         "div",
-        el("table", el("thead", head), el("tbody", *rows)),
+        el("table", el("thead", head), el("tbody", *rows), class_="left" if table.words else None),
         class_="scroll",
         tabindex=0,
         role="region",

@@ -5,6 +5,7 @@ Steps that are missing break the line, and a value that is no number is kept apa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def _bucket(group: Sequence[tuple[int, float]], follows: bool) -> Bucket:
 def gaps(steps: Iterable[int]) -> list[tuple[int, int]]:
     """(first, last) of every stretch of steps that is missing between two that are there."""
     ordered = sorted(set(steps))
-    return [(a + 1, b - 1) for a, b in zip(ordered, ordered[1:], strict=False) if b - a > 1]
+    return [(a + 1, b - 1) for a, b in itertools.pairwise(ordered) if b - a > 1]
 
 
 def line(name: str, found: Sequence[Bucket], colour: int, *, dashed: bool = False, dots: bool = False) -> Line:

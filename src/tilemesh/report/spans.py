@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tilemesh.core.errors import RunError
 from tilemesh.measure.trace import MERGED_FILE, merge
@@ -105,10 +105,12 @@ def timeline(events: Iterable[Any]) -> Timeline:
         began, lasted, rank = event.get("ts"), event.get("dur"), event.get("pid")
         if not (_is_number(began) and _is_number(lasted) and isinstance(rank, int)):
             continue
+        began_s, ended_s = began / 1e6, (began + lasted) / 1e6
         details = event.get("args") if isinstance(event.get("args"), dict) else {}
         assert isinstance(details, dict)
-        span = Span(rank, int(event.get("tid") or 0), str(event.get("name", "?")), _kind(event.get("cat")),
-                    began / 1e6, (began + lasted) / 1e6, words=_words(details))  # fmt: skip
+        lane = int(event.get("tid") or 0)
+        name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
+        span = Span(rank, lane, name, kind, began_s, ended_s, words=_words(details))
         found.setdefault(rank, []).append(span)
         if isinstance(details.get("step"), int):
             ends = numbers.setdefault(details["step"], [math.inf, -math.inf])
@@ -119,7 +121,7 @@ def timeline(events: Iterable[Any]) -> Timeline:
     return Timeline(ranks, steps)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 

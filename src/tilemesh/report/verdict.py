@@ -63,9 +63,11 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     parts = [_state(run)]
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
+    elif run.steps:
+        parts.append("how near the limit is not known (`tilemesh calibrate` measures it)")
     if shares and run.world > 1:
         share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
-        parts.append(f"communication and waiting for ranks are {share} of the step")
+        parts.append(f"communication (with waiting for ranks) is {share} of the step")
     if found:
         most = f"{found[0].fraction:.0%}".replace("%", " %")
         parts.append(f"the largest saving is {found[0].what}, at most {most} of the step")

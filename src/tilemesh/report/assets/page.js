@@ -57,7 +57,7 @@
     });
     const whole = [found.steps[0][1], found.steps[found.steps.length - 1][2]];
     const first = found.steps[Math.max(0, found.steps.length - 2)];
-    const left = 54, height = lanes.length > 32 ? 12 : lanes.length > 12 ? 18 : 30, top = 22;
+    const left = 54, height = lanes.length > 32 ? 12 : lanes.length > 12 ? 20 : 38, top = 22;
     let view = [first[1], whole[1]], lane = 0, chosen = -1;
     const words = s => Math.abs(s) >= 1 ? s.toFixed(3) + " s" : Math.abs(s) >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " µs";
 
@@ -77,7 +77,7 @@
         one.spans.forEach((span, j) => {
           if (span.to < view[0] || span.from > view[1]) return;
           const kind = found.names[span.name][1], from = Math.max(left, x(span.from)), to = Math.min(width, x(span.to));
-          const inset = span.depth ? Math.min(height / 4, 4 * span.depth) : 0;
+          const inset = span.depth ? height * (height > 30 ? 0.5 : 0.25) : 0;
           pen.fillStyle = colour("--c" + found.kinds[kind][1]);
           pen.fillRect(from, y + inset, Math.max(0.6, to - from - 0.4), height - 2 - inset);
           if (to - from > 46 && height > 14) {
@@ -86,7 +86,7 @@
             pen.beginPath();
             pen.rect(from, y, to - from, height);
             pen.clip();
-            pen.fillText(found.names[span.name][0], from + 4, y + height / 2 + 4 + inset / 2);
+            pen.fillText(found.names[span.name][0], from + 4, y + (height > 30 ? 14 + inset * 0.9 : height / 2 + 3));
             pen.restore();
           }
           if (i === lane && j === chosen) {
@@ -187,7 +187,6 @@
 
   // ---- a run in progress: fetch the page again when its folder has changed, and keep what the reader had opened ----
   function follow(main) {
-    const state = document.getElementById("state");
     let version = main.dataset.version || "";
     async function look() {
       try {
