@@ -23,6 +23,12 @@ def bench_kernel(
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline, as .svg.")] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Roofline, peers and rows as a page.")
+    ] = None,
+    tried: Annotated[
+        str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
+    ] = None,
 ) -> None:
     """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
@@ -42,6 +48,10 @@ def bench_kernel(
             raise unknown(kind, given, known)
     for shape in wanted:
         parse_shape(shape)
+    if tried is not None:  # a mistyped name is told before minutes of measuring
+        from tilemesh.cli.bench_page import read_trials
+
+        read_trials(tried)
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
@@ -63,3 +73,8 @@ def bench_kernel(
 
         draw(rows, chart)
         console.print(f"roofline: {chart}", soft_wrap=True)
+    if html is not None:
+        from tilemesh.cli.bench_page import write_bench_page
+
+        write_bench_page(rows, html, tried=tried)
+        console.print(f"page: {html}", soft_wrap=True)

@@ -32,6 +32,8 @@ class Axis:
     log: bool = False
     whole: bool = False
     """Only whole numbers get a tick."""
+    binary: bool = False
+    """Ticks at round numbers of KiB, MiB, GiB."""
 
     def place(self, value: float) -> float:
         low, high = self._scaled(self.low), self._scaled(self.high)
@@ -42,11 +44,12 @@ class Axis:
 
     def ticks(self, about: int = 5) -> list[float]:
         if self.log:
-            return _log_ticks(self.low, self.high)
+            return _log_ticks(self.low, self.high, self.binary)
         width = (self.high - self.low) / max(1, about)
         if width <= 0 or not math.isfinite(width):
             return [self.low]
-        unit = 10.0 ** math.floor(math.log10(width))
+        scale = 1024.0 ** max(0, math.floor(math.log(width, 1024))) if self.binary else 1.0
+        unit = scale * 10.0 ** math.floor(math.log10(width / scale))
         step = next(nice * unit for nice in _NICE if nice * unit >= width * 0.999)
         if self.whole:
             step = max(1.0, round(step))
@@ -54,7 +57,10 @@ class Axis:
         return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _log_ticks(low: float, high: float, binary: bool) -> list[float]:
+    if binary:  # 1, 16, 256 KiB: powers of sixteen
+        powers = range(math.ceil(math.log(low, 16) - 1e-9), math.floor(math.log(high, 16) + 1e-9) + 1)
+        return [16.0**power for power in powers]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
     every = max(1, len(decades) // 7)
@@ -220,7 +226,10 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     for layer in plot.layers:
         shapes += _shapes(layer, x, y)
     texts = [el("span", y.show(tick), class_="ty", style=f"top:{_up(y, tick) / SPAN:.2%}") for tick in y_ticks]
-    texts += [el("span", x.show(tick), class_="tx", style=f"left:{x.place(tick):.2%}") for tick in _apart(x_ticks, x)]
+    texts += [
+        el("span", x.show(tick), class_="tx" if stays else "tx less", style=f"left:{x.place(tick):.2%}")
+        for tick, stays in _thinned(x_ticks, x)
+    ]
     texts += [
         el("span", one.text, class_="note", style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}")
         for one in plot.layers
@@ -254,12 +263,12 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     )
 
 
-def _apart(ticks: Sequence[float], x: Axis) -> list[float]:
-    """Ticks whose words do not run into each other: as many as there is room for on a narrow page."""
+def _thinned(ticks: Sequence[float], x: Axis) -> list[tuple[float, bool]]:
+    """Ticks with room for their words on a wide page, and whether they stay on a narrow one."""
     shown = max((len(x.show(tick)) for tick in ticks), default=1)
-    most = max(2, 42 // (shown + 2))
-    every = -(-len(ticks) // most)
-    return list(ticks[::every])
+    kept = ticks[:: -(-len(ticks) // max(2, 80 // (shown + 2)))]
+    every = -(-len(kept) // max(2, 34 // (shown + 2)))
+    return [(tick, index % every == 0) for index, tick in enumerate(kept)]
 
 
 def _across(x: Axis, value: float) -> float:

@@ -34,7 +34,7 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
         _section("learning", "Did it learn", el("div", run_parts.loss(run), run_parts.speed(run), class_="pair")),
         _section("rows", "How fast, against prediction and limit", _rows(beside)),
         _section("time", "Where the time went", time_parts.by_rank(run), time_parts.savings(run, _of_limit(beside))),
-        _section("timeline", "A few steps, a lane a rank", time_parts.timeline(run)),
+        _section("timeline", "A few steps, a lane a rank", time_parts.lanes(run)),
         _section("memory", "Where the memory went", run_parts.memory(run, beside.memory)),
         _section("mesh", "The mesh and what crosses it", run_parts.mesh(run)),
         _section("events", "Checkpoints, restarts and warnings", run_parts.events(run)),
@@ -145,7 +145,9 @@ def _missing(run: Run) -> Html | None:
 def _rows(beside: Beside) -> Html:
     if not beside.rows:
         return run_parts.absent("no rows", beside.why_no_rows or "the run has no summary yet")
-    words = "Errors of a prediction: within 15 % green, within 50 % amber, beyond that red. 100 % of the limit is the limit."
+    words = (
+        "Errors of a prediction: within 15 % green, within 50 % amber, beyond that red. At 100 % it is at the limit."
+    )
     return join(el("p", words, class_="quiet"), row_table(beside.rows))
 
 

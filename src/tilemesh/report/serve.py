@@ -100,7 +100,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 if send_body:
                     self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
+        def log_message(self, *args: Any) -> None:
             """A request every two seconds is not news."""
 
     return Handler

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tilemesh.core.units import format_seconds
-from tilemesh.report import spans
+from tilemesh.report import spans, timeline
 from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Table, figure
-from tilemesh.report.html import Html, data, el
+from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
 from tilemesh.report.run import Run, number
 from tilemesh.report.run_parts import absent
@@ -17,8 +17,6 @@ from tilemesh.report.verdict import shares_of
 
 MOST_SPANS = 40_000
 MOST_STEPS = 8
-KEYS = "arrows move, + and - zoom, n and p go from span to span, up and down change the rank, 0 shows all"
-TICKS_PER_S = 1e7  # the script's unit: a tenth of a microsecond
 
 
 def by_rank(run: Run) -> Html:
@@ -89,63 +87,27 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
 # ---- the timeline ----------------------------------------------------------------------------------------------
 
 
-def timeline(run: Run) -> Html:
+def lanes(run: Run) -> Html:
+    """The last traced steps, a lane a rank."""
     if run.timeline is None:
         why = next((why for what, why in run.missing.items() if "timeline" in what), "no trace")
         return absent("the timeline", why)
     steps = spans.last_steps(run.timeline, MOST_SPANS, MOST_STEPS)
-    packed = pack(run.timeline, steps)
-    options = [el("option", "all these steps"), *(el("option", f"step {step.number}") for step in steps)]
-    buttons = [
-        el("button", words, type="button", data_key=key, aria_label=label)
-        for key, words, label in (
-            ("ArrowLeft", "◀", "earlier"), ("ArrowRight", "▶", "later"), ("+", "+", "zoom in"), ("-", "−", "zoom out"),
-            ("p", "previous", "previous span of this lane"), ("n", "next", "next span of this lane"),
+    begin, end = steps[0].began_s - 1e-9, steps[-1].ended_s
+    drawn = [
+        timeline.Lane(
+            f"rank {rank}",
+            [
+                timeline.Piece(one.began_s, one.ended_s, one.name, one.kind, one.depth)
+                for one in each
+                if begin <= one.began_s <= end
+            ],
         )
-    ]  # fmt: skip
-    legend = el("ul", *(el("li", el("i", class_=f"key k{colour} box"), words) for words, colour in
-                        (spans.KINDS[kind] for kind in _kinds(run.timeline, steps))), class_="legend")  # fmt: skip
-    box = el(
-        "div",
-        legend,
-        el("div", *buttons, el("label", "show ", el("select", *options)), class_="controls"),
-        el("canvas", tabindex=0, role="application", aria_label=f"timeline: {KEYS}"),
-        el("output", class_="reading", aria_live="polite"),
-        el("noscript", "The timeline needs the page's script; its numbers are beneath."),
-        data(packed),
-        class_="timeline",
-    )  # fmt: skip
-    words = f"Steps {steps[0].number} to {steps[-1].number} of what was traced. With the keyboard: {KEYS}."
-    return figure("Timeline", words, box, _span_table(run.timeline, steps), wide=True)
-
-
-def _kinds(found: spans.Timeline, steps: list[spans.Step]) -> list[str]:
-    seen = {span.kind for each in found.ranks.values() for span in each if span.ended_s > steps[0].began_s}
-    return [kind for kind in spans.KINDS if kind in seen]
-
-
-def pack(found: spans.Timeline, steps: list[spans.Step]) -> dict[str, Any]:
-    """The spans of some steps for the script: names once, starts as differences, four whole numbers a span."""
-    names: dict[tuple[str, str], int] = {}
-    lanes = []
-    zero, end = steps[0].began_s, steps[-1].ended_s
-    for rank, each in found.ranks.items():
-        flat: list[int] = []
-        before = 0
-        for span in each:
-            if span.began_s < zero - 1e-9 or span.began_s > end:
-                continue
-            began = round((span.began_s - zero) * TICKS_PER_S)
-            name = names.setdefault((span.name, span.kind), len(names))
-            flat += [began - before, max(1, round((span.ended_s - span.began_s) * TICKS_PER_S)), name, span.depth]
-            before = began
-        lanes.append({"name": f"rank {rank}", "spans": flat})
-    return {
-        "lanes": lanes,
-        "names": [list(pair) for pair in names],
-        "kinds": {kind: list(words) for kind, words in spans.KINDS.items()},
-        "steps": [[step.number, round(step.began_s - zero, 7), round(step.ended_s - zero, 7)] for step in steps],
-    }
+        for rank, each in run.timeline.ranks.items()
+    ]
+    stretches = [timeline.Stretch(f"step {step.number}", step.began_s, step.ended_s) for step in steps]
+    words = f"Steps {steps[0].number} to {steps[-1].number} of what was traced."
+    return timeline.draw("Timeline", words, drawn, stretches, spans.KINDS, _span_table(run.timeline, steps))
 
 
 def _span_table(found: spans.Timeline, steps: list[spans.Step]) -> Table:

@@ -102,7 +102,7 @@
         const at = x(step[1]);
         if (at < left - 1 || at > width) return;
         pen.fillRect(at, top - 4, 1, tall);
-        pen.fillText("step " + step[0], at + 3, 12);
+        pen.fillText(step[0], at + 3, 12);
       });
     }
     function move(from, to) {
