@@ -7,7 +7,7 @@ BIN := .venv/bin
 .PHONY: train test test-setup test-all check format setup clean
 
 train: setup
-	@$(BIN)/tilemesh calibrate
+	@$(BIN)/tilemesh train
 
 test: setup
 	@$(BIN)/python -m pytest

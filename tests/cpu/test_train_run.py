@@ -254,7 +254,7 @@ class TestFaults:
 
     def test_a_full_disk(self, text: str, small_disk: Path, tmp_path: Path) -> None:
         """A real one: there is room for one checkpoint and no more."""
-        config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=0")
+        config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6")
         folder = small_disk / "run"
         new_run(config, folder)
         (small_disk / "filler").write_bytes(bytes(_room(small_disk) - 300_000))

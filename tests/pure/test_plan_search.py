@@ -168,4 +168,5 @@ def test_the_page_stands_alone(result: Result) -> None:
     assert page.startswith("<!doctype html>")
     assert page.count("<svg") == 1
     assert page.count("<canvas") == 1
-    assert "http" not in page
+    assert "http:" not in page
+    assert "https:" not in page

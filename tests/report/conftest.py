@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from tilemesh.core.plan import ParallelPlan
+
 CONFIG = """
 [model]
 layers = 4
 width = 128
-heads = 4
+heads = {heads}
 vocabulary = 256
 context = 128
 [train]
@@ -40,7 +42,7 @@ def write_run(
     """A run of this many steps and ranks; what it says is made up, how it says it is what training writes."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(
-        CONFIG.format(steps=planned or steps, dp=dp, tp=tp, lr=lr, micro=16 // min(16, dp))
+        CONFIG.format(steps=planned or steps, dp=dp, tp=tp, lr=lr, heads=max(4, tp), micro=16 // min(16, dp))
     )
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
@@ -48,8 +50,8 @@ def write_run(
             took = seconds * (1 + 0.2 * wave)
             line: dict[str, Any] = {
                 "kind": "step", "step": step, "loss": 1.2 + 4.3 * math.exp(-6 * step / steps) + wave, "norm": 1.0,
-                "rate": lr, "seconds": took, "tokens_per_s": 2048 / took, "exchange_s": took * exchange, "data_s": took * 0.01,
-                "memory_bytes": 400 << 20,
+                "rate": lr, "seconds": took, "tokens_per_s": 2048 / took, "exchange_s": took * exchange,
+                "data_s": took * 0.01, "memory_bytes": 400 << 20,
             }  # fmt: skip
             if step % max(1, steps // 5) == 0:
                 line["held_out"] = 1.3 + 4.3 * math.exp(-6 * step / steps)
@@ -66,18 +68,17 @@ def write_run(
 
 
 def summary_of(steps: int, dp: int, tp: int, seconds: float, exchange: float) -> dict[str, Any]:
-    plan = {"dp": dp, "tp": tp, "pp": 1, "zero": 0, "microbatch": 4, "accumulation": 2, "precision": "fp32",
-            "sequence_parallel": False, "schedule": "1f1b", "interleave": 1, "recompute": "none", "attention": "fused"}  # fmt: skip
+    plan = ParallelPlan(dp=dp, tp=tp, microbatch=16 // min(16, dp), precision="fp32").to_dict()
     return {
         "schema": 1,
-        "model": {"layers": 4, "width": 128, "heads": 4, "vocabulary": 256, "context": 128},
-        "plan": plan, "context": 128, "batch": 16, "cluster": f"{dp * tp}xlocal", "device": "cpu", "machine": "made-up-2c",
-        "world": dp * tp, "backend": "mpi", "cores": 2, "parameters": 836_000, "step": steps, "loss": 1.2, "held_out": 1.31,
-        "interrupted": False, "seconds": steps * seconds, "seconds_to_first_step": 2.0,
+        "model": {"layers": 4, "width": 128, "heads": max(4, tp), "vocabulary": 256, "context": 128}, "plan": plan,
+        "context": 128, "batch": 16, "cluster": f"{dp * tp}xlocal", "device": "cpu", "machine": "made-up-2c",
+        "world": dp * tp, "backend": "mpi", "cores": 2, "parameters": 836_000, "step": steps, "loss": 1.2,
+        "held_out": 1.31, "interrupted": False, "seconds": steps * seconds, "seconds_to_first_step": 2.0,
         "step_time_s": {"median": seconds, "p20": seconds * 0.97, "p80": seconds * 1.04, "n": steps - 3},
         "checkpoint_step_time_s": None, "failed_checkpoints": 0,
         "shares": {"compute": 0.95 - exchange, "exchange": exchange, "data": 0.01, "idle": 0.04},
-        "exchange_seconds": {"tp all_reduce": steps * seconds * exchange * 0.7, "dp all_reduce": steps * seconds * exchange * 0.3},
+        "exchange_seconds": {"tp all_reduce": steps * seconds * exchange, "dp all_reduce": steps * seconds * 0.1},
         "exchanges": {"tp": {"all_reduce": 8 << 20}, "dp": {"all_reduce": 3 << 20}},
         "peak_memory_bytes": [(410 << 20) + (rank << 20) for rank in range(dp * tp)],
         "memory_baseline_bytes": [360 << 20] * (dp * tp), "improve": "exchanges take 30% of a step",

@@ -17,7 +17,20 @@ from typing import Annotated, Any
 import typer
 
 import tilemesh
-from tilemesh.cli import bench_collective, bench_kernel, calibrate, doctor, launch, plan, report, train, tune
+from tilemesh.cli import (
+    bench_collective,
+    bench_exchange,
+    bench_kernel,
+    bench_train,
+    calibrate,
+    doctor,
+    launch,
+    plan,
+    report,
+    train,
+    tune,
+    verify,
+)
 from tilemesh.core.errors import RunError, UsageError, unknown
 
 app = typer.Typer(
@@ -35,12 +48,15 @@ app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
 app.add_typer(train.data, name="data")
+app.command()(verify.verify)
 app.command()(report.report)
 app.command()(report.watch)
 
 bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
 bench.command("kernel")(bench_kernel.bench_kernel)
 bench.command("collective")(bench_collective.bench_collective)
+bench.command("exchange")(bench_exchange.bench_exchange)
+bench.command("train")(bench_train.bench_train)
 app.add_typer(bench, name="bench")
 
 # typer's own errors: it carries them, but exports only the most special one by name.

@@ -10,13 +10,14 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import tilemesh
+from tilemesh.cli.local import is_local, local_machine
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
@@ -28,6 +29,7 @@ from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result,
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, prediction_figures
+from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
@@ -49,6 +51,7 @@ class Asked:
     context: int | None
     fix: tuple[str, ...]
     sets: tuple[str, ...]
+    code: str | None
     save: str | None
     explain: bool
     json: str | None
@@ -89,8 +92,20 @@ def run(asked: Asked) -> None:
 def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
     tokens = None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
     pins = Pins.parse(asked.fix)
+    if asked.code is not None and asked.code not in get_args(Code):
+        raise unknown("code", asked.code, get_args(Code))
+    local = local_machine(cluster) if is_local(cluster) else None
     try:
-        return search(model, cluster, batch=asked.batch, batch_tokens=tokens, context=asked.context, pins=pins)
+        return search(
+            model,
+            cluster if local is None else local.cluster,
+            batch=asked.batch,
+            batch_tokens=tokens,
+            context=asked.context,
+            pins=pins,
+            rates=None if local is None else local.rates,
+            code=cast(Code | None, asked.code),
+        )
     except NothingFitsError as error:
         if asked.json is not None:
             figure = {"name": "plan", "place": 0} | prediction_figures(error.smallest) | _origin()

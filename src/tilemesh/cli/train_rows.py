@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tilemesh.cli.local import local_machine
 from tilemesh.core import calibration
+from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.measure.machine import stamp
+from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
+from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import predict
+from tilemesh.train.bench import Comparison
 from tilemesh.train.config import TrainConfig
 
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
@@ -26,15 +30,19 @@ _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
-    device = device_for(gpus[0]) if gpus and config.train.device != "cpu" else None
-    if device is None:
-        where = gpus[0] if gpus else "a CPU"
-        return {"missing": f"the planner has no figures for ranks on {where}"}
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    device = device_for(gpus[0]) if on_gpu else None
     try:
-        found = predict(config.model, parse_cluster(f"{config.plan.world}x{device.name}"), config.plan, config.context)
+        if device is not None:
+            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
+        else:
+            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
+            cluster, rates = here.cluster, here.rates
+        found = predict(config.model, cluster, config.plan, config.context, rates=rates)
     except UsageError as error:
         return {"missing": f"the planner: {error}"}
     return {
+        **prediction_figures(found),
         "step_time_s": found.step_time_s,
         "mfu": found.mfu,
         "hfu": found.hfu,
@@ -96,6 +104,34 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     )
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
     return made
+
+
+def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:
+    """Tokens a second, ours beside the peers."""
+    plan, tokens = config.plan, config.tokens_per_step
+    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
+    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
+    peak, why = _peak(known)
+    flops = model_flops(config.model, config.batch, config.context)
+    guess = predicted.get("step_time_s")
+    missing = dict(found.missing)
+    if guess is None:
+        missing["predicted"] = str(predicted["missing"])
+    if peak is None:
+        missing["limit"] = why
+    if not found.peers and not found.missing:
+        missing["peers"] = "none was asked for"
+    case = {
+        "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
+        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
+        "compiled": config.train.compile,
+    }  # fmt: skip
+    row = Row(
+        name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
+        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
+        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
+    )  # fmt: skip
+    return [row]
 
 
 def _without_measured(row: Row, why: str) -> Row:

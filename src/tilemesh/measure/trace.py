@@ -12,6 +12,7 @@ job that dies keeps what it wrote: all of it after an exception, all but the las
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -91,8 +92,12 @@ class Trace:
             del self._events[:count]  # others only append, so what came meanwhile stays
             if batch:
                 # One line a batch: encoding events one by one would cost several times as much.
-                self._file.write(_ENCODER.encode([*self._new_threads(batch), *batch]) + "\n")
-                self._file.flush()
+                line = _ENCODER.encode([*self._new_threads(batch), *batch]) + "\n"
+                try:
+                    self._file.write(line)
+                    self._file.flush()
+                except OSError:  # a full disk must not end what is being recorded; the file ends with half a line
+                    self.on = False
 
     def _keep_flushing(self) -> None:
         while not self._closed.wait(FLUSH_NS / 1e9):
@@ -105,7 +110,8 @@ class Trace:
         self.flush()
         with self._writing:
             if self._file is not None:
-                self._file.close()
+                with contextlib.suppress(OSError):  # what a full disk did not take
+                    self._file.close()
                 self._file = None
 
     def __enter__(self) -> Trace:

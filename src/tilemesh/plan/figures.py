@@ -42,5 +42,6 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
         "exposed_communication_s": prediction.times.exposed_s,
         "times": dataclasses.asdict(prediction.times),
         "traffic": {axis: round(nbytes) for axis, nbytes in prediction.traffic.items()},
+        "exchanges": prediction.exchanges,
         "chunk_layers": list(prediction.chunk_layers),
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tilemesh.core import pipeline
 from tilemesh.plan.choose import Result
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Prediction
 
 ROUNDS = (3, 2, 1)
 """Microbatches drawn, in multiples of the stages: filling, the steady state and draining ..."""
@@ -33,7 +33,7 @@ def simulated(result: Result, best: Prediction) -> tuple[pipeline.PipelineSchedu
     per_round = 2 * plan.pp * plan.pp * plan.interleave
     rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
     few = min(plan.accumulation, rounds * plan.pp)
-    estimator = Estimator(result.model, result.cluster, result.context)
+    estimator = result.estimator()
     chunks = estimator.chunk_times(plan)
     schedule = pipeline.build(plan.schedule, plan.pp, few, plan.interleave)
     found = pipeline.simulate(schedule, chunks.forward_s, chunks.backward_s, keep_slots=True)

@@ -86,7 +86,8 @@ def verdict(rows: Sequence[Row]) -> str:
         worst = min((row for row in rows if row.of_limit is not None), key=lambda row: row.of_limit or 0.0)
         gain = percent(1 - (worst.of_limit or 0.0))
         parts.append(f"the largest saving is {worst.case.get('shape', worst.name)}, at most {gain} of its time")
-    return ("; ".join(parts) or "nothing to compare with") + "."
+    words = "; ".join(parts) or "nothing to compare with"
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def peers_of(row: Row) -> dict[str, float]:

@@ -126,7 +126,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _kind(category: object) -> str:
-    return str(category) if category in KINDS else COMPUTE
+    return category if isinstance(category, str) and category in KINDS else COMPUTE
 
 
 def _words(details: Mapping[str, Any]) -> str:

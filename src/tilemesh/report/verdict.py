@@ -73,7 +73,7 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
         parts.append(f"the largest saving is {found[0].what}, at most {most} of the step")
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
-    sentence = "; ".join(part for part in parts if part)
+    sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
     return Verdict(sentence[0].upper() + sentence[1:] + ".", run.state == DIED or _is_lost(run), tuple(found))
 
 

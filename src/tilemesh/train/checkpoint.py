@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilemesh.core.errors import RunError
@@ -347,6 +346,8 @@ class Reader:
         return self._tensors[name]
 
     def _file(self, piece: Piece) -> Any:
+        from safetensors import SafetensorError, safe_open
+
         if piece.file not in self._open:
             try:
                 self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")

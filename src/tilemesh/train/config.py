@@ -73,6 +73,9 @@ class LoopConfig:
     """On a GPU only operations that give the same bits each time (a CPU always does)."""
     compile: bool = False
     """Through torch.compile."""
+    kernels: Literal["auto", "tilemesh", "torch"] = "auto"
+    """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
+    kernel of ours) and under torch.compile (which fuses torch's own)."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -135,6 +138,12 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.context
+
+    def kernels_on(self, device: str) -> str:
+        """Whose projections on this kind of device: tilemesh's or torch's."""
+        if self.train.kernels == "auto":
+            return "tilemesh" if device == "cuda" and not self.train.compile else "torch"
+        return self.train.kernels
 
     @property
     def segment(self) -> int:

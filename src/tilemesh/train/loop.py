@@ -19,27 +19,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tilemesh.core.errors import RunError
 from tilemesh.measure.sample import Sample
-from tilemesh.model.dropout import Place, fold_seed
-from tilemesh.parallel.data import Step
-from tilemesh.parallel.laid import Laid
-from tilemesh.train import checkpoint, data
+from tilemesh.train import checkpoint
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.data import Corpus
 from tilemesh.train.folder import Journal
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
-from tilemesh.train.order import Order, rows_of
-from tilemesh.train.record import DATA, IDLE, Recorder
+from tilemesh.train.record import DATA, IDLE
 from tilemesh.train.schedule import rate
+from tilemesh.train.steps import Done, Stepper, read
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
 
 _WARM_UP_STEPS = 3  # first ones are slower: pages are touched, connections made, kernels compiled
 _SPEED_STEPS = 20  # the shown speed is that of the last ones
+_READ_EVERY_S = 1.0  # where steps are not waited for, how often their loss is looked at
 
 
 @dataclass
@@ -101,133 +97,84 @@ class Loop:
     def __init__(
         self,
         config: TrainConfig,
-        laid: Laid,
-        corpus: Corpus,
-        optimizer: Optimizer,
+        stepper: Stepper,
         writer: checkpoint.Writer,
-        recorder: Recorder,
         journal: Journal,
         folder: Path,
         emit: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.config, self.laid, self.corpus, self.optimizer = config, laid, corpus, optimizer
-        self.writer, self.recorder, self.journal, self.folder, self.emit = writer, recorder, journal, folder, emit
-        self.mesh = laid.mesh
-        self.device = next(laid.module.parameters()).device
-        self.order = Order(corpus.train.samples(config.context), config.train.seed)
-        self.scale = LossScale(config.plan.precision == "fp16")
+        self.config, self.stepper, self.writer, self.journal = config, stepper, writer, journal
+        self.folder, self.emit = folder, emit
+        self.recorder, self.laid, self.optimizer = stepper.recorder, stepper.laid, stepper.optimizer
+        self.mesh, self.device = stepper.laid.mesh, stepper.device
         self.progress, self.timing = Progress(), Timing()
-        self.fingerprint = corpus.train.fingerprint()
-        self.loss = torch.compile(laid.loss) if config.train.compile else laid.loss
+        self.fingerprint = stepper.corpus.train.fingerprint()
         self.interrupted = False
+        self.step_bytes: Bytes = {}
+        self._unread: list[Done] = []
+        self._read_at = time.perf_counter()
         self._recent: list[float] = []
-        self.step_bytes: dict[str, dict[str, int]] = {}
-        self._ready: tuple[int, list[tuple[Tensor, Tensor, int]]] | None = None
 
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
+        """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
         config, progress = self.config, self.progress
+        self._read_at = time.perf_counter()
         while progress.step < config.train.steps and not self.interrupted:
-            began = time.perf_counter()
             before, bytes_before = self._clock(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
-            done = self._train_step()
-            stop = self._pulse(interrupt.asked or progress.step == interrupt.stop_after)
-            seconds = time.perf_counter() - began
+            stop = self.step(interrupt)
             if self.timing.first_step_at is None:
                 self.timing.first_step_at = time.time()
                 # Every step sends the same: the first one's bytes are any one's.
                 self.step_bytes = _difference(self.recorder.bytes_by_axis(), bytes_before)
             is_last = progress.step == config.train.steps
             due = self._is_due(config.checkpoint.every) or is_last or stop
-            if self._is_due(config.evaluate.every) or is_last:
-                progress.held_out = self.evaluate()
-            if due:
-                taking = time.perf_counter()
-                self._checkpoint()
-                seconds += time.perf_counter() - taking
-            self._note(done, seconds, before, is_ordinary=not (due or was_writing))
+            looks = self._is_due(config.evaluate.every) or is_last
+            if due or looks or not self.stepper.is_late or time.perf_counter() - self._read_at > _READ_EVERY_S:
+                self._between(before, due, looks, is_ordinary=not (due or was_writing))
             self.interrupted = stop and not is_last
         self._settle_checkpoint()
         self.writer.close()
 
+    def step(self, interrupt: Interrupt | None = None) -> bool:
+        """One step and the meeting after it; whether anybody was asked to stop."""
+        progress, recorder = self.progress, self.recorder
+        recorder.step = progress.step + 1
+        recorder.trace.on = recorder.trace.on and progress.step < self.config.train.trace_steps
+        self._unread.append(self.stepper(progress.step + 1))
+        progress.step += 1
+        progress.position += self.config.batch
+        asked = interrupt is not None and (interrupt.asked or progress.step == interrupt.stop_after)
+        return self._pulse(asked)
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
+        values, self._unread = read(self._unread), []
+        for step, loss, norm in values:
+            if self.stepper.is_bad(loss, norm):
+                self._refuse(step, loss, norm)
+        if values:
+            self.progress.loss = values[-1][1]
+        return values
+
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
 
-    def _train_step(self) -> Step:
-        """Forward, backward, exchange and update; afterwards one more step is done."""
-        config, recorder, progress = self.config, self.recorder, self.progress
-        recorder.step = progress.step + 1
-        recorder.trace.on = recorder.trace.on and progress.step < config.train.trace_steps
-        with recorder.span("data", DATA):
-            batches = self._take(progress.step)
-        seed = fold_seed(config.train.seed, progress.step)
-        for turn, (tokens, targets, row) in enumerate(batches):
-            with recorder.span("forward"):
-                total, count = self.loss(tokens, targets, dropout_seed=seed, place=Place(row=row))
-            with recorder.span("backward"):
-                is_last = turn == len(batches) - 1
-                self.laid.gradients.backward(total, count, last=is_last, scale=self.scale.value)
-        if self.device.type == "cuda" and progress.step + 1 < config.train.steps:
-            with recorder.span("data", DATA):  # while the GPU is still at it
-                self._ready = (progress.step + 1, self._fetch(progress.step + 1))
-        with recorder.span("gradients"):
-            done = self.laid.gradients.finish(config.optimizer.clip or None)
-        overflowed = not math.isfinite(done.norm)
-        if not math.isfinite(done.loss) or (overflowed and not self.scale.on):
-            self._refuse(done, batches)
-        with recorder.span("optimizer"):
-            if not overflowed:
-                self.optimizer.step(rate(progress.step, config.train.steps, config.optimizer))
-            self.scale.update(overflowed)
-        progress.step += 1
-        progress.position += config.batch
-        progress.loss, progress.held_out = done.loss, None
-        return done
-
-    # Data ---------------------------------------------------------------------------------------------------------
-
-    def _take(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        ready, self._ready = self._ready, None
-        return ready[1] if ready is not None and ready[0] == step else self._fetch(step)
-
-    def _fetch(self, step: int) -> list[tuple[Tensor, Tensor, int]]:
-        """This replica's microbatches of a step: inputs, targets and the first row's place in the batch."""
-        config, plan = self.config, self.config.plan
-        position = self.progress.position + (step - self.progress.step) * config.batch
-        made = []
-        for micro in range(plan.accumulation):
-            rows = rows_of(config.batch, plan.dp, self.mesh.dp.index, plan.accumulation, micro)
-            tokens = data.batch(self.corpus.train, self.order, position, rows, config.context)
-            made.append((*self._on_device(tokens), rows.start))
-        return made
-
-    def _on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
-        whole = torch.from_numpy(tokens)
-        if self.device.type == "cuda":
-            whole = whole.pin_memory().to(self.device, non_blocking=True)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
-
-    @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean loss of the first held-out sequences, the same ones each time, divided among the replicas."""
-        held, config, dp = self.corpus.held_out, self.config, self.mesh.dp
-        count = min(config.evaluate.sequences, held.samples(config.context))
-        if not count:
-            return None
-        sums = torch.zeros(2, dtype=torch.float64)
-        self.laid.module.eval()
-        with self.recorder.span("held-out", "evaluate"):
-            mine = range(dp.index, count, dp.size)
-            for begin in range(0, len(mine), config.plan.microbatch):
-                rows = mine[begin : begin + config.plan.microbatch]
-                tokens = np.stack([held.sample(row, config.context) for row in rows])
-                total, targets = self.laid.loss(*self._on_device(tokens))
-                sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / self.mesh.tp.size
-        self.laid.module.train()
-        total_s, count_s = self.mesh.comm.all_reduce(sums.numpy()).tolist()
-        return float(total_s / count_s)
+    def _between(self, before: tuple[float, float, float], due: bool, looks: bool, is_ordinary: bool) -> None:
+        """What comes between two steps: the loss is read, perhaps the held-out text looked at, a checkpoint taken."""
+        values = self.read()
+        seconds = (time.perf_counter() - self._read_at) / len(values)
+        after = self._clock()
+        self.progress.held_out = self.stepper.evaluate() if looks else None
+        if due:
+            taking = time.perf_counter()
+            self._checkpoint()
+            seconds += (time.perf_counter() - taking) / len(values)
+        parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
+        self._note(values, seconds, parts, is_ordinary)
+        self._read_at = time.perf_counter()
 
     # Meeting ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +197,7 @@ class Loop:
                 for kind, name, tensor in self.optimizer.tensors()
                 for part in checkpoint.parts_of(f"{kind}:{name}", self.laid.shards[name], tensor)
             ]
-            values = self.progress.values(self.scale, self.optimizer, self.fingerprint)
+            values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
 
     def _settle_checkpoint(self) -> None:
@@ -267,12 +214,14 @@ class Loop:
         seconds = self.recorder.seconds
         return self.recorder.exchange_s(), seconds.get(DATA, 0.0), seconds.get(IDLE, 0.0)
 
-    def _note(self, done: Step, seconds: float, before: tuple[float, float, float], is_ordinary: bool) -> None:
-        config, progress = self.config, self.progress
-        exchange, waited, idle = (now - then for now, then in zip(self._clock(), before, strict=True))
+    def _note(
+        self, values: list[tuple[int, float, float]], seconds: float, parts: list[float], is_ordinary: bool
+    ) -> None:
+        """Keep and show what these steps came to; `seconds` and `parts` are of each of them."""
+        config, progress, timing = self.config, self.progress, self.timing
+        exchange, waited, idle = parts
         self._recent = [*self._recent[-_SPEED_STEPS + 1 :], seconds]
-        timing = self.timing
-        if progress.step > _WARM_UP_STEPS and len(self._recent) > _WARM_UP_STEPS:
+        if values[0][0] > _WARM_UP_STEPS and len(self._recent) > _WARM_UP_STEPS:
             if is_ordinary:
                 timing.steps.append(seconds)
                 # The meeting is an exchange that carries nothing: its seconds are waiting.
@@ -283,34 +232,34 @@ class Loop:
                 timing.checkpoint_steps.append(seconds)
         memory = peak_bytes(self.device)
         median = sorted(self._recent)[len(self._recent) // 2]
-        line = {
-            "kind": "step", "step": progress.step, "loss": done.loss, "norm": _finite(done.norm),
-            "rate": rate(progress.step - 1, config.train.steps, config.optimizer), "seconds": seconds,
-            "tokens_per_s": config.tokens_per_step / median, "exchange_s": exchange, "data_s": waited,
-            "memory_bytes": memory,
-        }  # fmt: skip
-        if progress.held_out is not None:
-            line["held_out"] = progress.held_out
-        self.journal.add(**line)
-        self.recorder.trace.counter("loss", done.loss)
-        left = (config.train.steps - progress.step) * median
         first = len(self._recent) == 1
+        for step, loss, norm in values:
+            line = {
+                "kind": "step", "step": step, "loss": loss, "norm": norm if math.isfinite(norm) else None,
+                "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
+                "tokens_per_s": config.tokens_per_step / median, "exchange_s": exchange, "data_s": waited,
+                "memory_bytes": memory,
+            }  # fmt: skip
+            if progress.held_out is not None and step == progress.step:
+                line["held_out"] = progress.held_out
+            self.journal.add(**line)
+            self.recorder.trace.counter("loss", loss)
+        left = (config.train.steps - progress.step) * median
         self.emit({**line, "steps": config.train.steps, "left_s": left, "first": first})
 
-    def _refuse(self, done: Step, batches: list[tuple[Tensor, Tensor, int]]) -> None:
-        """A loss that is no number: keep the batch for whoever looks into it, and stop everywhere."""
-        step = self.progress.step + 1
+    def _refuse(self, step: int, loss: float, norm: float) -> None:
+        """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
         name = f"bad-batch-step-{step:08d}-replica-{self.mesh.dp.index}.safetensors"
         if self.mesh.tp.index == 0:
-            tokens, targets, _ = zip(*batches, strict=True)
+            tokens, targets, _ = zip(*self.stepper.fetch(step), strict=True)
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
             checkpoint.write_tensors(self.folder / name, whole)
-        what = f"loss is {done.loss}" if not math.isfinite(done.loss) else f"the gradient's norm is {done.norm}"
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         if self.mesh.comm.rank:
             time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
         raise RunError(
             f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; "
-            f"a smaller optimizer.lr or optimizer.clip may help"
+            "a smaller optimizer.lr or optimizer.clip may help"
         )
 
 
@@ -321,7 +270,3 @@ def _difference(now: Bytes, then: Bytes) -> Bytes:
         for axis, moved in now.items()
     }
     return {axis: {name: nbytes for name, nbytes in moved.items() if nbytes} for axis, moved in found.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

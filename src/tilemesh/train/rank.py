@@ -30,7 +30,6 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
-from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
@@ -40,14 +39,26 @@ from tilemesh.parallel.shard import take
 from tilemesh.train import checkpoint, summary
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.data import Corpus, check_tokens, open_corpus
-from tilemesh.train.folder import CHECKPOINTS, CHOICES, SAMPLE, SUMMARY, TRACE, Journal, read_config, read_json
+from tilemesh.train.folder import (
+    CHECKPOINTS,
+    CHOICES,
+    PREDICTED,
+    SAMPLE,
+    SUMMARY,
+    TRACE,
+    Journal,
+    read_config,
+    read_json,
+)
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype
+from tilemesh.train.plain import make_plain
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, watch_mesh
 from tilemesh.train.sampling import encode_prompt, sample
+from tilemesh.train.steps import Stepper
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ def train_here(
         )
 
     status.at("step 0: reading the data")
-    device = _device(config, comm)
+    device = choose_device(config, comm)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
     check_tokens(corpus, config.model.vocabulary)
@@ -132,7 +143,8 @@ def train_here(
         written_by={"plan": config.plan.to_dict(), "versions": versions()},
         say=say,
     )
-    loop = Loop(config, laid, corpus, optimizer, writer, recorder, journal, folder, emit)
+    stepper = Stepper(config, laid, corpus, optimizer, recorder)
+    loop = Loop(config, stepper, writer, journal, folder, emit)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
@@ -162,6 +174,8 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
         )
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
+    if config.kernels_on(device.type) == "torch":
+        make_plain(model)
     laid = lay(model, mesh, config.plan)
     laid.recompute_every = config.segment
     laid.module.train()
@@ -197,8 +211,9 @@ def restore(loop: Loop, reader: checkpoint.Reader) -> None:
         for name in loop.optimizer.stepped
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
-    loop.scale.load(values["scale"])
+    loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
+    loop.stepper.steps, loop.stepper.position = step, int(values["position"])
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step
@@ -243,6 +258,8 @@ def tell(comm: Communicator, text: str) -> str:
 
 
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
+    from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
+
     theirs, ours = huggingface.read_config(folder), loop.config.model
     different = [
         f"{name} is {value} there and {to_dict(ours)[name]} here"
@@ -268,8 +285,9 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     found = summary.gather(loop, recorder, baseline, began)
     comm.barrier()
     if comm.rank == 0:
-        journal.write(SUMMARY, found)
-        journal.write(CHOICES, {"collectives": recorder.choices})
+        predicted = read_json(loop.folder / PREDICTED)
+        journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
+        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels_on(loop.device.type)})
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
@@ -281,11 +299,11 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
 
 def _sample(loop: Loop) -> str:
     """What the model writes now; every rank of the first replica takes part, since each holds a part of the model."""
-    config, tokenizer = loop.config, loop.corpus.tokenizer
+    config, tokenizer = loop.config, loop.stepper.corpus.tokenizer
     try:
         prompt = encode_prompt(tokenizer, config.sample.prompt)
     except UsageError:  # shards from elsewhere: begin as a document does
-        prompt = [int(loop.corpus.train.sample(0, 1)[0])]
+        prompt = [int(loop.stepper.corpus.train.sample(0, 1)[0])]
     tokens = sample(
         lambda x, cache: loop.laid.logits(x, cache=cache),
         prompt,
@@ -298,7 +316,7 @@ def _sample(loop: Loop) -> str:
     return tokenizer.decode([*prompt, *tokens])
 
 
-def _device(config: TrainConfig, comm: Communicator) -> torch.device:
+def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
     wanted = config.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("train.device is cuda and torch finds no GPU here: set train.device=cpu")

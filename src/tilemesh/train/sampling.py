@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Cache, Transformer
 from tilemesh.train.checkpoint import Reader
@@ -135,6 +134,8 @@ def read_model(config: ModelConfig, reader: Reader, device: str = "cpu") -> Tran
 
 def export(run: str | Path, folder: str | Path, step: int | None = None) -> int:
     """Write a run's checkpoint as a Hugging Face folder; returns its step."""
+    from tilemesh.model import huggingface
+
     config, reader = open_run(run, step)
     weights = {name: reader.whole(f"{WEIGHT}:{name}") for name in _names(config.model)}
     huggingface.save_parameters(config.model, weights, folder)

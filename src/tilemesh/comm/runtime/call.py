@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from tilemesh.comm.runtime import debug
-from tilemesh.comm.runtime.arguments import TAGS, out_array
+from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
+from tilemesh.comm.runtime.asked import Call, Ready, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.handle import Handle
-from tilemesh.comm.runtime.memory import Like, opened, store
-from tilemesh.comm.runtime.native import native_steps
+from tilemesh.comm.runtime.memory import opened, store
+from tilemesh.comm.runtime.native import narrow, native_steps, widened
 from tilemesh.comm.runtime.plan import Planner, Shape
-from tilemesh.comm.runtime.run import Engine, Running
-from tilemesh.comm.runtime.transport import Array, Message, NativeCall, Token, Transport
+from tilemesh.comm.runtime.run import Engine, Running, Turns
+from tilemesh.comm.runtime.texts import Steps, exchange, spread
+from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.schedule import DATA
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 
-
-@dataclass(frozen=True)
-class Call:
-    """A collective as asked for. `shape`: of this rank's result; `sizes`, `received`: elements, as for `layout`."""
-
-    collective: str
-    like: Like
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    received: tuple[int, ...] = ()
-    op: str = "sum"
-    root: int = 0
-    axis: int = 0
-    out: Any = None
-    private: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """The payload that all ranks agree on: the whole vector, or all blocks together."""
-        total = sum(self.received) if self.private else sum(self.sizes)
-        return total * self.like.carrier.itemsize
-
-    @property
-    def length(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.shape)
-
-    def words(self, algorithm: str) -> str:
-        sizes = "any sizes" if self.private else f"{sum(self.sizes)} elements"
-        if len(set(self.sizes)) > 1 and not self.private:
-            sizes += f" in {list(self.sizes)}"
-        return f"{self.collective}({sizes} of {self.like.dtype}, op={self.op}, root={self.root}, algorithm={algorithm})"
+T = TypeVar("T")
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -72,9 +41,42 @@ class Caller:
         self.watch = watch
         self.planner = Planner(transport, node_size)
         self.is_debugging = debug.is_on()
+        self.turns = Turns()
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
         """`x`: what this rank contributes; None: nothing."""
+        ready = self._ready(call, x, algorithm, wait)
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
+        is_native = ready.name == "native" or ready.device is not None
+        if self.is_debugging or not self.turns.is_free:
+            first = self._compared(call, algorithm, sequence)
+            running = self._later(first, lambda _: self._running(ready, sequence))
+        else:
+            running = self._running(ready, sequence)
+        if wait and is_native:
+            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
+        return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
+
+    def scatter(self, told: Callable[[], str], made: Callable[[str], tuple[Call, Any]], given: Scatter) -> Any:
+        """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
+
+        def first() -> Steps[str]:
+            if self.is_debugging:
+                yield from debug.compare_calls(self.transport, given.words(), self._tag(2, sequence))
+            text = told() if self.transport.rank == given.root else ""
+            return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
+
+        def running(text: str) -> Running:
+            call, x = made(text)
+            return self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+
+        return self._carried_out(self._later(first(), running), (sequence, "scatter", 0), given.wait)
+
+    def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
+        """All that can be refused has been when this returns, and nothing has been sent."""
         has_result = call.collective not in ("reduce", "gather") or self.transport.rank == call.root
         target = self._target(call) if has_result else None
         uneven = len(set(call.sizes)) > 1
@@ -82,20 +84,22 @@ class Caller:
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
         name = choose(request, algorithm, self.transport).algorithm
-        self._begin(call.collective, call.words(algorithm) if self.is_debugging else "")
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
-        is_native = device is not None or name == "native"
-        if device is not None:
-            running = device.running(call, x, has_result)
-        else:
-            given = np.empty(0, call.like.carrier) if x is None else flattened(opened(x)[0], call.axis)
-            if is_native:
-                running = self._native(call, given, target, has_result)
-            else:
-                running = self._scheduled(call, name, given, target, has_result, wait)
-        if wait and is_native:
-            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
-        doing = (self.watch.sequence, call.collective, call.nbytes)
+        return Ready(call, x, name, device, target, has_result, wait)
+
+    def _running(self, ready: Ready, sequence: int) -> Running:
+        call = ready.call
+        if ready.device is not None:
+            running: Running = ready.device.running(call, ready.x, ready.has_result)
+            return running
+        given = np.empty(0, call.like.carrier) if ready.x is None else flattened(opened(ready.x)[0], call.axis)
+        if call.wire is not call.like:
+            given = widened(given, call.like.dtype)
+        if ready.name == "native":
+            return self._native(ready, given)
+        return self._scheduled(ready, given, self._tag(1, sequence))
+
+    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool) -> Any:
         if not wait:
             return self._start(running, doing)
         self.watch.enter(*doing)
@@ -104,19 +108,42 @@ class Caller:
         finally:
             self.watch.leave()
 
-    def _begin(self, name: str, words: str) -> None:
-        """One more call of this communicator; in debug mode the ranks compare theirs first."""
-        self.watch.sequence += 1
-        if self.is_debugging:
-            with self.watch.during(self.watch.sequence, name, 0):
-                debug.compare_calls(self.transport, words, self._tag(2))
+    def _compared(self, call: Call, algorithm: str, sequence: int) -> Steps[None]:
+        """In debug mode the ranks compare their calls first."""
+        if not self.is_debugging:
+            return
+        counts = (call.sizes, call.received) if call.private else ((), ())
+        yield from debug.compare_calls(self.transport, call.words(algorithm), self._tag(2, sequence), *counts)
 
-    def _tag(self, kind: int) -> int:
+    def _later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
+        """A call that begins when `first` is through and those made before it have begun."""
+        turn = self.turns.take()
+        begun: list[Running] = []
+
+        def steps() -> Iterator[Token]:
+            try:
+                heard = yield from first
+                yield turn
+                begun.append(then(heard))
+                token = next(begun[0].steps, None)
+                if isinstance(token, Lazy):
+                    token.test()  # which starts it: before the next one's turn
+            finally:
+                turn.release()
+            if token is not None:
+                yield token
+                yield from begun[0].steps
+
+        return Running(steps(), lambda: begun[0].finish())
+
+    def _tag(self, kind: int, sequence: int) -> int:
         """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words."""
-        return kind * TAGS + self.watch.sequence % TAGS
+        tags = self.transport.tags
+        return kind * tags + sequence % tags
 
     def _start(self, running: Running, doing: tuple[int, str, int]) -> Handle:
         running.owner = self
+        running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
         self.engine.start(running)
         return Handle(self.engine, running, self.watch, doing)
 
@@ -128,33 +155,33 @@ class Caller:
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
         array = out_array(call.out, call.shape, call.like)
-        if array is None or not array.flags.c_contiguous:
+        if array is None or not array.flags.c_contiguous or call.wire is not call.like:
             return None
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(self, call: Call, given: Array, target: Array | None, has_result: bool) -> Running:
-        length = call.length if has_result else 0
-        result = target if target is not None else np.empty(length, call.like.carrier)
+    def _native(self, ready: Ready, given: Array) -> Running:
+        call, target = ready.call, ready.target
+        length = call.length if ready.has_result else 0
+        result = target if target is not None else np.empty(length, call.wire.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
         native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
-        steps = native_steps(self.transport, native, call.like.dtype)
-        return Running(steps, lambda: self._finish(call, result if has_result else None))
+        steps = native_steps(self.transport, native, call.wire.dtype)
+        return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
 
-    def _scheduled(
-        self, call: Call, name: str, given: Array, target: Array | None, has_result: bool, wait: bool
-    ) -> Running:
-        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
+    def _scheduled(self, ready: Ready, given: Array, tag: int) -> Running:
+        call, target = ready.call, ready.target
+        shape = Shape(call.collective, ready.name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
-        bound = self.planner.bound(shape, given, None if is_block else target, keeps=wait)
+        bound = self.planner.bound(shape, given, None if is_block else target, keeps=ready.wait)
         data = bound.memory.spaces[DATA]
         is_ours = target is None and not is_block and shape not in self.planner.free and bound.memory.arena is None
 
         def finish() -> Any:
             result = None
-            if has_result:
+            if ready.has_result:
                 part = data[lo : lo + call.length]
                 result = part if is_ours else target
                 if result is None:
@@ -164,13 +191,16 @@ class Caller:
             self.planner.done(shape, bound)
             return self._finish(call, result)
 
-        return Running(bound.steps(self._tag(1)), finish)
+        return Running(bound.steps(tag), finish)
 
     def _finish(self, call: Call, result: Array | None) -> Any:
         if result is None or call.collective == "barrier":
             return None
         if call.op == "avg":
-            divide(result, call.like.dtype, self.transport.size)
+            divide(result, call.wire.dtype, self.transport.size)
+        if call.wire is not call.like:
+            total, result = result, np.empty(result.shape, call.like.carrier)
+            narrow(total, result, call.like.dtype)
         if call.axis == 0:
             shaped = result.reshape(call.shape)
         else:
@@ -185,26 +215,38 @@ class Caller:
 
     def start_message(self, name: str, message: Message, tag: int, finish: Callable[[], Any]) -> Handle:
         def steps() -> Iterator[Token]:
-            if message.nbytes:
-                yield self.transport.post([message], tag)
+            if not self.transport.caps.tells_sizes:
+                size = np.array([message.nbytes], np.int64)
+                header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
+                if message.is_send:
+                    yield self.transport.post([header, message] if message.nbytes else [header], tag)
+                    return
+                yield self.transport.post([header], tag)
+                if size[0] != message.nbytes:
+                    words = wrong_size(message.peer, int(size[0]), self.transport.rank, message.nbytes)
+                    raise RunError(words)
+                if message.nbytes == 0:
+                    return
+            yield self.transport.post([message], tag, exact=True)
 
         return self._start(Running(steps(), finish), (-1, name, message.nbytes))
 
-    def tell(self, text: str, root: int) -> str:
-        """The root's text, to everybody."""
-        self._begin("scatter", f"scatter(root={root})")
-        with self.watch.during(self.watch.sequence, "scatter", 0):
-            return debug.spread_text(self.transport, text, root, self._tag(3))
-
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
-        self._begin(name, f"{name}()")
-        with self.watch.during(self.watch.sequence, name, 0):
-            return debug.exchange_text(self.transport, text, self._tag(3))
+        self.watch.sequence += 1
+        sequence, told = self.watch.sequence, []
+
+        def steps() -> Iterator[Token]:
+            if self.is_debugging:
+                yield from debug.compare_calls(self.transport, f"{name}()", self._tag(2, sequence))
+            told.extend((yield from exchange(self.transport, text, self._tag(3, sequence))))
+
+        self._carried_out(Running(steps(), lambda: None), (sequence, name, 0), wait=True)
+        return told
 
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among the members, for which they wait for one another."""
-        with self.watch.during(self.watch.sequence, "split", 0):
+        with self.watch.during(self.watch.sequence, "split", 0):  # all have been heard of: nobody is waited for long
             return self.transport.split(members, label)
 
 

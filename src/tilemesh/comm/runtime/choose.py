@@ -7,6 +7,7 @@ disagreed here would wait for one another for ever.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.book import BOOK, require_algorithm
@@ -29,8 +30,7 @@ _SMALL = {
 _LARGE = _SMALL | {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "all_to_all": "pairwise"}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What is known of a call before it starts. `private`: sizes that only the two ranks concerned know."""
 
     collective: str

@@ -7,9 +7,8 @@ the name "bfloat16". A CUDA tensor is staged through pinned host memory (over nc
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from tilemesh.core.errors import UsageError
 _KINDS = "biufg"  # bool, signed, unsigned, float: what every transport can carry and combine
 
 
-@dataclass(frozen=True)
-class Like:
+class Like(NamedTuple):
     """What came in, so that what goes out is the same: numpy or torch, dtype, device."""
 
     dtype: str
@@ -55,6 +53,8 @@ class Like:
 def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
     """Shape and kind of x. Refuses what no transport could carry."""
     if isinstance(x, np.ndarray):
+        if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+            raise UsageError(f"{what} is a {type(x).__name__}: give np.asarray of it, or what stands for masked values")
         return x.shape, _numpy_like(x.dtype, what)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
@@ -92,7 +92,7 @@ def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
         return x, like
     import torch
 
-    host = x.detach()
+    host = x.detach().resolve_neg()
     if x.is_cuda:
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)

@@ -1,0 +1,115 @@
+"""`tilemesh bench exchange`: a training step with gradients exchanged during backward, after it, and naively."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from tilemesh.core.errors import RunError, UsageError
+
+_MARK = "samples "
+
+
+def bench_exchange(
+    ranks: Annotated[int, typer.Option(help="Replicas; each takes its own rows.")] = 2,
+    transport: Annotated[str, typer.Option(help="mpi, torch or auto.")] = "auto",
+    model: Annotated[str, typer.Option(help="A preset, or `small`: 4 layers of 256.")] = "small",
+    rows: Annotated[int, typer.Option(help="Sequences of one replica.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    bucket_bytes: Annotated[int, typer.Option(help="About how much travels together.")] = 8 << 20,
+    algorithm: Annotated[str, typer.Option(help="Of the global-sum: auto, native, ring, …")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Readings of each.")] = 20,
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Rows, one object a line.")] = None,
+) -> None:
+    """Time a step with the bucketed exchange against the naive one, and how much of the exchange backward hides."""
+    from tilemesh.launch.job import launch
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+
+    given = {
+        "model": model, "rows": rows, "tokens": tokens, "bucket_bytes": bucket_bytes, "algorithm": algorithm,
+        "repeats": repeats,
+    }  # fmt: skip
+    config_of(model)
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: an exchange needs at least 2")
+    found: list[dict[str, Any]] = []
+
+    def hear(rank: int, stream: str, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        if stream == "out" and text.startswith(_MARK):
+            found.append(json.loads(text.removeprefix(_MARK)))
+        else:
+            print(f"[{rank}] {text}", file=sys.stderr)
+
+    outcome = launch(
+        ["-m", "tilemesh.cli.bench_exchange", json.dumps(given)], ranks=ranks, transport=transport, sink=hear
+    )
+    if outcome.failure is not None or not found:
+        raise RunError(outcome.sentence(ranks))
+    made = rows_of(found[0], ranks)
+    print_rows(made)
+    if json_file is not None:
+        write_rows(made, json_file)
+
+
+def config_of(name: str) -> Any:
+    from tilemesh.model.config import ModelConfig, preset
+
+    if name == "small":
+        return ModelConfig(layers=4, width=256, heads=8, vocabulary=2048, context=256)
+    return preset(name)
+
+
+def rows_of(said: dict[str, Any], ranks: int) -> list[Any]:
+    """The step's row, its limit the step without any exchange; and how much of the exchange is hidden."""
+    from tilemesh.measure.machine import stamp
+    from tilemesh.measure.ranks import ranks_case
+    from tilemesh.measure.row import Row
+    from tilemesh.measure.sample import Sample
+    from tilemesh.parallel.overlap import hidden
+
+    samples = {name: Sample(**sample) for name, sample in said["samples"].items()}
+    case = {**ranks_case(ranks), **said["case"]}
+    unknown_before = {
+        "predicted": "the planner's figures are of GPUs; this machine's compute was not calibrated with it"
+    }
+    step = Row(
+        name="step with gradient exchange", case=case, unit="s", predicted=None, measured=samples["bucketed"],
+        limit=samples["compute"].median, peers={"naive": samples["naive"], "after backward": samples["after"]},
+        missing=unknown_before, **stamp(),
+    )  # fmt: skip
+    fraction = hidden(samples)
+    share = Row(
+        name="exchange hidden behind backward", case=case, unit="fraction", predicted=None,
+        measured=Sample(fraction, fraction, fraction, 1), limit=1.0,
+        missing={**unknown_before, "peers": "a ratio of our own times"}, **stamp(),
+    )  # fmt: skip
+    return [step, share]
+
+
+def _rank(words: str) -> None:
+    import dataclasses
+
+    from tilemesh.comm import connect
+    from tilemesh.model.config import count_parameters
+    from tilemesh.parallel.overlap import measure
+
+    given = json.loads(words)
+    config = config_of(given.pop("model"))
+    comm = connect()
+    samples = measure(comm, config, **given)
+    case = {
+        "transport": comm.backend, "parameters": count_parameters(config).total, "rows": given["rows"],
+        "tokens": given["tokens"], "bucket_bytes": given["bucket_bytes"], "algorithm": given["algorithm"],
+    }  # fmt: skip
+    if comm.rank == 0:
+        plain = {name: dataclasses.asdict(sample) for name, sample in samples.items()}
+        print(_MARK + json.dumps({"case": case, "samples": plain}), flush=True)
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

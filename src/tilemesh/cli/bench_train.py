@@ -1,0 +1,49 @@
+"""`tilemesh bench train`: tokens a second of ours and of what a user would write instead."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def bench_train(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml|PRESET]", help="What to train.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="dp=2", help="Ours; DDP gets as many ranks.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.batch=32,...")] = None,
+    peers: Annotated[str, typer.Option(help="Which: eager, compile, ddp.")] = "eager,compile,ddp",
+    blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each gets.")] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps in a turn.")] = 5,
+    transport: Annotated[str, typer.Option(help="Ours: mpi, torch or auto.")] = "auto",
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
+) -> None:
+    """Train steps of the same model and batch: ours, PyTorch eager, compiled, and DDP over gloo, in turns."""
+    from rich.console import Console
+
+    from tilemesh.cli.train_rows import bench_rows, predict_run
+    from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.measure.machine import gpu_names
+    from tilemesh.measure.row import write_rows
+    from tilemesh.measure.table import print_rows
+    from tilemesh.train.bench import PEERS, compare
+    from tilemesh.train.config import load
+
+    console = Console(stderr=json == "-", highlight=False, markup=False)
+    gpus = gpu_names()
+    made = load(config, sets=sets or (), mesh=mesh or ("dp=1" if gpus else "dp=2"), gpus=len(gpus))
+    names = [name.strip() for name in peers.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+    if blocks < 1 or steps < 1:
+        raise UsageError(f"--blocks {blocks} --steps {steps}: expected at least 1 of each")
+    if gpus and transport == "auto":
+        transport = "torch"
+    predicted = predict_run(made, gpus)  # before anything is measured
+    found = compare(
+        made, peers=names, transport=transport, blocks=blocks, steps=steps, at_once=bool(gpus), say=console.print
+    )
+    rows = bench_rows(made, found, predicted, gpus)
+    print_rows(rows, console)
+    if json is not None:
+        write_rows(rows, json)

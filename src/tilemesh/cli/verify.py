@@ -1,0 +1,217 @@
+"""`tilemesh verify`: every layout trains to what one process trains to, or the first place where it does not is named.
+
+The ranks send each result as a line of JSON; the command makes the table of it, so that it looks the same whoever
+started the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilemesh.core.errors import RunError, UsageError, unknown
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.communicator import Communicator
+    from tilemesh.parallel.gate.compare import Result
+
+TRANSPORTS = ("auto", "mpi", "torch", "threads")
+TIMEOUT_S = 600.0  # ranks that a small layout does not need wait until it is done
+_MARK = "result "  # begins a line that is meant for the command, not for people
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    ranks: int
+    precision: str = "fp64"
+    models: tuple[str, ...] = ()
+    device: str = "cpu"
+    plant: str = ""
+
+
+def verify(
+    ranks: Annotated[int, typer.Option(help="1, 2, 4 or 8: all layouts of up to so many ranks.")] = 8,
+    transport: Annotated[str, typer.Option(help=f"One of: {', '.join(TRANSPORTS)}.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp64 (bound 1e-10), fp32 or bf16 (bound: another order).")] = "fp64",
+    models: Annotated[str, typer.Option(help="Of gpt, llama, post, query, with commas between; default: all.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, or cuda, which ranks share where they outnumber the GPUs.")] = "cpu",
+    plant: Annotated[str | None, typer.Option(metavar="BUG", help="Plant this bug, to see the gate find it.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Each case, a line of JSON.")] = None,
+) -> None:
+    """Train every layout (dp × tp × sequence parallel × accumulation) beside one process and compare.
+
+    tilemesh verify --ranks 8
+    """
+    from tilemesh.core.context import membership
+
+    chosen = tuple(name.strip() for name in models.split(",") if name.strip())
+    options = Options(ranks, precision, chosen, device, plant or "")
+    if transport not in TRANSPORTS:
+        raise unknown("transport", transport, TRANSPORTS)
+    _require(options)
+    table = Table(json_file)
+    if membership() is not None:  # inside mpiexec, srun or torchrun: this is one of the ranks
+        from tilemesh.comm import connect
+
+        comm = connect("auto" if transport == "threads" else transport, timeout_s=TIMEOUT_S)
+        for line in results(comm, options):
+            table.add(line)
+        failed = comm.max_over_ranks([float(table.failed)])[0] > 0
+        if comm.rank == 0:
+            table.end()
+        raise typer.Exit(int(failed))
+    if transport == "threads":
+        _on_threads(options, table)
+    else:
+        _in_processes(options, transport, table)
+    table.end()
+    raise typer.Exit(int(table.failed > 0))
+
+
+def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
+    """What rank 0 has to tell, case by case; the others take part and tell nothing."""
+    import torch
+
+    from tilemesh.parallel.gate.cases import cases
+    from tilemesh.parallel.gate.compare import Gate
+    from tilemesh.parallel.gate.plant import PLANTS
+
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
+    gate = Gate(comm, options.device, PLANTS.get(options.plant))
+    for result in gate.run(cases(options.ranks, options.models, options.precision)):
+        yield _fields(result)
+
+
+def _fields(result: Result) -> dict[str, Any]:
+    case = result.case
+    return {
+        "model": case.model,
+        "layout": str(case.layout),
+        "ranks": case.layout.ranks,
+        "precision": case.precision,
+        "apart": dataclasses.asdict(result.apart),
+        "bound": dataclasses.asdict(result.bound),
+        "passed": result.passed,
+        "where": result.where,
+    }
+
+
+def _require(options: Options) -> None:
+    """Refuse what cannot be before any rank is started."""
+    from tilemesh.parallel.gate.cases import cases
+
+    cases(options.ranks, options.models, options.precision)
+    if options.device not in ("cpu", "cuda"):
+        raise unknown("device", options.device, ("cpu", "cuda"))
+    if options.plant:
+        from tilemesh.parallel.gate.plant import PLANTS
+
+        if options.plant not in PLANTS:
+            raise unknown("bug", options.plant, PLANTS)
+
+
+def _on_threads(options: Options, table: Table) -> None:
+    from tilemesh.comm import run_threads
+
+    if options.device != "cpu":
+        raise UsageError(f"device {options.device} over threads: expected cpu; use --transport torch or mpi")
+
+    def main(comm: Communicator) -> None:
+        for line in results(comm, options):
+            table.add(line)
+
+    run_threads(options.ranks, main, timeout_s=TIMEOUT_S)
+
+
+def _in_processes(options: Options, transport: str, table: Table) -> None:
+    from tilemesh.launch.job import launch
+
+    def hear(rank: int, stream: str, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        if stream == "out" and text.startswith(_MARK):
+            table.add(json.loads(text.removeprefix(_MARK)))
+        else:
+            print(f"[{rank}] {text}", file=sys.stderr)
+
+    command = ["-m", "tilemesh.cli.verify", json.dumps(dataclasses.asdict(options))]
+    outcome = launch(command, ranks=options.ranks, transport=transport, sink=hear)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if outcome.failure is not None:
+        raise RunError(outcome.sentence(options.ranks))
+
+
+class Table:
+    """A row a layout, printed when all its models are in: of each difference the one nearest to its bound."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.layout: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
+        self.failed = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        if not self.lines:
+            print(
+                f"  {'ranks':>5}  {'layout':<24}" + "".join(f"{n:>10}{'bound':>10}" for n in _DIFFERENCES) + "  cases"
+            )
+        if self.layout and line["layout"] != self.layout[0]["layout"]:
+            self._print_layout()
+        self.lines.append(line)
+        self.layout.append(line)
+        self.failed += not line["passed"]
+
+    def _print_layout(self) -> None:
+        first = self.layout[0]
+        cells = ""
+        for name in _DIFFERENCES:
+            # NaN is the worst of all: `not <` puts it first.
+            worst = max(self.layout, key=lambda line: _ratio(line, name))
+            cells += f"{worst['apart'][name]:>10.1e}{worst['bound'][name]:>10.1e}"
+        red = [line for line in self.layout if not line["passed"]]
+        verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
+        print(f"  {first['ranks']:>5}  {first['layout']:<24}{cells}  {verdict}", flush=True)
+        for line in red:
+            print(f"         {line['model']}: {line['where']}", flush=True)
+        self.layout = []
+
+    def end(self) -> None:
+        if self.layout:
+            self._print_layout()
+        if self.file is not None:
+            text = "".join(json.dumps(line) + "\n" for line in self.lines)
+            if str(self.file) == "-":
+                print(text, end="")
+            else:
+                self.file.write_text(text, encoding="utf-8")
+        verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
+        print(f"{len(self.lines)} cases: {verdict}")
+
+
+_DIFFERENCES = ("loss", "gradient", "weights")
+
+
+def _ratio(line: dict[str, Any], name: str) -> float:
+    ratio = float(line["apart"][name]) / float(line["bound"][name])
+    return ratio if ratio == ratio else float("inf")
+
+
+def _rank(words: str) -> None:
+    """One of the ranks that `_in_processes` started."""
+    from tilemesh.comm import connect
+
+    given = json.loads(words)
+    options = Options(**(given | {"models": tuple(given["models"])}))
+    for line in results(connect(timeout_s=TIMEOUT_S), options):
+        print(_MARK + json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

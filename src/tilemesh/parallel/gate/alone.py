@@ -1,0 +1,141 @@
+"""The gate's oracle: one process training the whole model in plain torch, and the same once more in another order.
+
+Nothing in here knows of meshes, shards or communicators. The second order is what a fair bound is made of where
+arithmetic rounds: every product that a layout cuts into `parts` is summed from as many parts, the batch is taken in
+`pieces`, both backwards. What that changes is rounding and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.comm.schedules.collectives import cut
+from tilemesh.core.plan import Precision
+from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.dropout import Place, fold_seed
+from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.parallel.gate.cases import MAX_NORM, RATE, ROWS, STEPS, TOKENS
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What training came to: each step's loss and mean gradient before clipping, and the weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+def weights_dtype(precision: Precision) -> torch.dtype:
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def start(config: ModelConfig, precision: Precision) -> dict[str, Tensor]:
+    """Weights to begin with. Nothing is left at 0 or 1: a bias added twice must show."""
+    state = Transformer(config, seed=SEED, dtype=weights_dtype(precision)).state_dict()
+    for name, value in state.items():
+        digest = hashlib.sha256(name.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "little"))
+        value += 0.1 * torch.empty(value.shape, dtype=torch.float32).normal_(generator=generator)
+    return state
+
+
+def batch(config: ModelConfig, step: int) -> tuple[Tensor, Tensor]:
+    """A step's tokens and targets; some targets count for nothing, more of them in some rows than in others."""
+    generator = torch.Generator().manual_seed(step + 1)
+    shape = (ROWS, TOKENS)
+    tokens_BT = torch.randint(0, config.vocabulary, shape, generator=generator)
+    targets_BT = torch.randint(0, config.vocabulary, shape, generator=generator)
+    ignored_BT = torch.rand(shape, generator=generator) * ROWS < torch.arange(ROWS)[:, None]
+    return tokens_BT, targets_BT.masked_fill(ignored_BT, IGNORED)
+
+
+def dropout_seed(step: int) -> int:
+    return fold_seed(SEED, step)
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # Not Adam: it divides by the gradient's own size, so where the true gradient is 0 (the bias of keys) it would
+    # turn a rounding error of 1e-18 into a full step.
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+
+def train(config: ModelConfig, precision: Precision, *, parts: int = 1, pieces: int = 1, device: str = "cpu") -> Trace:
+    """Train the whole model; with `parts` or `pieces` above 1, in another order of summation."""
+    model = Transformer(config, device=device, dtype=weights_dtype(precision))
+    model.load_state_dict(start(config, precision))
+    if parts > 1:
+        _cut_products(model, parts)
+    steps = optimizer(model)
+    losses, norms, gradients = [], [], []
+    for step in range(STEPS):
+        total, count = _accumulate(model, precision, step, pieces, device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= count
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        losses.append(total / count)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        steps.step()
+        steps.zero_grad()
+    return Trace(losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:
+    tokens_BT, targets_BT = (x.to(device) for x in batch(model.config, step))
+    total, count, row = 0.0, 0, ROWS
+    for rows in reversed(cut(ROWS, pieces)):
+        row -= rows
+        here = slice(row, row + rows)
+        context = torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
+        with context:
+            logits_BTV = model(tokens_BT[here], dropout_seed=dropout_seed(step), place=Place(row=row))
+        loss, counted = loss_sum(logits_BTV, targets_BT[here])
+        loss.backward()  # type: ignore[no-untyped-call]
+        total, count = total + loss.item(), count + int(counted)
+    return total, count
+
+
+def _cut_products(model: Transformer, parts: int) -> None:
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear):
+            forward = _by_input if kind in ("fc_o", "fc_out") else _by_output
+            module.forward = partial(forward, module, parts)  # type: ignore[method-assign]
+
+
+def _by_input(module: nn.Linear, parts: int, x: Tensor) -> Tensor:
+    """The product summed from partial ones over the input's features, the last ones first."""
+    pieces = zip(x.tensor_split(parts, -1), module.weight.tensor_split(parts, 1), strict=True)
+    products = [functional.linear(features, weight) for features, weight in pieces]
+    y = products[-1]
+    for product in reversed(products[:-1]):
+        y = y + product
+    return y if module.bias is None else y + module.bias.to(y.dtype)
+
+
+def _by_output(module: nn.Linear, parts: int, x: Tensor) -> Tensor:
+    """Output features in parts: the same values, and gradients of x that are summed from as many."""
+    biases = [None] * parts if module.bias is None else module.bias.tensor_split(parts)
+    made = []
+    for weight, bias in zip(module.weight.tensor_split(parts), biases, strict=True):
+        if isinstance(module, FusedLinear):
+            piece = FusedLinear(1, 1, activation=module.activation, device="meta")
+            del piece.weight, piece.bias
+            piece.weight, piece.bias = weight, bias  # type: ignore[assignment]
+            made.append(piece(x))
+        else:
+            made.append(functional.linear(x, weight, bias))
+    return torch.cat(made, -1)

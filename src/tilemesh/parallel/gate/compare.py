@@ -1,0 +1,168 @@
+"""Training a layout beside one process, and how far apart the two are.
+
+Every rank calls `run`; rank 0 has the results. A case that is not within its bound is looked at again, layer by layer,
+for the first place where the two differ: `find.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.model.dropout import Place
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.gate import alone
+from tilemesh.parallel.gate.alone import Trace
+from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, ORDER_FACTOR, STEPS, Case, microbatches
+from tilemesh.parallel.gate.find import find
+from tilemesh.parallel.gate.plant import Plant
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Relative differences between two trainings, the largest over the steps: of loss, gradient and weights."""
+
+    loss: float
+    gradient: float
+    weights: float
+
+    def within(self, bound: Apart) -> bool:
+        """Written so that NaN is not within anything."""
+        pairs = ((self.loss, bound.loss), (self.gradient, bound.gradient), (self.weights, bound.weights))
+        return all(value <= limit for value, limit in pairs)
+
+
+@dataclass(frozen=True)
+class Result:
+    case: Case
+    apart: Apart
+    bound: Apart
+    where: str = ""
+    """On failure: the first layer and parameter that differ."""
+
+    @property
+    def passed(self) -> bool:
+        return self.apart.within(self.bound)
+
+
+@dataclass
+class Gate:
+    """The gate as one rank runs it. `plant`: a bug to put into every laid model, to see that the gate sees it."""
+
+    comm: Communicator
+    device: str = "cpu"
+    plant: Plant | None = None
+    traces: dict[tuple[object, ...], Trace] = field(default_factory=dict)
+
+    def run(self, cases: Sequence[Case]) -> Iterator[Result]:
+        """Results on rank 0 as they come, nothing on the others (a collective call: every rank takes all of it)."""
+        for ranks in sorted({case.layout.ranks for case in cases}, reverse=True):
+            group = self.comm.split(0 if self.comm.rank < ranks else None)
+            if group is None:
+                continue
+            mine = [case for case in cases if case.layout.ranks == ranks]
+            for dp, tp in sorted({(case.layout.dp, case.layout.tp) for case in mine}):
+                mesh = Mesh(group, dp=dp, tp=tp)
+                for case in mine:
+                    if (case.layout.dp, case.layout.tp) == (dp, tp):
+                        result = self._one(case, mesh)
+                        if result is not None:
+                            yield result
+                mesh.close()
+            group.close()
+
+    def _one(self, case: Case, mesh: Mesh) -> Result | None:
+        trace = self.train(case, mesh)
+        verdict = np.zeros(1)
+        result = None
+        if trace is not None:
+            reference = self.trace(case)
+            result = Result(case, apart(trace, reference), self.bound(case))
+            verdict[0] = not result.passed
+        if not mesh.comm.broadcast(verdict, root=0)[0]:
+            return result
+        where = find(case, mesh, self.laid(case, mesh), self.device)
+        return None if result is None else Result(case, result.apart, result.bound, where)
+
+    def laid(self, case: Case, mesh: Mesh) -> Laid:
+        model = Transformer(MODELS[case.model], device="meta", dtype=alone.weights_dtype(case.precision))
+        laid = lay(model, mesh, case.layout.plan(case.precision), device=self.device, bucket_bytes=4096)
+        laid.load(alone.start(MODELS[case.model], case.precision))
+        if self.plant is not None and self.plant.applies(case.layout, MODELS[case.model]):
+            self.plant.put(laid)
+        return laid
+
+    def train(self, case: Case, mesh: Mesh) -> Trace | None:
+        """The layout's training, whole, on rank 0 of the mesh."""
+        laid = self.laid(case, mesh)
+        config = MODELS[case.model]
+        optimizer = alone.optimizer(laid.module)
+        losses, norms, gradients = [], [], []
+        for step in range(STEPS):
+            tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))
+            turns = microbatches(case.layout, mesh.dp.index)
+            for turn, (row, rows) in enumerate(turns):
+                here = slice(row, row + rows)
+                loss, count = laid.loss(
+                    tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(step), place=Place(row=row)
+                )
+                laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
+            done = laid.gradients.finish(MAX_NORM)
+            clip = min(1.0, MAX_NORM / (done.norm + 1e-6))
+            gradients.append(laid.gather(_gradients(laid)) or {})
+            for value in gradients[-1].values():
+                value /= clip  # as it was before clipping
+            losses.append(done.loss)
+            norms.append(done.norm)
+            optimizer.step()
+        weights = laid.gather()
+        return None if weights is None else Trace(losses, norms, gradients, weights)
+
+    def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> Trace:
+        key = (case.model, case.precision, parts, pieces)
+        if key not in self.traces:
+            self.traces[key] = alone.train(
+                MODELS[case.model], case.precision, parts=parts, pieces=pieces, device=self.device
+            )
+        return self.traces[key]
+
+    def bound(self, case: Case) -> Apart:
+        """1e-10 in float64; elsewhere twice what another order of summation does to one process."""
+        if case.precision == "fp64":
+            return Apart(BOUND, BOUND, BOUND)
+        # A layout that cuts nothing still sums in another order than a process does: at least two parts and pieces.
+        parts, pieces = max(2, case.layout.tp), max(2, case.layout.dp * case.layout.accumulation)
+        other = apart(self.trace(case, parts, pieces), self.trace(case))
+        # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
+        least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
+        return Apart(ORDER_FACTOR * max(other.loss, least), ORDER_FACTOR * other.gradient, ORDER_FACTOR * other.weights)
+
+
+def _gradients(laid: Laid) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None}
+
+
+def apart(one: Trace, other: Trace) -> Apart:
+    losses = [abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True)]
+    norms = [abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)]
+    gradients = [distance(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)]
+    # `max` drops a NaN that does not come first; the sum keeps it.
+    worst = [math.nan if math.isnan(sum(values)) else max(values) for values in (losses, norms + gradients)]
+    return Apart(worst[0], worst[1], distance(one.weights, other.weights))
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference over the whole model, relative to the norm of `other`."""
+    assert one.keys() == other.keys()
+    off = sum(float((one[name].double().cpu() - value.double().cpu()).square().sum()) for name, value in other.items())
+    size = sum(float(value.double().square().sum()) for value in other.values())
+    return math.sqrt(off / size)

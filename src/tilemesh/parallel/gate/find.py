@@ -1,0 +1,150 @@
+"""Where a layout first differs from one process: a step of both, looked at layer by layer.
+
+Each rank holds its own activations against its own slice of the whole process's, so that ranks which disagree with one
+another are seen as well. Forward is searched in its order, and when all of it agrees, backward in its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilemesh.comm.schedules.collectives import cut
+from tilemesh.model.dropout import Place
+from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.parallel.gate import alone
+from tilemesh.parallel.gate.cases import MODELS, TOKENS, Case, microbatches
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+
+# Looser than the gate's bounds, because these are single tensors: what a bug does is far above, rounding far below.
+_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
+
+
+def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
+    """The first layer and parameter that differ, in words; the same on every rank (a collective call)."""
+    tolerance = _TOLERANCE[case.precision]
+    whole = _whole(case, device)
+    seen, _ = _record(laid.module, lambda: _step(case, mesh, laid, device))
+    wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
+    sites, off = [], []
+    for site, pieces in seen.items():
+        sites.append(site)
+        slices = _slices(case, mesh, laid, wanted[site])
+        off.append(max(_off(a, b) for a, b in zip(pieces, slices, strict=True)))
+    forward = _first(mesh, sites, off, tolerance)
+    done = laid.gradients.finish()
+    gradients = laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
+    names = [name for name, _ in laid.module.named_parameters()]
+    off = [0.0] * len(names)
+    if gradients is not None:
+        whole_norm = alone_norm(whole)
+        off = [float((gradients[n].double() - g.double()).norm()) / whole_norm for n, g in _gradients_of(whole)]
+    if forward is not None:
+        parameter = _first(mesh, names, off, tolerance)
+        return f"forward differs first at {forward}; first parameter whose gradient differs: {parameter}"
+    if abs(done.loss - wanted_loss) > tolerance * abs(wanted_loss):
+        parameter = _first(mesh, names[::-1], off[::-1], tolerance)
+        return f"every layer's output agrees and the loss differs: loss; first parameter in backward: {parameter}"
+    parameter = _first(mesh, names[::-1], off[::-1], tolerance)
+    if parameter is None:
+        return "one step agrees in every layer and parameter: what differs comes with clipping, or in later steps"
+    layer = parameter.rpartition(".")[0]
+    return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}"
+
+
+def _whole(case: Case, device: str) -> Transformer:
+    config = MODELS[case.model]
+    model = Transformer(config, device=device, dtype=alone.weights_dtype(case.precision))
+    model.load_state_dict(alone.start(config, case.precision))
+    return model
+
+
+def _whole_step(model: Transformer, device: str) -> float:
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(model.config, 0))
+    total, count = loss_sum(model(tokens_BT, dropout_seed=alone.dropout_seed(0)), targets_BT)
+    mean = total / count
+    mean.backward()  # type: ignore[no-untyped-call]
+    return mean.item()
+
+
+def _step(case: Case, mesh: Mesh, laid: Laid, device: str) -> float:
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(MODELS[case.model], 0))
+    turns = microbatches(case.layout, mesh.dp.index)
+    for turn, (row, rows) in enumerate(turns):
+        here = slice(row, row + rows)
+        loss, count = laid.loss(
+            tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(0), place=Place(row=row)
+        )
+        laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
+    return 0.0
+
+
+def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list[Tensor]], float]:
+    """What goes through each layer during a step, in forward's order; a list, for one entry a microbatch."""
+    seen: dict[str, list[Tensor]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind.endswith("norm"):
+            hooks.append(module.register_forward_pre_hook(_keep_input(seen, f"the input of {name}"), prepend=True))
+        if kind.endswith("norm") or kind in ("token_embedding", "attention", "mlp") or kind.isdigit():
+            hooks.append(module.register_forward_hook(_keep_output(seen, name)))
+    try:
+        return seen, step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _keep_input(seen: dict[str, list[Tensor]], site: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.setdefault(site, []).append(args[0].detach())
+
+    return hook
+
+
+def _keep_output(seen: dict[str, list[Tensor]], site: str) -> Any:
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        seen.setdefault(site, []).append(output.detach())
+
+    return hook
+
+
+def _slices(case: Case, mesh: Mesh, laid: Laid, wanted: list[Tensor]) -> Iterator[Tensor]:
+    """Of the whole batch's activations, what this rank should have seen: its rows, with sequence shards its tokens."""
+    tokens = slice(0, TOKENS)
+    if laid.plan.sequence_parallel:
+        sizes = cut(TOKENS, mesh.tp.size)
+        first = sum(sizes[: mesh.tp.index])
+        tokens = slice(first, first + sizes[mesh.tp.index])
+    for row, rows in microbatches(case.layout, mesh.dp.index):
+        yield wanted[0][row : row + rows, tokens]
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    size = float(b.double().norm())
+    return float((a.double() - b.double()).norm()) / size if size else float((a != b).any())
+
+
+def _first(mesh: Mesh, names: list[str], off: list[float], tolerance: float) -> str | None:
+    """The first name whose difference is above the tolerance on any rank; NaN is above everything."""
+    mine = np.array([value if value == value else np.inf for value in off], np.float64)
+    worst = mesh.comm.all_reduce(mine, "max")
+    return next((f"{name}" for name, value in zip(names, worst, strict=True) if value > tolerance), None)
+
+
+def _gradients_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        yield name, parameter.grad.cpu()
+
+
+def alone_norm(model: nn.Module) -> float:
+    return float(torch.stack([gradient.double().norm() for _, gradient in _gradients_of(model)]).norm())

@@ -1,0 +1,89 @@
+"""How long a step takes with each way of exchanging gradients, all in one run, in turns.
+
+    compute     no exchange at all: what no exchange can be faster than
+    after       the buckets, one after the other, once backward has ended
+    bucketed    the buckets, each as soon as it is full, during backward
+    naive       one blocking all_reduce a parameter, once backward has ended
+
+What `bucketed` hides is (after - bucketed) / (after - compute): the same bytes in the same pieces, only earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.measure.ranks import rank_timer
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import compare
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.data import Gradients
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+
+
+class AfterBackward(Gradients):
+    """The bucketed exchange without overlap: nothing starts before `finish`."""
+
+    def _launch(self) -> None:
+        return None
+
+
+def measure(
+    comm: Communicator,
+    config: ModelConfig,
+    *,
+    rows: int,
+    tokens: int,
+    bucket_bytes: int,
+    algorithm: str = "auto",
+    repeats: int = 30,
+    seconds: float = 40.0,
+) -> dict[str, Sample]:
+    """Seconds a step by way of exchanging, the slowest rank's; the same on every rank (a collective call)."""
+    if comm.size < 2:
+        raise UsageError("an exchange among 1 rank: give at least 2")
+    mesh = Mesh(comm, dp=comm.size)
+    generator = torch.Generator().manual_seed(comm.rank)
+    tokens_BT = torch.randint(0, config.vocabulary, (rows, tokens), generator=generator)
+    targets_BT = torch.randint(0, config.vocabulary, (rows, tokens), generator=generator)
+
+    def laid(mesh: Mesh, bucket_bytes: int | None) -> Laid:
+        plan = ParallelPlan(dp=mesh.dp.size, precision="fp32")
+        return lay(Transformer(config, seed=1), mesh, plan, bucket_bytes=bucket_bytes, algorithm=algorithm)
+
+    def step(model: Laid) -> Callable[[int], object]:
+        def run(_: int) -> float:
+            loss, count = model.loss(tokens_BT, targets_BT, dropout_seed=1)
+            model.gradients.backward(loss, count)
+            return model.gradients.finish(max_norm=1.0).loss
+
+        return run
+
+    after = laid(mesh, bucket_bytes)
+    assert isinstance(after.gradients, Gradients)
+    after.gradients.close()
+    after.gradients = AfterBackward(
+        dict(after.module.named_parameters()), after.shards, mesh, bucket_bytes=bucket_bytes, algorithm=algorithm
+    )
+    candidates = {
+        "compute": step(laid(Mesh(connect("alone")), bucket_bytes)),
+        "after": step(after),
+        "bucketed": step(laid(mesh, bucket_bytes)),
+        "naive": step(laid(mesh, None)),
+    }
+    timer = rank_timer(comm)
+    return dict(compare(candidates, timer=timer, repeats=repeats, warmup=2, seconds=seconds, on_error="raise"))
+
+
+def hidden(samples: dict[str, Sample]) -> float:
+    """The fraction of the exchange that is not seen in the step: 1 all of it, 0 none, below 0 it costs more."""
+    exchange = samples["after"].median - samples["compute"].median
+    return (samples["after"].median - samples["bucketed"].median) / exchange if exchange else 0.0

@@ -1,0 +1,53 @@
+"""Gradients of a model that lies on one GPU alone: nothing to exchange, and nothing that makes the host wait.
+
+The exchange over a mesh ends in numbers that every rank must know before it goes on. Alone, mean and clipping stay on
+the device: the next step is on its way while this one computes, and what the loss was is read some steps later.
+Same calls as `parallel.data.Gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_EPSILON = 1e-6  # as torch's clip_grad_norm_ has it
+
+
+@dataclass(frozen=True)
+class LateStep:
+    """What one step came to; tensors that the device may still be computing."""
+
+    loss: Tensor
+    tokens: int
+    norm: Tensor
+
+
+class LocalGradients:
+    """`backward` for each microbatch, `finish` once a step; `tokens`: targets of a whole step, all of which count."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], tokens: int) -> None:
+        self.parameters = list(parameters)
+        self.tokens = tokens
+        self._total: Tensor | None = None
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        mean = loss_sum / self.tokens
+        self._total = mean.detach() if self._total is None else self._total + mean.detach()
+        torch.autograd.backward(mean)
+
+    def finish(self, max_norm: float | None = None) -> LateStep:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if max_norm is not None:
+            torch._foreach_mul_(gradients, (max_norm / (norm + _EPSILON)).clamp(max=1.0))
+        assert self._total is not None
+        total, self._total = self._total, None
+        return LateStep(total, self.tokens, norm)
+
+    def clear(self) -> None:
+        """Before the next step: autograd then hands over its own tensors instead of adding to old ones."""
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,147 @@
+"""One training step: a batch, forward, backward, the exchange, the update. What comes between steps is `loop.py`.
+
+A step is a function of its number, the seed and the state a checkpoint keeps. Its batch follows from the number alone,
+so a batch can be made again at any time, by whoever asks what it was.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.model.dropout import ORIGIN, Place, fold_seed
+from tilemesh.parallel.data import Gradients
+from tilemesh.parallel.laid import Laid
+from tilemesh.train import data
+from tilemesh.train.alone import LocalGradients
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.data import Corpus
+from tilemesh.train.optimizer import LossScale, Optimizer
+from tilemesh.train.order import Order, rows_of
+from tilemesh.train.record import DATA, Recorder
+from tilemesh.train.schedule import rate
+
+Batch = list[tuple[Tensor, Tensor, int]]  # for each microbatch inputs, targets, the first row's place in the batch
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step came to. On a GPU alone, loss and norm may still be on their way: `read` waits for them."""
+
+    step: int
+    loss: float | Tensor
+    norm: float | Tensor
+
+
+def read(done: list[Done]) -> list[tuple[int, float, float]]:
+    """(step, loss, norm) of some steps, with one wait for all of them."""
+    late = [torch.stack([torch.as_tensor(one.loss), torch.as_tensor(one.norm)]).double() for one in done]
+    values = torch.stack(late).tolist() if late else []
+    return [(one.step, loss, norm) for one, (loss, norm) in zip(done, values, strict=True)]
+
+
+class Stepper:
+    """One rank's steps."""
+
+    def __init__(
+        self, config: TrainConfig, laid: Laid, corpus: Corpus, optimizer: Optimizer, recorder: Recorder
+    ) -> None:
+        self.config, self.laid, self.corpus, self.optimizer, self.recorder = config, laid, corpus, optimizer, recorder
+        self.device = next(laid.module.parameters()).device
+        self.order = Order(corpus.train.samples(config.context), config.train.seed)
+        self.scale = LossScale(config.plan.precision == "fp16")
+        self.loss: Any = torch.compile(laid.loss) if config.train.compile else laid.loss
+        self.is_late = self.device.type == "cuda" and config.plan.world == 1 and not self.scale.on
+        """Whether steps are not waited for."""
+        self.gradients: Any = laid.gradients
+        if self.is_late:
+            if isinstance(laid.gradients, Gradients):
+                laid.gradients.close()
+            self.gradients = LocalGradients(laid.module.parameters(), config.tokens_per_step)
+        self.steps, self.position = 0, 0  # after so many steps so many samples had been taken
+        self._ready: tuple[int, Batch] | None = None
+
+    def __call__(self, number: int) -> Done:
+        """Step `number`, counted from 1."""
+        config, recorder = self.config, self.recorder
+        with recorder.span("data", DATA):
+            batches = self._take(number)
+        for turn, (tokens, targets, row) in enumerate(batches):
+            with recorder.span("forward"):
+                total, count = self.loss(tokens, targets, **self._dropping(number, row))
+            with recorder.span("backward"):
+                is_last = turn == len(batches) - 1
+                self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
+        if self.device.type == "cuda" and number < config.train.steps:
+            with recorder.span("data", DATA):  # while the GPU is still at it
+                self._ready = (number + 1, self.fetch(number + 1))
+        with recorder.span("gradients"):
+            done = self.gradients.finish(config.optimizer.clip or None)
+        overflowed = not self.is_late and not math.isfinite(done.norm)
+        with recorder.span("optimizer"):
+            if not overflowed:
+                self.optimizer.step(rate(number - 1, config.train.steps, config.optimizer))
+            self.scale.update(overflowed)
+            if self.is_late:
+                self.gradients.clear()
+        return Done(number, done.loss, done.norm)
+
+    def is_bad(self, loss: float, norm: float) -> bool:
+        """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""
+        return not math.isfinite(loss) or (not math.isfinite(norm) and not self.scale.on)
+
+    def _dropping(self, number: int, row: int) -> dict[str, Any]:
+        """What dropout needs; without it nothing that changes is handed to a compiled model."""
+        if not self.config.model.dropout:
+            return {"place": ORIGIN}
+        seed = fold_seed(self.config.train.seed, number - 1)
+        return {"dropout_seed": torch.tensor(seed, device=self.device), "place": Place(row=row)}
+
+    # Data ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, number: int) -> Batch:
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] == number else self.fetch(number)
+
+    def fetch(self, number: int) -> Batch:
+        """This replica's microbatches of a step."""
+        config, plan, dp = self.config, self.config.plan, self.laid.mesh.dp
+        position = self.position + (number - 1 - self.steps) * config.batch
+        made = []
+        for micro in range(plan.accumulation):
+            rows = rows_of(config.batch, plan.dp, dp.index, plan.accumulation, micro)
+            tokens = data.batch(self.corpus.train, self.order, position, rows, config.context)
+            made.append((*self.on_device(tokens), rows.start))
+        return made
+
+    def on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and targets out of sequences of one token more."""
+        whole = torch.from_numpy(tokens)
+        if self.device.type == "cuda":
+            whole = whole.pin_memory().to(self.device, non_blocking=True)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss of the first held-out sequences, the same ones each time, divided among the replicas."""
+        held, config, mesh = self.corpus.held_out, self.config, self.laid.mesh
+        count = min(config.evaluate.sequences, held.samples(config.context))
+        if not count:
+            return None
+        sums = torch.zeros(2, dtype=torch.float64)
+        self.laid.module.eval()
+        with self.recorder.span("held-out", "evaluate"):
+            mine = range(mesh.dp.index, count, mesh.dp.size)
+            for begin in range(0, len(mine), config.plan.microbatch):
+                rows = mine[begin : begin + config.plan.microbatch]
+                tokens = np.stack([held.sample(row, config.context) for row in rows])
+                total, targets = self.laid.loss(*self.on_device(tokens))
+                sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / mesh.tp.size
+        self.laid.module.train()
+        total_sum, targets_sum = mesh.comm.all_reduce(sums.numpy()).tolist()
+        return float(total_sum / targets_sum)

@@ -1,0 +1,45 @@
+"""A laid model on a GPU: ranks that share it, over gloo and over MPI through the host, and one rank over nccl."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilemesh.launch.job import launch
+from tilemesh.launch.start import find_mpiexec
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+HAS_MPI = find_mpiexec() is not None and find_spec("mpi4py") is not None
+TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="needs mpiexec and mpi4py")), "torch"]
+NCCL = Path(__file__).parents[1] / "mpi" / "parallel_cuda_script.py"
+
+
+def verify(*words: str) -> str:
+    line = [sys.executable, "-m", "tilemesh", "verify", "--device", "cuda", *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_ranks_that_share_a_gpu_pass_the_small_set(transport: str, precision: str) -> None:
+    said = verify("--ranks", "2", "--transport", transport, "--models", "gpt,llama", "--precision", precision)
+    assert "16 cases: every layout computes what one process computes" in said
+
+
+@pytest.mark.timeout(180)
+def test_one_rank_over_nccl() -> None:
+    if torch.cuda.device_count() != 1:
+        pytest.skip("as many ranks as GPUs take nccl: this is for one of each")
+    lines: list[str] = []
+    outcome = launch([str(NCCL)], ranks=1, transport="torch", sink=lambda _, __, line: lines.append(line.decode()))
+    assert outcome.failure is None, "\n".join(lines)
+    assert "exchanges right over nccl" in lines
+    assert "4 cases: every layout" in verify("--ranks", "1", "--transport", "torch", "--models", "gpt,llama")

@@ -1,0 +1,108 @@
+"""Backward over ranks: gradients of users' own modules, buckets against the naive exchange, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import parallel_cases
+import torch
+
+from tilemesh.comm import Communicator, connect, run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.launch.start import find_mpiexec
+from tilemesh.parallel import Mesh, lay
+
+PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
+PARTS = ["own_module", "buckets", "readiness_differs"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_threads(part: str, ranks: int) -> None:
+    run_threads(ranks, parallel_cases.PARTS[part])
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("part", PARTS)
+def test_of_processes(transport: str, part: str) -> None:
+    parallel_cases.require_part(transport, part)
+
+
+def alone(bucket_bytes: int | None = 1 << 20) -> tuple[torch.nn.Linear, object]:
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    mesh = Mesh(connect("alone"))
+    return model, lay(model, mesh, ParallelPlan(precision="fp64"), {}, bucket_bytes=bucket_bytes).gradients
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1 << 20])
+def test_a_step_on_one_rank_is_torchs_own(bucket_bytes: int | None) -> None:
+    """Mean over counted tokens, clipped like clip_grad_norm_; scale is taken out again; nothing is left over."""
+    model, gradients = alone(bucket_bytes)
+    x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    for _ in range(2):
+        for turn, rows in enumerate((x[:1], x[1:])):
+            gradients.backward(model(rows).square().sum(), len(rows), last=turn == 1, scale=8.0)  # type: ignore[attr-defined]
+        done = gradients.finish(max_norm=1.0)  # type: ignore[attr-defined]
+        whole = torch.nn.Linear(3, 2, dtype=torch.float64)
+        whole.load_state_dict(model.state_dict())
+        loss = whole(x).square().sum() / 4
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        torch.testing.assert_close(model.weight.grad, whole.weight.grad)
+        torch.testing.assert_close(model.bias.grad, whole.bias.grad)
+        assert done.tokens == 4
+        assert math.isclose(done.loss, loss.item(), rel_tol=1e-12)
+        assert math.isclose(done.norm, norm.item(), rel_tol=1e-12)
+
+
+def test_gradients_that_are_not_finite_are_told_by_the_norm() -> None:
+    model, gradients = alone()
+    gradients.backward(model(torch.full((1, 3), math.inf, dtype=torch.float64)).sum(), 1)  # type: ignore[attr-defined]
+    assert not math.isfinite(gradients.finish(max_norm=1.0).norm)  # type: ignore[attr-defined]
+
+
+def test_a_step_without_any_counted_token_changes_nothing() -> None:
+    model, gradients = alone()
+    gradients.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum() * 0, 0)  # type: ignore[attr-defined]
+    done = gradients.finish(max_norm=1.0)  # type: ignore[attr-defined]
+    assert (done.loss, done.tokens, done.norm) == (0.0, 0, 0.0)
+    assert not model.weight.grad.any()
+
+
+def test_steps_out_of_order_are_refused() -> None:
+    model, gradients = alone()
+    loss = model(torch.ones(1, 3, dtype=torch.float64)).sum()
+    with pytest.raises(UsageError, match="before the last microbatch"):
+        gradients.finish()  # type: ignore[attr-defined]
+    gradients.backward(loss, 1)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="call finish\\(\\) first"):
+        gradients.backward(loss, 1)  # type: ignore[attr-defined]
+
+
+def test_a_region_wants_its_input_unnamed() -> None:
+    def main(comm: Communicator) -> None:
+        block = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        laid = lay(block, Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp32"), {"0": "column"})
+        with pytest.raises(UsageError, match="give its input as the first argument, unnamed"):
+            laid.module[0](input=torch.ones(1, 4))  # type: ignore[index]
+
+    run_threads(2, main)
+
+
+def test_a_whole_state_that_lacks_a_parameter_is_refused() -> None:
+    def main(comm: Communicator) -> None:
+        laid = parallel_cases.laid_of(comm, "gpt", 1, 2)
+        with pytest.raises(UsageError, match=r"the state lacks token_embedding\.weight"):
+            laid.load({})
+        with pytest.raises(UsageError, match="load without a state"):
+            laid.load(None)
+        with pytest.raises(UsageError, match="nonsense is no parameter"):
+            laid.gather({"nonsense": torch.ones(1)})
+
+    run_threads(2, main)

@@ -1,0 +1,152 @@
+"""The gate itself: green where it should be, red for every planted bug, and the bug named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import parallel_cases
+import torch
+
+from tilemesh.comm import run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.launch.start import find_mpiexec
+from tilemesh.parallel.gate.cases import MODELS, Case, Layout, cases, layouts
+from tilemesh.parallel.gate.compare import Apart, Gate, Result
+from tilemesh.parallel.gate.plant import PLANTS, Plant
+
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
+
+
+def run(ranks: int, chosen: list[Case], plant: Plant | None = None) -> list[Result]:
+    torch.set_num_threads(1)
+    results = run_threads(ranks, lambda comm: list(Gate(comm, plant=plant).run(chosen)), timeout_s=100)
+    assert [rank for rank, found in enumerate(results) if found and rank] == []
+    return results[0]
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_all_layouts_of_four_processes(transport: str) -> None:
+    parallel_cases.require_part(transport, "gate")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_with_everything_for_every_model(model: str) -> None:
+    chosen = [Case(model, Layout(2, 2, True, 2)), Case(model, Layout(1, 4, False, 1))]
+    assert [result for result in run(4, chosen) if not result.passed] == []
+
+
+def test_float32_within_twice_another_order_of_summation() -> None:
+    results = run(4, [Case(model, Layout(2, 2, True), "fp32") for model in MODELS])
+    assert [result for result in results if not result.passed] == []
+    # The bound is rounding, not slack: far above float64's, far below what a bug does.
+    assert all(1e-9 < result.bound.gradient < 1e-3 for result in results)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
+    plant = PLANTS[name]
+    candidates = [
+        Case(model, layout)
+        for ranks in (2, 4, 8)
+        for layout in layouts(ranks)
+        for model in MODELS
+        if plant.applies(layout, MODELS[model])
+    ]
+    case = candidates[0]
+    (result,) = run(case.layout.ranks, [case], plant)
+    assert not result.passed
+    assert plant.names in result.where
+
+
+def test_there_is_a_bug_for_every_kind_of_layer() -> None:
+    kinds = {plant.kind for plant in PLANTS.values()}
+    assert kinds == {"attention", "mlp", "column", "embedding", "loss", "norm", "dropout", "gradients"}
+
+
+def test_not_a_number_is_within_no_bound() -> None:
+    bound = Apart(1.0, 1.0, 1.0)
+    assert Apart(0, 0, 0).within(bound)
+    for apart in (Apart(float("nan"), 0, 0), Apart(0, float("nan"), 0), Apart(0, 0, float("nan")), Apart(0, 0, 2)):
+        assert not apart.within(bound)
+
+
+def test_what_it_covers() -> None:
+    chosen = cases(8)
+    assert len(chosen) == 32 * len(MODELS)
+    assert {case.layout.ranks for case in chosen} == {1, 2, 4, 8}
+    models = MODELS.values()
+    for field in ("norm", "norm_place", "positions", "biases", "tied", "activation", "kv_heads"):
+        assert len({getattr(model, field) for model in models}) >= 2, field
+    assert all(model.dropout == 0.1 for model in models)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "3 ranks"),
+        ((16,), "16 ranks"),
+        ((2, ("gtp",)), "did you mean 'gpt'"),
+        ((2, (), "fp8"), "precision 'fp8'"),
+    ],
+)
+def test_what_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cases(*arguments)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "tilemesh", "verify", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=1000, check=False)
+
+
+def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> None:
+    file = tmp_path / "gate.jsonl"
+    done = command("--ranks", "2", "--transport", "threads", "--models", "gpt", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "dp=1 tp=2 sequence ×2" in done.stdout
+    assert "8 cases: every layout computes what one process computes" in done.stdout
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 8
+    assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
+
+
+@NEEDS_MPI
+def test_the_command_over_processes_is_red_when_it_should_be() -> None:
+    done = command("--ranks", "2", "--transport", "mpi", "--models", "gpt", "--plant", "attention-no-sum")
+    assert done.returncode == 1
+    assert "1 of 1 FAIL" in done.stdout
+    assert "gpt: forward differs first at layers.0.attention;" in done.stdout
+    assert "8 cases: 4 FAIL" in done.stdout
+
+
+@pytest.mark.parametrize("words", [("--plant", "nonsense"), ("--transport", "smoke"), ("--device", "tpu")])
+def test_wrong_words_are_refused_before_anything_starts(words: tuple[str, str]) -> None:
+    done = command("--ranks", "2", *words)
+    assert done.returncode == 2
+    assert f"'{words[1]}'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", [*PROCESSES, "threads"])
+def test_the_whole_gate(transport: str) -> None:
+    done = command("--ranks", "8", "--transport", transport)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "128 cases: every layout computes what one process computes" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@NEEDS_MPI
+def test_the_whole_gate_where_arithmetic_rounds(precision: str) -> None:
+    done = command("--ranks", "8", "--transport", "mpi", "--precision", precision)
+    assert done.returncode == 0, done.stdout + done.stderr

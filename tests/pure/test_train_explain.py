@@ -1,0 +1,113 @@
+"""Shares of a step and the sentence made of them; the learning rate; boxes of a checkpoint."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.explain import Shares, improvement, shares
+from tilemesh.train.manifest import (
+    Box,
+    DamagedError,
+    Manifest,
+    Piece,
+    StoredFile,
+    checkpoints,
+    damage,
+    digest,
+    overlap,
+    within,
+)
+from tilemesh.train.schedule import rate
+
+
+@given(step=st.floats(1e-6, 1e3), parts=st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3)))
+def test_shares_are_fractions_of_a_whole(step: float, parts: tuple[float, float, float]) -> None:
+    found = shares(step, *parts)
+    values = (found.compute, found.exchange, found.data, found.idle)
+    assert all(0 <= value <= 1 + 1e-9 for value in values)
+    assert sum(values) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (Shares(0.6, 0.4, 0.0, 0.0), "exchanges take 40% of a step, most of it all_reduce over tp, 2 MiB a step"),
+        (Shares(0.6, 0.1, 0.3, 0.0), "waiting for data takes 30%"),
+        (Shares(0.6, 0.1, 0.0, 0.3), "waiting for the slowest rank takes 30%"),
+        (Shares(0.95, 0.05, 0.0, 0.0), "compute takes 95% of a step at 43% of the measured matmul peak"),
+    ],
+)
+def test_the_largest_thing_is_named(of: Shares, words: str) -> None:
+    exchanges = {"tp all_reduce": 2.0, "dp all_reduce": 1.0}
+    moved = {"tp": {"all_reduce": 2 << 20}, "dp": {"all_reduce": 9 << 20}}
+    assert words in improvement(of, exchanges, moved, ranks=4, cores=2, mfu=0.43)
+
+
+def test_crowded_ranks_are_told_of_it() -> None:
+    of, moved = Shares(0.6, 0.4, 0.0, 0.0), {"dp": {"all_reduce": 8}}
+    assert "4 ranks share 2 cores" in improvement(of, {"dp all_reduce": 1.0}, moved, ranks=4, cores=2)
+    assert "share" not in improvement(of, {"dp all_reduce": 1.0}, moved, ranks=2, cores=2)
+
+
+@given(steps=st.integers(1, 300), warmup=st.integers(0, 400), end=st.floats(0, 1))
+def test_the_rate_rises_then_falls_and_stays_within_its_bounds(steps: int, warmup: int, end: float) -> None:
+    optimizer = OptimizerConfig(lr=2.0, warmup=warmup, lr_end=end)
+    rates = [rate(step, steps, optimizer) for step in range(steps)]
+    top = min(warmup, steps)
+    assert all(earlier < later for earlier, later in pairwise(rates[:top]))
+    assert all(earlier >= later for earlier, later in pairwise(rates[top:]))
+    assert all(0 < value <= 2.0 or (value == 0 and end == 0) for value in rates)
+    if steps > warmup + 1:
+        assert rates[-1] == pytest.approx(2.0 * end)
+        assert max(rates) == 2.0
+
+
+boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=2, max_size=2).map(
+    lambda pairs: (tuple(b for b, _ in pairs), tuple(n for _, n in pairs))
+)
+
+
+@given(a=boxes, b=boxes)
+def test_the_overlap_of_boxes_is_that_of_their_cells(a: Box, b: Box) -> None:
+    def cells(box: Box) -> set[tuple[int, int]]:
+        (r, c), (h, w) = box
+        return {(i, j) for i in range(r, r + h) for j in range(c, c + w)}
+
+    shared = overlap((a[0], a[1]), (b[0], b[1]))
+    assert (cells(shared) if shared else set()) == cells(a) & cells(b)
+    if shared:
+        rows, columns = within(shared, (a[0], a[1]))
+        assert 0 <= rows.start < rows.stop <= a[1][0]
+        assert 0 <= columns.start < columns.stop <= a[1][1]
+
+
+def test_a_manifest_is_read_back_and_damage_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000007"
+    folder.mkdir()
+    (folder / "shard-00000.safetensors").write_bytes(b"abc")
+    stored = StoredFile("shard-00000.safetensors", 3, digest(folder / "shard-00000.safetensors"))
+    piece = Piece("weight:w", stored.file, "weight:w", (0, 2), (3, 4), (3, 8), "F32")
+    manifest = Manifest(7, {"position": 56}, [stored], [piece], {"plan": {}})
+    (folder / "manifest.json").write_text(manifest.to_json())
+    again = Manifest.read(folder)
+    assert again == manifest
+    assert list(damage(folder, again.files)) == []
+    (folder / "shard-00000.safetensors").write_bytes(b"abd")
+    assert "SHA-256 differs" in next(damage(folder, again.files))
+    (folder / "shard-00000.safetensors").write_bytes(b"ab")
+    assert "has 2 bytes, 3 were written" in next(damage(folder, again.files))
+    (folder / "shard-00000.safetensors").unlink()
+    assert "cannot be read" in next(damage(folder, again.files))
+    for text in ("", "[]", '{"schema": 9}', '{"schema": 1, "files": 3}'):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(DamagedError):
+            Manifest.read(folder)
+    (tmp_path / ".writing-step-00000009").mkdir()
+    (tmp_path / "damaged-step-00000008").mkdir()
+    assert checkpoints(tmp_path) == [(7, folder)]
