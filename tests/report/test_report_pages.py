@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,33 +25,20 @@ MakeRun = Callable[..., Path]
 
 # A page may ask the loopback server it came from; nothing else, and from disk nothing at all.
 WIDE, NARROW = 1280, 390
+CHECKS = Path(__file__).with_name("checks.js").read_text()
 
 
 def check(page: Any, charts: int) -> None:
     """What holds for every page."""
+    page.value(CHECKS)
     assert page.complaints() == []
     assert page.requests() == []
     assert page.value("document.querySelectorAll('figure svg, canvas, .bars, .heat').length") >= charts
     # Nothing sticks out at the side; wide tables scroll within themselves.
     assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth")
-    drawn = "[...document.querySelectorAll('.plot svg, canvas')].filter(one => one.getBoundingClientRect().width < 150).length"
-    assert page.value(drawn) == 0
-    small = "[...document.querySelectorAll('main *')].filter(one => one.childElementCount === 0 && one.textContent.trim() && "
-    small += "one.closest('svg') === null && one.getClientRects().length && parseFloat(getComputedStyle(one).fontSize) > 0 && "
-    small += "parseFloat(getComputedStyle(one).fontSize) < 9.5).length"
-    assert page.value(small) == 0
-
-
-def contrast(page: Any) -> float:
-    """The least contrast of a quiet word on the page's ground, as WCAG counts it."""
-    script = """(() => {
-      const light = rgb => { const c = rgb.match(/[\\d.]+/g).slice(0, 3).map(v => { v /= 255; return v <= .04045 ? v / 12.92 :
-        ((v + .055) / 1.055) ** 2.4; }); return .2126 * c[0] + .7152 * c[1] + .0722 * c[2]; };
-      const ground = light(getComputedStyle(document.documentElement).backgroundColor);
-      return Math.min(...[...document.querySelectorAll('h1, .quiet, .tx, .ty, td, summary')].map(one => {
-        const a = light(getComputedStyle(one).color); return (Math.max(a, ground) + .05) / (Math.min(a, ground) + .05); }));
-    })()"""
-    return float(page.value(script))
+    assert page.value("checks.squeezed()") == 0
+    assert page.value("checks.small()") == []
+    assert page.value("checks.contrast()") >= 4.5
 
 
 @pytest.mark.parametrize(("width", "dark"), [(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)])
@@ -58,14 +46,9 @@ def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) ->
     (path,) = make([str(make_run())], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
         check(page, charts=7)
-        assert contrast(page) >= 4.5
         ground = page.value("getComputedStyle(document.documentElement).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") is not dark
-        # The canvas has been drawn on: more colours than the ground's.
-        ink = "(() => { const c = document.querySelector('canvas'); const d = c.getContext('2d').getImageData(0, 0, c.width, "
-        ink += "c.height).data; const seen = new Set(); for (let i = 0; i < d.length; i += 4) seen.add(d[i] + d[i+1] * 256 + "
-        ink += "d[i+2] * 65536); return seen.size; })()"
-        assert page.value(ink) > 4
+        assert page.value("checks.colours()") > 4  # the canvas has been drawn on
         # Every chart has its numbers in a table beneath it (the mesh's and the rows' tables stand open).
         without = "[...document.querySelectorAll('figure')].filter(one => !one.querySelector('table')).length"
         assert page.value(without) == 0
@@ -74,21 +57,16 @@ def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) ->
 def test_keys_alone_reach_everything_in_the_order_it_stands(browser: Any, make_run: MakeRun) -> None:
     (path,) = make([str(make_run())], None)
     with browser.open(f"file://{path}") as page:
-        wanted = page.value(
-            "[...document.querySelectorAll('a, summary, button, select, canvas, [tabindex=\"0\"]')]"
-            ".filter(one => one.checkVisibility()).length"
-        )
+        page.value(CHECKS)
         reached = []
-        script = "(() => { const a = document.activeElement; const r = a.getBoundingClientRect(); "
-        script += "return [a.tagName, a.className, r.top + scrollY, getComputedStyle(a).outlineStyle]; })()"
-        for _ in range(wanted):
+        for _ in range(page.value("checks.reachable()")):
             page.press("Tab")
-            reached.append(page.value(script))
-        assert [one for one in reached if one[0] == "BODY"] == []
-        # Downwards, but for neighbours on one line or in two columns.
-        tops = [one[2] for one in reached]
-        assert all(later > earlier - 500 for earlier, later in zip(tops, tops[1:], strict=False))
-        assert all(one[3] != "none" for one in reached)  # where one is can be seen
+            reached.append(page.value("checks.focused()"))
+        assert [one for one in reached if one["tag"] == "BODY"] == []
+        # Downwards, but for neighbours in two columns.
+        tops = [one["top"] for one in reached]
+        assert all(later > earlier - 500 for earlier, later in itertools.pairwise(tops))
+        assert all(one["outline"] != "none" for one in reached)  # where one is can be seen
         page.press("Tab")
         assert page.value("document.activeElement.tagName") in ("BODY", "A")
 
@@ -103,11 +81,11 @@ def test_arrows_read_a_chart_and_move_the_timeline(browser: Any, make_run: MakeR
         page.press("ArrowRight")
         assert page.value("document.querySelector('.chart output').textContent").startswith("step 2 · mean")
         page.value("document.querySelector('canvas').focus()")
-        picture = "document.querySelector('canvas').toDataURL().length + document.querySelector('canvas').toDataURL().slice(-400)"
-        seen = [page.value(picture)]
+        page.value(CHECKS)
+        seen = [page.value("checks.picture()")]
         for key in ("+", "ArrowLeft", "0"):
             page.press(key)
-            seen.append(page.value(picture))
+            seen.append(page.value("checks.picture()"))
         assert len(set(seen)) == 4
         page.press("n")
         assert page.value("document.querySelector('.timeline output').textContent").startswith("rank 0 · data")
