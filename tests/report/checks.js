@@ -12,17 +12,25 @@ var checks = {
   squeezed() {
     return [...document.querySelectorAll(".plot svg, canvas")].filter(one => one.getBoundingClientRect().width < 150).length;
   },
-  // The least contrast of words on the page's ground, as WCAG counts it.
+  // The least contrast of words on their ground, as WCAG counts it.
   contrast() {
-    const linear = v => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
-    const light = rgb => {
-      const [r, g, b] = rgb.match(/[\d.]+/g).map(Number).map(linear);
-      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    const parse = text => {
+      const found = text.match(/[\d.]+/g).map(Number), scale = text.startsWith("color") ? 1 : 255;
+      return [...found.slice(0, 3).map(v => v / scale), found[3] === undefined ? 1 : found[3]];
     };
-    const ground = light(getComputedStyle(document.documentElement).backgroundColor);
-    return Math.min(...[...document.querySelectorAll("h1, .quiet, .tx, .ty, td, summary")].map(one => {
-      const ink = light(getComputedStyle(one).color);
-      return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
+    const over = (top, under) => [0, 1, 2].map(i => top[i] * top[3] + under[i] * (1 - top[3]));
+    const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    const light = rgb => 0.2126 * linear(rgb[0]) + 0.7152 * linear(rgb[1]) + 0.0722 * linear(rgb[2]);
+    const page = parse(getComputedStyle(document.documentElement).backgroundColor);
+    const words = "h1, .quiet, .tx, .ty, td, th, summary, .verdict, dd, small, .bar span, button";
+    return Math.min(...[...document.querySelectorAll(words)].filter(one => one.textContent.trim()).map(one => {
+      let ground = page;
+      for (let each = one; each; each = each.parentElement) {
+        const here = parse(getComputedStyle(each).backgroundColor);
+        if (here[3] > 0) { ground = over(here, page); break; }
+      }
+      const a = light(parse(getComputedStyle(one).color)), b = light(ground);
+      return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     }));
   },
   // How many colours the canvas shows.

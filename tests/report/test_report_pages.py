@@ -33,7 +33,7 @@ def check(page: Any, charts: int) -> None:
     page.value(CHECKS)
     assert page.complaints() == []
     assert page.requests() == []
-    assert page.value("document.querySelectorAll('figure svg, canvas, .bars, .heat').length") >= charts
+    assert page.value("document.querySelectorAll('figure svg, canvas, .bars, .heat, .mesh').length") >= charts
     # Nothing sticks out at the side; wide tables scroll within themselves.
     assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth")
     assert page.value("checks.squeezed()") == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.measure.sample import Sample
 from tilemesh.report import compare, run, series, spans, verdict
 from tilemesh.report.draw import Axis, around
-from tilemesh.report.html import data, el, escape, page
+from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
 
 MakeRun = Callable[..., Path]
@@ -265,3 +267,40 @@ def test_text_is_escaped_unless_it_is_markup() -> None:
     assert escape("a\u202eb\x00\ud800") == "a\\u202eb\\u0000\\ud800"
     assert "</script><" not in data({"name": "</script><script>alert(1)"})[:-9]
     assert "<title>&lt;script&gt;</title>" in page("<script>", el("p", "x"))
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------
+
+# What eyes without one kind of cone see, as matrices on linear RGB (Machado, Oliveira and Fernandes 2009, complete).
+EYES = {
+    "all three": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def seen(colour: str, eyes: str) -> tuple[float, float, float]:
+    """A colour as CIELAB, where a distance of 2 is just noticeable and 10 is plain."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+    r, g, b = (min(1.0, max(0.0, sum(w * v for w, v in zip(row, linear, strict=True)))) for row in EYES[eyes])
+    x, y, z = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8730 * b,
+    )
+    fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_told_apart_by_all_eyes(eyes: str, scheme: int) -> None:
+    text = asset("page.css").split("prefers-color-scheme:dark")[scheme]
+    palette = [re.search(rf"--c{number}:(#[0-9a-f]{{6}})", text)[1] for number in range(8)]  # type: ignore[index]
+    distances = {
+        pair: math.dist(seen(pair[0], eyes), seen(pair[1], eyes)) for pair in itertools.combinations(palette, 2)
+    }
+    nearest = min(distances, key=distances.__getitem__)
+    assert distances[nearest] >= 12, nearest

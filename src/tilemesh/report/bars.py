@@ -66,6 +66,9 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
     )
 
 
+_DEEPEST = 0.6  # of the colour: beyond that neither light nor dark words could be read on it
+
+
 def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str, str] | None]]]) -> Html:
     """A map of cells, each (strength from 0 to 1, what it shows, words for whoever points at it)."""
     head = el("tr", el("td"), *(el("th", one, scope="col") for one in columns))
@@ -78,8 +81,8 @@ def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float,
                 "td",
                 cell[1],
                 title=cell[2],
-                class_="hot" if cell[0] > 0.55 else None,
-                style=f"--heat:{min(1.0, max(0.0, cell[0])):.0%}",
+                class_="best" if cell[0] > 0.999 else None,
+                style=f"--heat:{_DEEPEST * min(1.0, max(0.0, cell[0])):.0%}",
             )
             for cell in cells
         ]

@@ -87,14 +87,14 @@ def sentence(first: Run, second: Run, changed: Sequence[Change], found: Sequence
     """What two runs come to: what was changed, and what of it can be told from noise."""
     settings = [one.name for one in changed if not one.name.startswith(("sample.", "checkpoint."))]
     more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
-    what = f"{', '.join(settings[:3])}{more} changed" if settings else "the configurations are the same"
+    what = f"{', '.join(settings[:3])}{more} changed" if settings else "The configurations are the same"
     told = [one for one in found if one.verdict in (BETTER, WORSE)]
     if not told:
-        return f"{what[0].upper()}{what[1:]}; no figure differs by more than noise."
+        return f"{what}; no figure differs by more than noise."
     most = max(told, key=lambda one: abs((one.ratio or 1) - 1))
     by = f"{abs((most.ratio or 1) - 1):.0%}".replace("%", " %")
     way = "more" if (most.ratio or 1) > 1 else "less"
     return (
-        f"{what[0].upper()}{what[1:]}; {len(told)} of {len(found)} figures differ by more than noise, most of all "
+        f"{what}; {len(told)} of {len(found)} figures differ by more than noise, most of all "
         f"{most.name}: {by} {way} in {second.name}, which is {most.verdict}."
     )

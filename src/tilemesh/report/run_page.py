@@ -146,7 +146,7 @@ def _rows(beside: Beside) -> Html:
     if not beside.rows:
         return run_parts.absent("no rows", beside.why_no_rows or "the run has no summary yet")
     words = (
-        "Errors of a prediction: within 15 % green, within 50 % amber, beyond that red. At 100 % it is at the limit."
+        "Errors of a prediction are coloured in three steps: within 15 %, within 50 %, beyond. 100 % is at the limit."
     )
     return join(el("p", words, class_="quiet"), row_table(beside.rows))
 

@@ -176,10 +176,16 @@ def mesh(run: Run) -> Html:
     exchanges = section(run.summary, "exchanges")
     totals = {axis: sum(number(one, 0.0) for one in section(exchanges, axis).values()) for axis in exchanges}
     picture = mesh_picture(sizes["dp"], sizes["tp"], sizes["pp"], totals.get("dp", 0.0), totals.get("tp", 0.0))
-    words = f"dp {sizes['dp']} downwards (amber), tp {sizes['tp']} to the right (blue)"
-    words += f", {sizes['pp']} stages" if sizes["pp"] > 1 else ""
+    stages = f", {sizes['pp']} stages" if sizes["pp"] > 1 else ""
+    keys = (("tp", 0, "to the right"), ("dp", 1, "downwards"))
+    legend = [
+        el("li", el("i", class_=f"key k{colour}"), f"{axis} {sizes[axis]}, {way}")
+        for axis, colour, way in keys
+        if sizes[axis] > 1
+    ]
+    picture = join(el("ul", *legend, class_="legend"), picture)
     beside = el("div", el("div", picture), _traffic(run, exchanges), class_="pair")
-    return figure("The mesh", f"{words}; a line is as thick as its traffic.", beside, None, wide=True)
+    return figure("The mesh", f"{run.world} ranks{stages}; a line is as thick as its traffic.", beside, None, wide=True)
 
 
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
