@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
@@ -21,7 +21,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.train import checkpoint, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
-from tilemesh.train.manifest import checkpoints
+from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.rank import Result, train_here
 
 SMALL = (
@@ -192,6 +192,26 @@ class TestFiles:
             new_run(made(text), whole)
         with pytest.raises(UsageError, match="empty prompt"):
             sampling.generate(whole, "")
+
+
+def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "matrix": torch.randn(3, 4), "odd": torch.randn(5).bfloat16(), "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3), "half": torch.arange(7).half()[None],
+    }  # fmt: skip
+    stored = checkpoint.write_tensors(tmp_path / "ours.safetensors", tensors)
+    assert stored.nbytes == (tmp_path / "ours.safetensors").stat().st_size
+    assert stored.sha256 == digest(tmp_path / "ours.safetensors")
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    for read in (
+        load_file(tmp_path / "ours.safetensors"),
+        checkpoint.read_tensors(tmp_path / "ours.safetensors"),
+        checkpoint.read_tensors(tmp_path / "theirs.safetensors"),
+    ):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype
+            assert torch.equal(read[name], tensor)
 
 
 class TestFaults:

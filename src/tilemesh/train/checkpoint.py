@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -254,6 +255,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     return StoredFile(path.name, written, made.hexdigest())
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped into memory: what is not looked at is not read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    whole = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))  # writes would stay in this process
+    made = {}
+    for key, of in header.items():
+        if key != "__metadata__":
+            begin, end = (8 + length + offset for offset in of["data_offsets"])
+            dtype, raw = _torch_dtype(of["dtype"]), whole[begin:end]
+            made[key] = (raw if begin % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(of["shape"])
+    return made
+
+
 def _raw(tensor: Tensor) -> Any:
     if tensor.numel() == 0:
         return b""
@@ -293,7 +309,7 @@ class Reader:
         self.folder = folder
         self.manifest = manifest or Manifest.read(folder)
         self._tensors = self.manifest.tensors()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, dict[str, Tensor]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -333,8 +349,7 @@ class Reader:
             stored = (piece.begin, piece.shape)
             shared = overlap(box, stored)
             if shared is not None:
-                found = self._file(piece).get_slice(piece.key)[within(shared, stored)] if shared[0] else None
-                out[within(shared, box)] = self._file(piece).get_tensor(piece.key) if found is None else found
+                out[within(shared, box)] = self._stored(piece)[within(shared, stored)]
                 filled += _size(shared)
         if filled != out.numel():
             raise DamagedError(f"{self.folder}: {name} is not all there, {out.numel() - filled} values are missing")
@@ -345,15 +360,15 @@ class Reader:
             raise DamagedError(f"{self.folder} has no {name}: it is another model's or optimizer's checkpoint")
         return self._tensors[name]
 
-    def _file(self, piece: Piece) -> Any:
-        from safetensors import SafetensorError, safe_open
-
+    def _stored(self, piece: Piece) -> Tensor:
         if piece.file not in self._open:
             try:
-                self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise DamagedError(f"{self.folder / piece.file} is damaged: {error}") from None
-        return self._open[piece.file]
+                self._open[piece.file] = read_tensors(self.folder / piece.file)
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise DamagedError(f"{self.folder / piece.file} is damaged: {error!r}") from None
+        if piece.key not in self._open[piece.file]:
+            raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
+        return self._open[piece.file][piece.key]
 
 
 def _size(box: Box) -> int:

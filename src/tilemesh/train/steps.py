@@ -63,6 +63,7 @@ class Stepper:
             if isinstance(laid.gradients, Gradients):
                 laid.gradients.close()
             self.gradients = LocalGradients(laid.module.parameters(), config.tokens_per_step)
+            laid.gradients = self.gradients  # the buffers for an exchange that never comes are given back
         self.steps, self.position = 0, 0  # after so many steps so many samples had been taken
         self._ready: tuple[int, Batch] | None = None
 
