@@ -125,6 +125,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
+        "tilemesh.report.run_page",
+        "tilemesh.report.plan_page",
     ],
 )
 def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:

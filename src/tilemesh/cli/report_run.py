@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tilemesh.cli.train_rows import rows
@@ -15,7 +16,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.step import predict
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
-from tilemesh.report.run import Run, section
+from tilemesh.report.run import Run, number, section
 from tilemesh.report.run_page import Beside
 
 PAGE = "report.html"
@@ -75,18 +76,17 @@ def beside(found: Run) -> Beside:
 
 def expected_memory(found: Run) -> dict[str, float]:
     """Bytes a rank by kind as the planner counts them: what it said before the run, else from the configuration."""
-    told = found.predicted.get("memory_by_kind")
-    if isinstance(told, dict):
-        return {str(kind): float(size) for kind, size in told.items() if isinstance(size, int | float) and size > 0}
-    try:
-        model = from_dict(ModelConfig, dict(section(found.config, "model")), "config.toml")
-        plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), "config.toml")
-        context = section(found.config, "train").get("context") or model.context
-        name = str(found.summary.get("cluster", "")).partition("x")[2]
-        device = device_for(name) if name != "local" else None
-        memory = predict(model, parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}"), plan, context).memory
-    except (UsageError, RunError, KeyError, TypeError, ValueError):
-        return {}
-    # The context and libraries of a device are the process's own: they stand apart from the model's.
-    kinds = {name.removesuffix("_bytes"): float(getattr(memory, name)) for name in memory.__dataclass_fields__}
-    return {kind: size for kind, size in kinds.items() if size > 0 and kind != "reserved"}
+    told: Mapping[str, object] = section(found.predicted, "memory")
+    if not told:
+        try:
+            model = from_dict(ModelConfig, dict(section(found.config, "model")), "config.toml")
+            plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), "config.toml")
+            context = section(found.config, "train").get("context") or model.context
+            name = str(found.summary.get("cluster", "")).partition("x")[2]
+            device = device_for(name) if name != "local" else None
+            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
+            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+        except (UsageError, RunError, KeyError, TypeError, ValueError):
+            return {}
+    kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
+    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in ("total", "usable")}

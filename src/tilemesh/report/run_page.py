@@ -152,11 +152,12 @@ def _rows(beside: Beside) -> Html:
 
 
 def _again(run: Run, beside: Beside) -> Html:
-    command = run.summary.get("command") or run.environment.get("command") or run.predicted.get("command")
+    told = run.environment.get("commands")
+    commands = [str(one) for one in told] if isinstance(told, list) and told else []
     guess = f"tilemesh train {run.folder.rstrip('/')}/config.toml"
     shown = join(
-        el("p", "What was typed:" if command else "The command was not kept; this runs the same configuration:"),
-        el("pre", str(command or guess)),
+        el("p", "What was typed:" if commands else "The command was not kept; this runs the same configuration:"),
+        el("pre", "\n".join(commands) or guess),
     )
     environment = _environment(run, beside)
     settings = [[key, str(value)] for key, value in flat(run.config).items()]
@@ -179,7 +180,7 @@ def _again(run: Run, beside: Beside) -> Html:
 
 def _environment(run: Run, beside: Beside) -> dict[str, str]:
     found: dict[str, str] = {}
-    for source in (run.predicted, run.environment, run.summary):
+    for source in (run.environment, run.summary):
         for key in ("machine", "backend", "device", "cores", "cluster", "commit", "versions", "host"):
             value = source.get(key)
             if isinstance(value, Mapping):

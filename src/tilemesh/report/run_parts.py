@@ -189,18 +189,20 @@ def mesh(run: Run) -> Html:
 
 
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
-    seconds = section(run.summary, "exchange_seconds")
+    seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
     done = max(1, int(number(run.summary.get("step"), 1)))
     rows: list[list[Child]] = []
     for axis in exchanges:
         for operation, nbytes in section(exchanges, axis).items():
             spent = number(seconds.get(f"{axis} {operation}"))
             shown = format_seconds(spent / done) if math.isfinite(spent) else "–"
-            rows.append([axis, operation, format_bytes(number(nbytes, 0.0)), shown])
+            guess = number(section(expected, axis).get(operation))
+            told = format_bytes(guess) if math.isfinite(guess) else "–"
+            rows.append([axis, operation, told, format_bytes(number(nbytes, 0.0)), shown])
     if not rows:
         return absent("traffic by axis", "the run does not say")
     note = "Bytes of one step as rank 0 sees them; seconds of the whole run over its steps."
-    head = ["axis", "operation", "bytes a step and rank", "seconds a step"]
+    head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
     return el("div", grid(Table(head, rows)), el("p", note, class_="quiet"))
 
 

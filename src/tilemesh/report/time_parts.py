@@ -10,7 +10,7 @@ from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Table, figure
 from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
-from tilemesh.report.run import Run, number
+from tilemesh.report.run import Run, number, section
 from tilemesh.report.run_parts import absent
 from tilemesh.report.verdict import savings as find_savings
 from tilemesh.report.verdict import shares_of
@@ -24,6 +24,8 @@ def by_rank(run: Run) -> Html:
     found, source = _seconds(run)
     if not found:
         return absent("time by kind", "neither a trace nor shares of a step are in the folder")
+    guess = _predicted(run)
+    found = [("predicted", guess), *found] if guess else found
     kinds = [kind for kind in spans.KINDS if any(kind in one for _, one in found)]
     items = []
     rows = []
@@ -61,6 +63,18 @@ def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
         seconds = {kind: share * step.median for kind, share in shares.items() if share > 0}
         return [("slowest rank", seconds)], "There is no trace: this is what the run says of its slowest rank."
     return [], ""
+
+
+def _predicted(run: Run) -> dict[str, float]:
+    """The planner's step, in the kinds that are measured; empty where it made none."""
+    told = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
+    sums = {
+        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s"),
+        spans.EXCHANGE: ("tp_s", "pp_s", "dp_s"),
+        spans.IDLE: ("bubble_s",),
+    }
+    found = {kind: sum(told.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
+    return {kind: seconds for kind, seconds in found.items() if seconds > 0}
 
 
 def _of_rank(one: dict[str, Any]) -> dict[str, float]:
