@@ -12,6 +12,8 @@ var checks = {
   squeezed() {
     return [...document.querySelectorAll(".plot svg, canvas")].filter(one => one.getBoundingClientRect().width < 150).length;
   },
+  // Words of an axis that begin left of the page.
+  cutOff: () => [...document.querySelectorAll(".ty, .tx, .note")].filter(one => one.getBoundingClientRect().left < 0).length,
   // The least contrast of words on their ground, as WCAG counts it.
   contrast() {
     const parse = text => {

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,6 +122,23 @@ def test_it_only_reads_and_only_for_this_machine(server: serve.Server) -> None:
             with socket.socket() as one:
                 one.settimeout(2)
                 assert one.connect_ex((found[4][0], int(port))) != 0
+
+
+def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun) -> None:
+    folder, made = make_run(), []
+
+    def render(live: str) -> str:
+        made.append(live)
+        time.sleep(0.1)
+        return live
+
+    server = serve.Server(str(folder), render)
+    server.page()
+    (folder / "sample.txt").write_text("more")
+    assert server.page().decode() == server.version() == made[0]  # a second's rest for a tenth's work
+    time.sleep(1.1)
+    assert server.page().decode() == server.version() != made[0]
+    assert len(made) == 2
 
 
 def test_a_port_that_is_taken_is_one_sentence(server: serve.Server) -> None:

@@ -38,6 +38,7 @@ def check(page: Any, charts: int) -> None:
     assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth")
     assert page.value("checks.squeezed()") == 0
     assert page.value("checks.small()") == []
+    assert page.value("checks.cutOff()") == 0
     assert page.value("checks.contrast()") >= 4.5
 
 
@@ -155,10 +156,11 @@ def test_two_runs_side_by_side(browser: Any, make_run: MakeRun) -> None:
 def test_a_kernels_page(browser: Any, tmp_path: Path) -> None:
     files = [str(RESULTS / "matmul_rows_h200_float16.jsonl"), str(RESULTS / "matmul_grid_h200_float16.jsonl")]
     (path,) = make(files, str(tmp_path / "kernel.html"))
-    with browser.open(f"file://{path}", dark=True) as page:
-        check(page, charts=5)
-        assert page.value("document.querySelectorAll('.heat').length") == 3
-        assert "of the limit" in page.value("document.querySelector('.verdict').textContent")
+    for width, dark in ((WIDE, True), (NARROW, False)):
+        with browser.open(f"file://{path}", width=width, dark=dark) as page:
+            check(page, charts=5)
+            assert page.value("document.querySelectorAll('.heat').length") == 3
+            assert "of the limit" in page.value("document.querySelector('.verdict').textContent")
 
 
 def collective_rows() -> Iterator[Row]:

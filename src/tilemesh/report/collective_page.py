@@ -49,7 +49,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
         el("p", verdict(panels), class_="verdict") if panels else None,
         *(part for panel in panels for part in (el("h2", panel.title), _panel(panel))),
         el("h2", "Schedules, round by round") if picked else None,
-        *(draw_rounds(one) for one in picked),
+        el("div", *(draw_rounds(one) for one in picked), class_="pair") if picked else None,
         el("h2", "Every row") if rows else None,
         el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm"))) if rows else None,
         _origin(rows),

@@ -79,19 +79,20 @@ def _differences(found: Sequence[Difference], names: tuple[str, str]) -> Html:
         kind = {BETTER: "good", WORSE: "worse"}.get(one.verdict, "quiet")
         ratio = "–" if one.ratio is None else f"{one.ratio - 1:+.1%}".replace("%", " %")
         cells = [_sample(one.first, one.unit), _sample(one.second, one.unit)]
-        rows.append([one.name, *cells, ratio, el("td", one.verdict, class_=kind)])
+        rows.append([one.name, el("td", one.verdict, class_=kind), ratio, *cells])
     note = (
         "Within noise: medians closer than 2 %, or overlapping p20 to p80. What was measured once has no spread to "
         "judge by: two runs of one configuration would tell."
     )
-    return join(grid(Table(["figure", *names, "change", "verdict"], rows)), el("p", note, class_="quiet"))
+    return join(grid(Table(["figure", "verdict", "change", *names], rows)), el("p", note, class_="quiet"))
 
 
-def _sample(sample: Sample, unit: str) -> str:
+def _sample(sample: Sample, unit: str) -> Html:
     def shown(value: float) -> str:
         return f"{value:.4g}" if unit == "nats" else format_value(value, unit)
 
-    return shown(sample.median) + (f" ({shown(sample.p20)} to {shown(sample.p80)})" if sample.n > 1 else "")
+    spread = f"{shown(sample.p20)} to {shown(sample.p80)}" if sample.n > 1 else "once"
+    return el("td", el("b", shown(sample.median)), el("br"), el("small", spread))
 
 
 def _overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tuple[str, str], *, zero: bool) -> Html:

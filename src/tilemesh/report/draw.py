@@ -231,7 +231,12 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         for tick, stays in _thinned(x_ticks, x)
     ]
     texts += [
-        el("span", one.text, class_="note", style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}")
+        el(
+            "span",
+            one.text,
+            class_="note" if x.place(one.x) < 0.8 else "note back",
+            style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
+        )
         for one in plot.layers
         if isinstance(one, Note)
     ]
@@ -258,8 +263,15 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         aria_label=f"{title}: arrow keys read its values" if cursor else None,
     )
     reading = el("output", class_="reading", aria_live="polite") if cursor else None
+    left = max((len(y.show(tick)) for tick in y_ticks), default=1)  # letters that the words at the side need
     return el(
-        "div", el("div", y.words, class_="ylabel"), inside, el("div", x.words, class_="xlabel"), reading, class_="chart"
+        "div",
+        el("div", y.words, class_="ylabel"),
+        inside,
+        el("div", x.words, class_="xlabel"),
+        reading,
+        class_="chart",
+        style=f"--left:{left}",
     )
 
 

@@ -168,7 +168,7 @@ def _notes(points: Sequence[tuple[float, float]], labels: Sequence[str], x: Axis
     for (at, value), label in zip(points, labels, strict=True):
         here = (x.place(at), y.place(value))
         crowded = any(abs(here[0] - a) < 0.16 and abs(here[1] - b) < 0.055 for a, b in placed)
-        if not crowded and here[0] < 0.86:
+        if not crowded:
             made.append(Note(at, value, label.split(" ")[0]))
             placed.append(here)
     return made

@@ -27,6 +27,8 @@ def draw_rounds(schedule: Schedule) -> Html:
         if number == MOST_ROUNDS:
             break
         rounds.append([(rank, move) for rank in range(schedule.ranks) for move in moves(round_, rank)])
+    # The first rounds may only set things up: the slider starts where ranks talk to each other.
+    first = next((i for i, done in enumerate(rounds) if any(move.kind == "recv" for _, move in done)), 0)
     name = f"rounds-{schedule.collective}-{schedule.algorithm}-{schedule.ranks}"
     panels = [
         el("div", _round(schedule, done), class_="round", data_words=_round_words(number, len(rounds), done))
@@ -37,7 +39,7 @@ def draw_rounds(schedule: Schedule) -> Html:
     box = el(
         "div",
         el("div", el("label", "round", for_=name),
-           el("input", type="range", id=name, min=0, max=len(panels) - 1, value=0, step=1), class_="controls"),
+           el("input", type="range", id=name, min=0, max=len(panels) - 1, value=first, step=1), class_="controls"),
         el("output", class_="reading", aria_live="polite", for_=name),
         *panels,
         class_="rounds",
@@ -46,7 +48,7 @@ def draw_rounds(schedule: Schedule) -> Html:
         "An arrow is a message, solid where it is added to what is there; a dot is a copy or a read of shared memory."
     )
     text = el("details", el("summary", "Every move"), el("pre", schedule_text.text(schedule)))
-    return figure(schedule_title(schedule), words, join(box, text), None, wide=True)
+    return figure(schedule_title(schedule), words, join(box, text), None)
 
 
 def _round(schedule: Schedule, done: Sequence[tuple[int, Move]]) -> Html:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,6 +28,7 @@ class Server:
         self.folder, self._render = folder, render
         self._lock = threading.Lock()
         self._made: tuple[str, bytes] | None = None
+        self._fresh_until = 0.0
         try:
             self._server = ThreadingHTTPServer((LOOPBACK, port), _handler(self))
         except (OSError, OverflowError) as error:
@@ -49,6 +51,10 @@ class Server:
         self._server.shutdown()
 
     def version(self) -> str:
+        """Of the folder as a page made now would show it. A page that took long to make stays for ten times as long:
+        looking at a run must not slow it."""
+        if self._made is not None and time.monotonic() < self._fresh_until:
+            return self._made[0]
         return run.version(self.folder)
 
     def page(self) -> bytes:
@@ -56,7 +62,10 @@ class Server:
         with self._lock:
             version = self.version()
             if self._made is None or self._made[0] != version:
+                began = time.monotonic()
                 self._made = version, self._render(version).encode("utf-8", errors="replace")
+                ended = time.monotonic()
+                self._fresh_until = ended + 10 * (ended - began)
             return self._made[1]
 
 
