@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tilemesh.cli.main import main
+from tilemesh.cli.train_run import write_environment, write_page
 from tilemesh.core.errors import RunError
-from tilemesh.report import serve
+from tilemesh.report import run, serve
 
 MakeRun = Callable[..., Path]
 
@@ -62,6 +63,17 @@ def test_a_page_that_cannot_be_written_is_one_line(make_run: MakeRun, capsys: py
     folder = make_run()
     assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_keeps_its_commands_and_ends_with_its_page(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run()
+    write_environment(folder)
+    write_environment(folder)  # gone on with
+    found = run.read(folder)
+    assert len(found.environment["commands"]) == 2
+    assert write_page(folder) == f"look:    {folder}/report.html"
+    assert "What was typed:" in (folder / "report.html").read_text()
+    assert write_page(tmp_path) == f"no page: {tmp_path} is no run: it has neither config.toml nor metrics.jsonl"
 
 
 # ---- the server ------------------------------------------------------------------------------------------------
