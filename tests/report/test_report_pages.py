@@ -163,6 +163,12 @@ def test_a_kernels_page(browser: Any, tmp_path: Path) -> None:
             assert "of the limit" in page.value("document.querySelector('.verdict').textContent")
 
 
+def test_rows_of_a_calibration_have_a_page(browser: Any, tmp_path: Path) -> None:
+    (path,) = make([str(RESULTS / "calibration-neoverse-n1-2c.jsonl")], str(tmp_path / "rows.html"))
+    with browser.open(f"file://{path}", width=NARROW) as page:
+        check(page, charts=1)
+
+
 def collective_rows() -> Iterator[Row]:
     stamp: dict[str, Any] = {
         "machine": "made-up",

@@ -1,4 +1,7 @@
-"""The page of a kernel's bench: the roofline, speedups over the peers, times by shape, and what the tuner tried."""
+"""The page of a kernel's bench: the roofline, speedups over the peers, times by case, and what the tuner tried.
+
+Rows of any other bench or of a calibration have the same page without a roofline.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from tilemesh.core.units import format_rate, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
+from tilemesh.measure.table import format_value
 from tilemesh.report.bars import Bar, Part, bars, heat
 from tilemesh.report.draw import Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join, page
@@ -52,17 +56,18 @@ def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Tr
         if row.measured is not None and row.case.get("time", "kernel") == "kernel"
     ]
     names = list(dict.fromkeys(row.name for row in rows))
-    title = f"{', '.join(names) or 'tuning'} on {rows[0].machine if rows else 'this GPU'}"
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    title = f"{shown or 'tuning'} on {rows[0].machine if rows else 'this GPU'}"
     drawn = [row for row, _ in pairs]
     lead = [key for key in ("shape", "dtype", "time") if any(key in row.case for row in rows)]
     body = join(
         el("h1", title),
         el("p", verdict(drawn), class_="verdict") if drawn else None,
-        el("h2", "Against the machine's limit") if drawn else None,
-        roofline(pairs) if drawn else None,
+        el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
+        roofline(pairs) if any(need for _, need in pairs) else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
         speedups(drawn) if drawn else None,
-        by_shape(drawn) if drawn else None,
+        by_case(drawn) if drawn else None,
         el("h2", "Every row") if rows else None,
         row_table(rows, lead) if rows else None,
         el("h2", "What the tuner tried") if trials else None,
@@ -79,7 +84,7 @@ def verdict(rows: Sequence[Row]) -> str:
     same = [row for row in judged if _is_equal(row)]
     parts = []
     if judged:
-        parts.append(f"faster than every peer in {len(faster)} of {len(judged)} shapes, equal in {len(same)}")
+        parts.append(f"faster than every peer in {len(faster)} of {len(judged)} cases, equal in {len(same)}")
     reached = sorted(row.of_limit for row in rows if row.of_limit is not None)
     if reached:
         parts.append(f"median {percent(reached[len(reached) // 2])} of the limit")
@@ -108,7 +113,12 @@ def _is_equal(row: Row) -> bool:
 
 
 def _name(row: Row) -> str:
-    return f"{row.case.get('shape', row.name)} {row.case.get('dtype', '')}".strip()
+    if "shape" in row.case:
+        return f"{row.case['shape']} {row.case.get('dtype', '')}".strip()
+    words = [
+        f"{value} {key}" if isinstance(value, int) else str(value) for key, value in row.case.items() if key != "by"
+    ]
+    return " ".join([row.name, *words])
 
 
 # ---- drawings --------------------------------------------------------------------------------------------------
@@ -134,8 +144,6 @@ def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
                      format_rate(peer, "FLOP/s") if peer else "–", best or "–",
                      percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
         places.append(x)
-    if not ours:
-        return el("p", "Not shown: the roofline (the rows' FLOPs are not known).", class_="missing")
     ys = [y for _, y in [*ours, *theirs, *roof]]
     x_axis = Axis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
     y_axis = Axis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
@@ -149,6 +157,18 @@ def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
     table = Table(head, rows, [x_axis.place(x) for x in places])
     words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
     return chart("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table, wide=True)
+
+
+def limits(rows: Sequence[Row]) -> Html | None:
+    """How much of the limit was reached, a bar a row: where FLOPs a byte are not the question."""
+    known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
+    if not known:
+        return None
+    items = [Bar(_name(row), [Part(share, 0, percent(share), percent(share))], percent(share)) for row, share in known]
+    rows_ = [[_name(row), percent(share, 1)] for row, share in known]
+    longest = max(1.0, *(share for _, share in known))
+    drawn = bars(items, most=longest)
+    return figure("Of the limit", "100 % is the limit.", drawn, Table(["what", "of the limit"], rows_), wide=True)
 
 
 def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
@@ -193,20 +213,23 @@ def speedups(rows: Sequence[Row]) -> Html:
                   Table(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
 
 
-def by_shape(rows: Sequence[Row]) -> Html:
-    """Times of ours and every peer, a group a shape."""
+_COLOURS = {"ours": 0, "limit": 2}
+
+
+def by_case(rows: Sequence[Row]) -> Html:
+    """Ours, every peer and the limit, a group a case."""
     groups = []
     for row in rows:
         if row.measured is None:
             continue
-        times = {"ours": row.measured.median, **{name: one.median for name, one in row.peers.items()}}
-        times |= {"limit": row.limit} if row.limit else {}
+        found = {"ours": row.measured.median, **{name: one.median for name, one in row.peers.items()}}
+        found |= {"limit": row.limit} if row.limit else {}
         items = [
-            Bar(name, [Part(value, 0 if name == "ours" else 2 if name == "limit" else 6, name)], format_seconds(value))
-            for name, value in times.items()
+            Bar(name, [Part(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
+            for name, value in found.items()
         ]
         groups.append(el("div", el("h3", _name(row)), bars(items)))
-    return el("details", el("summary", "Times of ours and every peer, by shape"), el("div", *groups, class_="pair"))
+    return el("details", el("summary", "Ours, every peer and the limit, by case"), el("div", *groups, class_="pair"))
 
 
 # ---- the tuner -------------------------------------------------------------------------------------------------

@@ -210,9 +210,16 @@ def _settled(run: Run, now: float) -> Run:
         state = DIED
     else:
         state = RUNNING if is_fresh else DIED
+    if state in (RUNNING, STARTING):
+        missing = {what: _for_now(what, why) for what, why in missing.items()}
     if run.summary and run.is_behind:
         missing[f"a summary ({SUMMARY})"] = f"the one there is of step {number(run.summary.get('step')):g}"
     return Run(**{**values, "state": state, "missing": missing})
+
+
+def _for_now(what: str, why: str) -> str:
+    is_last = any(f"({name})" in what for name in (SUMMARY, SAMPLE))
+    return "comes when the run ends" if is_last and why == "not there" else why
 
 
 def _lines(lines: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Event]]:

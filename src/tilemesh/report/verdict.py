@@ -63,7 +63,7 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     parts = [_state(run)]
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
-    elif run.steps:
+    elif run.state in (DONE, STOPPED) and run.steps:
         parts.append("how near the limit is not known (`tilemesh calibrate` measures it)")
     if shares and run.world > 1:
         share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
