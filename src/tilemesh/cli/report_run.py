@@ -69,7 +69,7 @@ def beside(found: Run) -> Beside:
         try:
             made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []
             why = "" if made else "the run has no summary yet"
-        except (KeyError, TypeError, ValueError, RunError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
             why = f"the summary is of another version: {error}"
     return Beside(made, why, expected_memory(found))
 
@@ -86,7 +86,7 @@ def expected_memory(found: Run) -> dict[str, float]:
             device = device_for(name) if name != "local" else None
             cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
             told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
-        except (UsageError, RunError, KeyError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
             return {}
     kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
     return {kind: size for kind, size in kinds.items() if size > 0 and kind not in ("total", "usable")}

@@ -80,8 +80,7 @@ class Run:
 
     @property
     def planned_steps(self) -> int | None:
-        found = section(self.config, "train").get("steps")
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        return count(section(self.config, "train").get("steps"), 0) or None
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -89,11 +88,9 @@ class Run:
 
     @property
     def world(self) -> int:
-        found = self.summary.get("world")
-        if isinstance(found, int) and found > 0:
-            return found
-        sizes = [self.plan.get(axis, 1) for axis in ("dp", "tp", "pp")]
-        return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+        return count(self.summary.get("world"), 0) or math.prod(
+            count(self.plan.get(axis)) for axis in ("dp", "tp", "pp")
+        )
 
     def step_time(self) -> Sample | None:
         """Of ordinary steps: what the run says, else of the steps after the first few."""
@@ -101,7 +98,7 @@ class Run:
         if isinstance(told, dict) and not self.is_behind:
             values = [number(told.get(key)) for key in ("median", "p20", "p80")]
             if all(math.isfinite(value) and value > 0 for value in values):
-                return Sample(values[0], values[1], values[2], int(number(told.get("n"), 1)))
+                return Sample(values[0], values[1], values[2], count(told.get("n")))
         marked = {event.step for event in self.events if event.kind == "checkpoint"}
         seconds = [
             value for step, value in self.figure("seconds") if step > spans.WARM_UP and step not in marked and value > 0
@@ -123,14 +120,28 @@ class Run:
 
 def number(value: object, otherwise: float = math.nan) -> float:
     """A JSON value as a number; NaN for what is none (`null` and "nan" are how files write it)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else otherwise  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return otherwise
+    # Beyond this nothing is measured, and sums would overflow.
+    return float(value) if abs(value) < 1e100 else math.copysign(math.inf, value) if value == value else math.nan
+
+
+def count(value: object, otherwise: int = 1) -> int:
+    """A whole number of ranks, steps or parts; `otherwise` for what cannot be meant."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < spans.MOST
+    return int(value) if is_count else otherwise  # type: ignore[call-overload]
 
 
 def section(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A table inside a table; empty when it is not there or no table."""
     found = of.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+def numbers(of: Mapping[str, Any], name: str) -> list[float]:
+    """A list of numbers inside a table, one a rank; empty when it is none."""
+    found = of.get(name)
+    return [number(one, 0.0) for one in found] if isinstance(found, list) else []
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -227,7 +238,7 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
     events: list[Event] = []
     for one in lines:
         step = one.get("step")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < spans.MOST:
             continue
         kind = one.get("kind", "step")
         at = number(one.get("at"))

@@ -14,6 +14,7 @@ from tilemesh.report.draw import Table, grid, numbers
 from tilemesh.report.html import Child, Html, el, join, page
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run, number, section
+from tilemesh.report.run import numbers as figures
 from tilemesh.report.verdict import Verdict, judge
 
 
@@ -118,9 +119,9 @@ def _facts(run: Run, beside: Beside) -> Html:
     of_limit = _of_limit(beside)
     if of_limit is not None:
         facts.append(("of the limit", percent(of_limit), "as calibrated on this machine"))
-    peaks = [one for one in run.summary.get("peak_memory_bytes") or [] if number(one) > 0]
-    if peaks:
-        facts.append(("memory", format_bytes(max(peaks)), "the rank that takes most"))
+    most = max(figures(run.summary, "peak_memory_bytes"), default=0.0)
+    if most > 0:
+        facts.append(("memory", format_bytes(most), "the rank that takes most"))
     total = number(run.summary.get("seconds"))
     if math.isfinite(total):
         first = number(run.summary.get("seconds_to_first_step"))

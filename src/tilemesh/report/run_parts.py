@@ -10,7 +10,7 @@ from tilemesh.report import series
 from tilemesh.report.bars import Bar, Part, bars, mesh_picture
 from tilemesh.report.draw import Axis, Dots, Layer, Mark, Plot, Table, around, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.run import Run, number, section
+from tilemesh.report.run import Run, count, number, numbers, section
 
 MOST_ROWS = 200
 """Lines of a chart's table: the drawn buckets, joined until a person can read them."""
@@ -125,8 +125,7 @@ def speed(run: Run) -> Html:
 
 def memory(run: Run, expected: Mapping[str, float]) -> Html:
     """What the planner expects a rank to hold, by kind, above what each rank held at most."""
-    peaks = [number(one) for one in run.summary.get("peak_memory_bytes") or []]
-    bases = [number(one, 0.0) for one in run.summary.get("memory_baseline_bytes") or []]
+    peaks, bases = numbers(run.summary, "peak_memory_bytes"), numbers(run.summary, "memory_baseline_bytes")
     if not peaks:
         return absent("memory", "the run has no summary with peak_memory_bytes")
     bases += [0.0] * (len(peaks) - len(bases))
@@ -170,7 +169,7 @@ def _held_parts(peak: float, base: float, held: Mapping[str, object], rank: int)
 
 def mesh(run: Run) -> Html:
     """Ranks in their places; lines as thick as what crosses them in a step."""
-    sizes = {axis: int(number(run.plan.get(axis), 1)) or 1 for axis in ("dp", "tp", "pp")}
+    sizes = {axis: count(run.plan.get(axis)) for axis in ("dp", "tp", "pp")}
     if run.world <= 1:
         return el("p", "One rank: nothing crosses anything.")
     exchanges = section(run.summary, "exchanges")
@@ -190,7 +189,7 @@ def mesh(run: Run) -> Html:
 
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
     seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
-    done = max(1, int(number(run.summary.get("step"), 1)))
+    done = count(run.summary.get("step"))
     rows: list[list[Child]] = []
     for axis in exchanges:
         for operation, nbytes in section(exchanges, axis).items():

@@ -33,6 +33,8 @@ KINDS: Mapping[str, tuple[str, int]] = {
 _WHOLE = (IDLE, EVALUATE, CHECKPOINT)
 """Kinds that keep the seconds of what happens inside them."""
 WARM_UP = 3
+MOST = 10**12
+"""Of ranks, lanes and steps: what is larger was never meant."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,19 @@ def timeline(events: Iterable[Any]) -> Timeline:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         began, lasted, rank = event.get("ts"), event.get("dur"), event.get("pid")
-        if not (_is_number(began) and _is_number(lasted) and isinstance(rank, int)):
+        if not (_is_time(began) and _is_time(lasted) and lasted >= 0 and _is_small(rank)):
             continue
         began_s, ended_s = began / 1e6, (began + lasted) / 1e6
         details = event.get("args") if isinstance(event.get("args"), dict) else {}
         assert isinstance(details, dict)
-        lane = int(event.get("tid") or 0)
+        lane = event.get("tid")
+        lane = lane if _is_small(lane) else 0
         name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
         span = Span(rank, lane, name, kind, began_s, ended_s, words=_words(details))
         found.setdefault(rank, []).append(span)
-        if isinstance(details.get("step"), int):
-            ends = numbers.setdefault(details["step"], [math.inf, -math.inf])
+        step = details.get("step")
+        if _is_small(step):
+            ends = numbers.setdefault(step, [math.inf, -math.inf])
             ends[0], ends[1] = min(ends[0], span.began_s), max(ends[1], span.ended_s)
     # One lane a rank: the one that steps run on, which is where most spans are.
     ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(found.items())}
@@ -121,8 +125,14 @@ def timeline(events: Iterable[Any]) -> Timeline:
     return Timeline(ranks, steps)
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _is_time(value: object) -> TypeGuard[float]:
+    """Microseconds that can be meant: within thirty years."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _is_small(value: object) -> TypeGuard[int]:
+    """A rank, a lane or a step, and no number gone wild."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
 def _kind(category: object) -> str:
