@@ -244,7 +244,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         el(
             "span",
             SIGNS.get(mark.kind, "•"),
-            class_=f"sign {mark.kind}",
+            class_=f"sign {mark.kind}" + ("" if mark.kind == "checkpoint" else " raised"),
             title=mark.words,
             style=f"left:{min(1.0, max(0.0, x.place(mark.at))):.2%}",
         )
@@ -270,7 +270,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         inside,
         el("div", x.words, class_="xlabel"),
         reading,
-        class_="chart",
+        class_="chart two" if any(mark.kind != "checkpoint" for mark in plot.marks) else "chart",
         style=f"--left:{left}",
     )
 
@@ -288,7 +288,7 @@ def _across(x: Axis, value: float) -> float:
 
 
 def _up(y: Axis, value: float) -> float:
-    return SPAN * (1 - min(1.2, max(-0.2, y.place(value))))
+    return SPAN * (1 - min(1.0, max(0.0, y.place(value))))
 
 
 def _shapes(layer: Layer, x: Axis, y: Axis) -> list[Html]:

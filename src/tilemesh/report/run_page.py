@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
+from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.report import run_parts, time_parts
 from tilemesh.report.draw import Table, grid, numbers
@@ -110,7 +110,7 @@ def _facts(run: Run, beside: Beside) -> Html:
         facts.append(("held-out loss", f"{held[-1][1]:.4g}", f"step {held[-1][0]:,}"))
     speed = run.tail("tokens_per_s")
     if speed is not None:
-        facts.append(("speed", format_rate(speed.median, "tokens/s"), "median of the last tenth"))
+        facts.append(("tokens/s", format_count(speed.median), "median of the last tenth"))
     taken = run.step_time()
     if taken is not None:
         facts.append(

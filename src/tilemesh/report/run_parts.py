@@ -117,7 +117,7 @@ def speed(run: Run) -> Html:
         places.append(x.place(one.middle))
     table = Table(["step", "mean", "lowest", "highest"], rows, places)
     plot = Plot(x, y, [series.line("tokens/s", found, 2)], marks_of(run), shaded=shaded(run))
-    return chart("Speed", "Over all ranks; a step's share of the last twenty.", plot, table)
+    return chart("Speed", "Over all ranks, by the median of the last twenty steps.", plot, table)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
