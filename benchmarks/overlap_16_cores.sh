@@ -6,7 +6,7 @@ export PYTHONPATH="$PWD/src" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CON
 nproc
 for transport in mpi torch; do
   for bucket in 1048576 8388608; do
-    timeout 60 python3 -m tilemesh bench exchange --ranks 4 --transport $transport --rows 4 --tokens 256 \
+    timeout 60 python3 -m tilemesh bench exchange --ranks 4 --transport $transport --model medium --rows 2 --tokens 64 \
       --bucket-bytes $bucket --repeats 12 --json "$1/overlap_${transport}_${bucket}.jsonl"
   done
 done

@@ -125,6 +125,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
+        "tilemesh.train.config",
+        "tilemesh.cli.train_run",
         "tilemesh.report.run_page",
         "tilemesh.report.plan_page",
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,15 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilemesh.comm import run_threads
+from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.mesh import Mesh
 from tilemesh.train import checkpoint, sampling
 from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.manifest import checkpoints, digest
-from tilemesh.train.rank import Result, train_here
+from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.rank import Result, lay_model, train_here
+from tilemesh.train.record import Recorder
+from tilemesh.train.steps import Stepper, read
 
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
@@ -139,7 +146,9 @@ class TestFiles:
         assert found["exchanges"]["tp"]["all_reduce"] > 0
         assert len(found["peak_memory_bytes"]) == 4
         assert [step for step, _ in checkpoints(whole / CHECKPOINTS)] == [10, 5]
-        lines = list(metrics(whole))
+        lines = [line for line in metrics(whole) if line["kind"] == "step"]
+        written = [line for line in metrics(whole) if line["kind"] == "checkpoint"]
+        assert [(line["step"], line["ok"]) for line in written] == [(5, True), (10, True)]
         assert [line["step"] for line in lines] == list(range(1, 11))
         assert [line["step"] for line in lines if "held_out" in line] == [5, 10]
         assert read_json(whole / "choices.json")["collectives"]
@@ -214,6 +223,29 @@ def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
             assert torch.equal(read[name], tensor)
 
 
+class TestAlone:
+    """Steps that the host does not wait for, as on one GPU alone; forced here on a CPU."""
+
+    def steps(self, text: str, late: bool, sets: str = "optimizer.clip=0.5") -> list[tuple[int, float, float]]:
+        config = made(text, "dp=1,tp=1", "plan.microbatch=4", sets)
+        laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+        optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+        stepper = Stepper(config, laid, open_corpus(config.data), optimizer, Recorder(Trace(None)), late=late)
+        assert stepper.is_late is late
+        return read([stepper(number) for number in range(1, 7)])
+
+    def test_they_come_to_the_same(self, text: str) -> None:
+        late, waited = self.steps(text, True), self.steps(text, False)
+        assert [step for step, _, _ in late] == [1, 2, 3, 4, 5, 6]
+        assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
+        assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
+
+    def test_a_bad_loss_is_in_what_is_read_later(self, text: str) -> None:
+        values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
+        assert [math.isfinite(loss) for _, loss, _ in values][:1] == [True]
+        assert not all(math.isfinite(loss) and math.isfinite(norm) for _, loss, norm in values)
+
+
 class TestFaults:
     @pytest.mark.parametrize("how", ["truncated", "altered", "missing", "manifest"])
     def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
@@ -269,6 +301,9 @@ class TestFaults:
         assert result.step == 10
         assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
         assert losses(tmp_path / "run") == losses(whole)
+        kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
+        assert not kept["checkpoint", 10]["ok"]
+        assert "FAILED" in kept["warning", 10]["text"]
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 

@@ -106,3 +106,22 @@ def test_a_whole_state_that_lacks_a_parameter_is_refused() -> None:
             laid.gather({"nonsense": torch.ones(1)})
 
     run_threads(2, main)
+
+
+def test_frozen_parameters_are_cut_and_left_alone() -> None:
+    def main(comm: Communicator) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        model[0].weight.requires_grad_(False)
+        plan = ParallelPlan(tp=2, precision="fp32")
+        laid = lay(model, Mesh(comm, tp=2), plan, {"0": "column", "1": "row"})
+        laid.gradients.backward(laid.module(torch.ones(1, 4)).sum(), 1)
+        laid.gradients.finish()
+        assert model[0].weight.shape == (2, 4)
+        assert model[0].weight.grad is None
+        assert model[1].weight.grad is not None
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        with pytest.raises(UsageError, match="nothing to train"):
+            lay(model, laid.mesh, plan, {})
+
+    run_threads(2, main)

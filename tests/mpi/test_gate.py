@@ -32,7 +32,7 @@ def run(ranks: int, chosen: list[Case], plant: Plant | None = None) -> list[Resu
 
 
 @pytest.mark.parametrize("transport", PROCESSES)
-def test_all_layouts_of_four_processes(transport: str) -> None:
+def test_a_sample_of_layouts_over_processes(transport: str) -> None:
     parallel_cases.require_part(transport, "gate")
 
 

@@ -98,7 +98,7 @@ def test_every_split_has_its_inverse(tp: int, times: int, split: str | Split, is
     """Every number is on some rank, once for each copy, and the parts put together are the whole."""
     if split == Column(units=2, repeats=True) and tp == 3:
         return
-    rows = 24 * times + (5 if split == "vocabulary" else 0)
+    rows = 72 * times + (5 if split == "vocabulary" else 0)
     shape = (rows,) if is_bias else (rows, 24)
     name = "layer.bias" if is_bias else "layer.weight"
     whole = np.random.default_rng(times).normal(size=shape)

@@ -8,7 +8,9 @@ import typer
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset (llama-3-70b, ...) or a TOML file.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A preset (llama-3-70b, ...) or a TOML file.")
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NxGPU", help="64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."),
@@ -25,6 +27,9 @@ def plan(
     ] = None,
     save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,
+    grade: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction; may repeat.")
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Every figure by name; - for stdout.")] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the trade-off and the pipeline.")] = None,
 ) -> None:
@@ -43,6 +48,7 @@ def plan(
         code=code,
         save=save,
         explain=explain,
+        grade=tuple(grade or ()),
         json=json,
         html=html,
     )

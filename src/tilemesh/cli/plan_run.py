@@ -18,6 +18,7 @@ from rich.table import Table
 
 import tilemesh
 from tilemesh.cli.local import is_local, local_machine
+from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
@@ -44,7 +45,7 @@ REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 class Asked:
     """What the command line said, as it was said."""
 
-    model: str
+    model: str | None
     cluster: str | None
     batch_tokens: str | None
     batch: int | None
@@ -54,6 +55,7 @@ class Asked:
     code: str | None
     save: str | None
     explain: bool
+    grade: tuple[str, ...]
     json: str | None
     html: str | None
 
@@ -62,6 +64,11 @@ def run(asked: Asked) -> None:
     """Answer: print, write, or raise."""
     # Standard output belongs to the figures when they go there; people read the other one.
     console = _console(stderr=asked.json == "-")
+    if asked.grade:
+        _grade(asked, console)
+        return
+    if asked.model is None:
+        raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
         for name in ("fix", "save", "json", "html"):
@@ -78,6 +85,8 @@ def run(asked: Asked) -> None:
         _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
     for line in (*why(result), *filter(None, [_sentence(runner_up(result))])):
+        if result.cluster.device.kind == "cpu":  # a rank of a CPU is some of its cores
+            line = line.replace("GPU", "rank").replace(f"one {result.cluster.device.name}", "one rank")
         console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
     if asked.save is not None:
         _save(result, asked.save)
@@ -87,6 +96,18 @@ def run(asked: Asked) -> None:
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
         _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
+
+
+def _grade(asked: Asked, console: Console) -> None:
+    """Runs beside their predictions; everything else on the command line is about a plan."""
+    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "save", "html")
+    given = [name for name in others if getattr(asked, name) not in (None, ())]
+    if given:
+        shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"--grade takes model, layout and machine from the run: leave {shown} out")
+    objects = grade_runs(asked.grade, console)
+    if asked.json is not None:
+        _write_json((found | _origin() for found in objects), asked.json)
 
 
 def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
@@ -226,9 +247,7 @@ def _save(result: Result, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"
-    if best.plan.pp > 1:
-        note += f"# layers of each chunk, in order: {list(best.chunk_layers)}\n"
-    _write(path, note + best.plan.to_toml())
+    _write(path, note + best.settled_plan.to_toml())
 
 
 def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:

@@ -20,6 +20,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.passes import Code
 from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import predict
 from tilemesh.train.bench import Comparison
@@ -38,10 +39,12 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         else:
             here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
             cluster, rates = here.cluster, here.rates
-        found = predict(config.model, cluster, config.plan, config.context, rates=rates)
+        code: Code | None = "compiled" if config.train.compile else None if on_gpu else "eager"
+        found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code)
     except UsageError as error:
-        return {"missing": f"the planner: {error}"}
+        return {"missing": f"the planner: {error}", **stamp()}
     return {
+        **stamp(),
         **prediction_figures(found),
         "step_time_s": found.step_time_s,
         "mfu": found.mfu,

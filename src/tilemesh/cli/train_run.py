@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -163,6 +164,8 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
     made = rows(found, folders.read_json(folder / folders.PREDICTED))
     print_rows(made, console)
+    with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
+        write_rows(made, folder / "rows.jsonl")
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
     console.print(f"\na step: {words}", soft_wrap=True)
@@ -171,11 +174,11 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     if baseline:
         console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
     held = "" if found["held_out"] is None else f", held-out {found['held_out']:.3f}"
-    console.print(
-        f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
-        f"{format_seconds(found['seconds'])} in all, first step after {format_seconds(found['seconds_to_first_step'])}",
-        soft_wrap=True,
-    )
+    first = found["seconds_to_first_step"]
+    words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
+    words += f"{format_seconds(found['seconds'])} in all"
+    words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
+    console.print(words, soft_wrap=True)
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
         f"go on:   tilemesh train --resume {folder} --set train.steps={2 * found['step']}\n"

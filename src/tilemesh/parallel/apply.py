@@ -56,7 +56,9 @@ def lay(
     _cut_parameters(model, shards, torch.device(device))
     if mesh.tp.size > 1:
         _cut_modules(model, found, seams)
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not parameters:
+        raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
     gradients: Gradients | NaiveGradients
     if bucket_bytes is None:
         gradients = NaiveGradients(parameters, shards, mesh, algorithm=algorithm)

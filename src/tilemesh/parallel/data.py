@@ -14,7 +14,7 @@ thread-multiple (mpi4py does), and nothing else may use this mesh's communicator
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Shard
@@ -69,7 +68,8 @@ class _Exchange:
         self.algorithm = algorithm
         self._totals: Tensor | None = None
         self._scale = 1.0
-        self._copies = _copy_groups(shards.values(), mesh)
+        # Asked for now, in the same order on every rank: making a group is a collective call.
+        self._copies = {n: mesh.copies(n) for n in sorted({mine.copies for mine in shards.values() if mine.partial})}
 
     def _count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
         if self._totals is not None and scale != self._scale:
@@ -81,8 +81,9 @@ class _Exchange:
     def _finish(self, flats: list[tuple[Tensor, int]], max_norm: float | None) -> Step:
         """`flats`: summed gradients, each with how many ranks of tp hold the same."""
         assert self._totals is not None
-        squares = sum(float(torch.linalg.vector_norm(flat)) ** 2 / copies for flat, copies in flats)
-        loss_sum, count = self._totals.tolist()
+        parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in flats]
+        # Read in one go: on a GPU each reading waits for all that was started.
+        loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
         # One small exchange for all: ranks of tp have the same loss, replicas the same gradients.
         mine = np.array([loss_sum / self.mesh.tp.size, count / self.mesh.tp.size, squares / self.mesh.dp.size])
         loss_sum, count, squares = self.mesh.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
@@ -245,19 +246,6 @@ class NaiveGradients(_Exchange):
             summed.append((gradient, self.shards[name].copies))
         self._is_open = self._is_last = False
         return self._finish(summed, max_norm)
-
-
-def _copy_groups(shards: Iterable[Shard], mesh: Mesh) -> dict[int, Communicator]:
-    """A communicator among the ranks of tp that hold the same part, for each number of copies (a collective call)."""
-    groups = {}
-    for copies in sorted({mine.copies for mine in shards if mine.partial}):
-        if copies == mesh.tp.size:
-            groups[copies] = mesh.tp.comm
-        else:
-            group = mesh.tp.comm.split(mesh.tp.index // copies, key=mesh.tp.index)
-            assert group is not None
-            groups[copies] = group
-    return groups
 
 
 def _buckets(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard], bucket_bytes: int) -> list[Bucket]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.comm.schedules.collectives import cut
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.dropout import ORIGIN, Place
 from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
@@ -20,6 +20,7 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Shard, everyones, join, take
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
+_PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -149,19 +150,31 @@ class Laid:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
         if self.mesh.dp.index:
             return None
-        tp = self.mesh.tp
-        whole = {}
+        uncut = [name for name, mine in self.shards.items() if name in given and mine.dim is None]
+        whole = {name: given[name].detach().cpu().clone() for name in uncut}
+        waiting: list[tuple[Shard, Tensor]] = []
         for name, mine in self.shards.items():
-            if name not in given:
+            if name not in given or mine.dim is None:
                 continue
             local = given[name].detach()
-            if mine.dim is None:
-                whole[name] = local.cpu().clone()
-                continue
-            rows = tp.comm.gather(local.contiguous()[None], root=0)
-            if tp.index == 0:
-                whole[name] = join(everyones(mine), list(rows.cpu()))
-        return whole if tp.index == 0 else None
+            if waiting and (waiting[0][1].dtype != local.dtype or _nbytes(waiting) >= _PACK_BYTES):
+                whole |= self._gather_packed(waiting)
+                waiting = []
+            waiting.append((mine, local))
+        if waiting:
+            whole |= self._gather_packed(waiting)
+        return {name: whole[name] for name in self.shards if name in whole} if self.mesh.tp.index == 0 else None
+
+    def _gather_packed(self, parts: list[tuple[Shard, Tensor]]) -> dict[str, Tensor]:
+        """Several parameters in one exchange; every rank of tp has as many numbers of each."""
+        rows = self.mesh.tp.comm.gather(torch.cat([local.flatten() for _, local in parts])[None], root=0)
+        if rows is None:
+            return {}
+        pieces = rows.cpu().split([local.numel() for _, local in parts], dim=1)
+        return {
+            mine.name: join(everyones(mine), [row.view(mine.shape) for row in piece])
+            for (mine, _), piece in zip(parts, pieces, strict=True)
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
@@ -171,6 +184,9 @@ class Laid:
         """
         if root is None and state is None:
             raise UsageError("load without a state: give one on every rank, or name the rank that has it with root=")
+        for name in state or ():
+            if name not in self.shards:
+                raise unknown("parameter", name, list(self.shards)[:4], near=self.shards)
         for name, parameter in self.module.named_parameters():
             mine = self.shards[name]
             if root is None or self.mesh.comm.rank == root:
@@ -187,6 +203,10 @@ class Laid:
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""
         self.load(_Fresh(self.shards, seed, self._transformer().config.layers))
+
+
+def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
+    return sum(local.numel() * local.element_size() for _, local in parts)
 
 
 class _Fresh(Mapping[str, Tensor]):

@@ -67,6 +67,7 @@ class Mesh:
                 "start as many, or change the sizes"
             )
         self.axes = {name: self._axis(name) for name in AXES}
+        self._copies: dict[int, Communicator] = {}
 
     def _axis(self, name: str) -> Axis:
         place = coordinates(self.comm.rank, self.shape)
@@ -87,8 +88,20 @@ class Mesh:
         """The ranks that hold the same part of the model and take different rows of the batch."""
         return self.axes["dp"]
 
+    def copies(self, count: int) -> Communicator:
+        """The ranks of tp that hold the same when a part is held by `count` of them: consecutive ones (collective)."""
+        if count == self.tp.size:
+            return self.tp.comm
+        if count not in self._copies:
+            group = self.tp.comm.split(self.tp.index // count, key=self.tp.index)
+            assert group is not None
+            self._copies[count] = group
+        return self._copies[count]
+
     def close(self) -> None:
         """Give the groups back (a collective call); `comm` stays."""
+        for group in self._copies.values():
+            group.close()
         for axis in self.axes.values():
             axis.comm.close()
 

@@ -19,7 +19,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.ranks import rank_timer
-from tilemesh.measure.sample import Sample
+from tilemesh.measure.sample import Sample, equal
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
@@ -83,7 +83,12 @@ def measure(
     return dict(compare(candidates, timer=timer, repeats=repeats, warmup=2, seconds=seconds, on_error="raise"))
 
 
-def hidden(samples: dict[str, Sample]) -> float:
-    """The fraction of the exchange that is not seen in the step: 1 all of it, 0 none, below 0 it costs more."""
-    exchange = samples["after"].median - samples["compute"].median
-    return (samples["after"].median - samples["bucketed"].median) / exchange if exchange else 0.0
+def hidden(samples: dict[str, Sample]) -> float | None:
+    """The fraction of the exchange that is not seen in the step: 1 all of it, 0 none, below 0 it costs more.
+
+    None where the exchange itself cannot be told from noise.
+    """
+    after, compute = samples["after"], samples["compute"]
+    if equal(after, compute) or after.median < compute.median:
+        return None
+    return (after.median - samples["bucketed"].median) / (after.median - compute.median)

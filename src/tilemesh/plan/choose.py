@@ -169,9 +169,12 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
         if enough
         else "no number of such GPUs that was tried would do with this batch"
     )
+    if cluster.device.name not in DEVICES:
+        would_do = "a larger machine is needed, or a smaller batch or model"
+    holder = "GPU" if cluster.device.kind == "gpu" else "rank"
     under = f" under {pins.describe()}" if pins.describe() else ""
     return NothingFitsError(
-        f"does not fit on {cluster.name}{under}: the least a GPU needs is {format_bytes(memory.total_bytes)} "
+        f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "
         f"({short(smallest.plan)}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
         f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}",
         smallest,

@@ -27,7 +27,7 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
     """Seconds, bytes and fractions; names end in their unit."""
     memory = dataclasses.asdict(prediction.memory)
     return {
-        "plan": prediction.plan.to_dict(),
+        "plan": prediction.settled_plan.to_dict(),
         "fits": prediction.fits,
         "trainable": trainable(prediction.plan),
         "step_time_s": prediction.step_time_s,

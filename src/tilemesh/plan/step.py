@@ -87,6 +87,11 @@ class Prediction:
     """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
 
     @property
+    def settled_plan(self) -> ParallelPlan:
+        """The plan with the cut that was predicted: what a file should say, so that it is what runs."""
+        return self.plan if self.plan.pp == 1 else dataclasses.replace(self.plan, chunk_layers=self.chunk_layers)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_time_s
 
@@ -175,6 +180,8 @@ class Estimator:
                 f"interleaved takes microbatches in groups of pp: {plan.accumulation} a replica is no multiple of "
                 f"{plan.pp}"
             )
+        if plan.chunk_layers and sum(plan.chunk_layers) != self.model.layers:
+            return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {self.model.layers}"
         return why_not(self.model, plan.tp)
 
     # ---- two answers -------------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ class Estimator:
         near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
-            plan.attention, plan.precision, plan.accumulation > 1, near, exact,
+            plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
@@ -250,7 +257,9 @@ class Estimator:
         return found
 
     def _counts(self, plan: Layout, exact: bool) -> tuple[int, ...]:
-        """Layers of each chunk."""
+        """Layers of each chunk: as the plan says, or cut here."""
+        if plan.chunk_layers:
+            return plan.chunk_layers
         if plan.pp == 1:
             return (self.model.layers,)
         layer = self.clock.layer(plan)

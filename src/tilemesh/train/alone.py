@@ -40,9 +40,11 @@ class LocalGradients:
 
     def finish(self, max_norm: float | None = None) -> LateStep:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        # At least float32: the squares of 16-bit gradients do not fit into 16 bits.
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
         if max_norm is not None:
-            torch._foreach_mul_(gradients, (max_norm / (norm + _EPSILON)).clamp(max=1.0))
+            torch._foreach_mul_(gradients, (max_norm / (norm + _EPSILON)).clamp(max=1.0).to(gradients[0].dtype))
         assert self._total is not None
         total, self._total = self._total, None
         return LateStep(total, self.tokens, norm)

@@ -90,8 +90,10 @@ class Writer:
         background: bool = True,
         written_by: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = print,
+        note: Callable[..., None] = lambda **values: None,
     ) -> None:
         self.folder, self.rank, self.keep = folder, rank, keep
+        self.note = note
         self.background = background
         self.written_by = dict(written_by or {})
         self.say = say
@@ -99,6 +101,7 @@ class Writer:
         self.last: int | None = None  # of the newest that rank 0 has finished
         self.failures = 0
         self._values: dict[str, Any] = {}
+        self._began = 0.0
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._ending: threading.Thread | None = None
@@ -118,6 +121,7 @@ class Writer:
             raise RunError(f"checkpoint of step {step} while that of step {self.step} is under way")
         self._wait_ending()
         self.step, self._error, self._values = step, None, dict(values)
+        self._began = time.monotonic()
         snapshot = [(part, _copied(part.tensor)) for part in parts]
         if snapshot and snapshot[0][1].is_pinned():
             torch.cuda.synchronize()
@@ -179,19 +183,26 @@ class Writer:
         place = self._place(step)
         if failed:
             shutil.rmtree(place, ignore_errors=True)
+            self.note(
+                kind="checkpoint", step=step, ok=False, why=self._error or "another rank could not write its part"
+            )
             return
         try:
-            self._commit(step, place)
+            nbytes = self._commit(step, place)
             self.last = step
         except OSError as error:
             self.failures += 1
-            self.say(f"CHECKPOINT OF STEP {step} FAILED: {error.filename or place}: {error.strerror or error}")
+            why = f"{error.filename or place}: {error.strerror or error}"
+            self.say(f"CHECKPOINT OF STEP {step} FAILED: {why}")
             shutil.rmtree(place, ignore_errors=True)
+            self.note(kind="checkpoint", step=step, ok=False, why=why)
             return
+        self.note(kind="checkpoint", step=step, ok=True, bytes=nbytes, seconds=time.monotonic() - self._began)
         for _, old in checkpoints(self.folder)[self.keep :]:
             _remove(old)
 
-    def _commit(self, step: int, place: Path) -> None:
+    def _commit(self, step: int, place: Path) -> int:
+        """Make it a checkpoint; its bytes."""
         records = [json.loads(path.read_text()) for path in sorted(place.glob("shard-*.json"))]
         manifest = Manifest(
             step=step,
@@ -205,10 +216,12 @@ class Writer:
             path.unlink()
         _flush_folder(place)
         final = self.folder / folder_name(step)
-        if final.exists():  # of a run that went back further than this and has come here again
-            _remove(final)
+        if final.exists():  # a run that went back has come here again: what is there is whole, and stays
+            shutil.rmtree(place, ignore_errors=True)
+            return 0
         os.rename(place, final)
         _flush_folder(self.folder)
+        return sum(one.nbytes for one in manifest.files)
 
 
 def _remove(folder: Path) -> None:

@@ -97,8 +97,8 @@ class Journal:
             self._end_line()
 
     def add(self, **values: Any) -> None:
-        """One line of metrics."""
-        self._try(METRICS, lambda: self._append(json.dumps(values) + "\n"))
+        """One line of metrics, with the time it was written."""
+        self._try(METRICS, lambda: self._append(json.dumps({**values, "at": time.time()}) + "\n"))
 
     def write(self, name: str, value: Mapping[str, Any] | str) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + "\n"

@@ -255,6 +255,7 @@ class Loop:
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
             checkpoint.write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        self.journal.add(kind="stopped", step=step, why=what)
         if self.mesh.comm.rank:
             time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
         raise RunError(

@@ -8,6 +8,7 @@ nor where a run was stopped is in it: a position is just the number of samples t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,14 +58,18 @@ def permuted(place: int, count: int, key: int) -> int:
         raise UsageError(f"place {place} of {count}: expected at least 0 and below")
     half = (max(count - 1, 1).bit_length() + 1) // 2  # bits of each half; both together span at least count
     mask = (1 << half) - 1
-    keys = [_mixed(key, number) for number in range(_ROUNDS)]
     while True:
         left, right = place >> half, place & mask
-        for one in keys:
+        for one in _round_keys(key):
             left, right = right, left ^ (_mixed(one, right) & mask)
         place = left << half | right
         if place < count:
             return place
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(key: int) -> tuple[int, ...]:
+    return tuple(_mixed(key, number) for number in range(_ROUNDS))
 
 
 def _mixed(seed: int, number: int) -> int:

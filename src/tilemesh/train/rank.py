@@ -142,6 +142,7 @@ def train_here(
         background=config.checkpoint.background,
         written_by={"plan": config.plan.to_dict(), "versions": versions()},
         say=say,
+        note=journal.add,
     )
     stepper = Stepper(config, laid, corpus, optimizer, recorder)
     loop = Loop(config, stepper, writer, journal, folder, emit)
@@ -159,6 +160,8 @@ def train_here(
     finally:
         interrupt.close()
         trace.close()
+    if loop.interrupted:
+        journal.add(kind="stopped", step=loop.progress.step, why="asked to stop")
     return _finish(loop, recorder, journal, baseline, began)
 
 

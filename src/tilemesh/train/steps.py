@@ -40,8 +40,8 @@ class Done:
 
 def read(done: list[Done]) -> list[tuple[int, float, float]]:
     """(step, loss, norm) of some steps, with one wait for all of them."""
-    late = [torch.stack([torch.as_tensor(one.loss), torch.as_tensor(one.norm)]).double() for one in done]
-    values = torch.stack(late).tolist() if late else []
+    both = [[torch.as_tensor(value, dtype=torch.float64) for value in (one.loss, one.norm)] for one in done]
+    values = torch.stack([torch.stack(pair) for pair in both]).tolist() if both else []
     return [(one.step, loss, norm) for one, (loss, norm) in zip(done, values, strict=True)]
 
 
@@ -49,15 +49,22 @@ class Stepper:
     """One rank's steps."""
 
     def __init__(
-        self, config: TrainConfig, laid: Laid, corpus: Corpus, optimizer: Optimizer, recorder: Recorder
+        self,
+        config: TrainConfig,
+        laid: Laid,
+        corpus: Corpus,
+        optimizer: Optimizer,
+        recorder: Recorder,
+        late: bool | None = None,
     ) -> None:
         self.config, self.laid, self.corpus, self.optimizer, self.recorder = config, laid, corpus, optimizer, recorder
         self.device = next(laid.module.parameters()).device
         self.order = Order(corpus.train.samples(config.context), config.train.seed)
         self.scale = LossScale(config.plan.precision == "fp16")
         self.loss: Any = torch.compile(laid.loss) if config.train.compile else laid.loss
-        self.is_late = self.device.type == "cuda" and config.plan.world == 1 and not self.scale.on
-        """Whether steps are not waited for."""
+        alone = config.plan.world == 1 and not self.scale.on
+        self.is_late = alone and (self.device.type == "cuda" if late is None else late)
+        """Whether steps are not waited for: on one GPU alone, or where asked for."""
         self.gradients: Any = laid.gradients
         if self.is_late:
             if isinstance(laid.gradients, Gradients):

@@ -10,7 +10,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.cores import available_cores
-from tilemesh.measure.machine import this_machine
+from tilemesh.measure.machine import command, commit, this_machine, versions
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
 from tilemesh.train.explain import improvement, shares
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
 
 SCHEMA = 1
+_PARTS = ("step_s", "exchange_s", "data_s", "idle_s")
 
 
 def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[str, Any]:
@@ -65,6 +66,11 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "checkpoint_step_time_s": asdict(Sample.of(timing.checkpoint_steps)) if timing.checkpoint_steps else None,
         "failed_checkpoints": loop.writer.failures,
         "shares": asdict(parts),
+        "ranks": [dict(zip(_PARTS, map(float, row[2:]), strict=True)) for row in everyone],
+        "code": "compiled" if config.train.compile else "eager",
+        "command": command(),
+        "commit": commit(),
+        "versions": versions(),
         "exchange_seconds": by_operation,
         "exchanges": loop.step_bytes,
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],

@@ -95,7 +95,7 @@ class Gate:
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
         model = Transformer(MODELS[case.model], device="meta", dtype=alone.weights_dtype(case.precision))
-        laid = lay(model, mesh, case.layout.plan(case.precision), device=self.device, bucket_bytes=4096)
+        laid = lay(model, mesh, case.layout.plan(case.precision), device=self.device, bucket_bytes=32 << 10)
         laid.load(alone.start(MODELS[case.model], case.precision))
         if self.plant is not None and self.plant.applies(case.layout, MODELS[case.model]):
             self.plant.put(laid)

@@ -1,0 +1,113 @@
+"""The commands around training, in one process: what they print, what they refuse, and `fit` from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tilemesh as tm
+from tilemesh.cli.main import main
+from tilemesh.cli.train_rows import rows
+from tilemesh.train.folder import read_json
+from tilemesh.train.progress import Shown, step_words
+
+SMALL = (
+    "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=6,"
+    "train.batch=4,plan.dp=1,plan.tp=1,checkpoint.every=3,evaluate.every=3,evaluate.sequences=2,sample.tokens=6,"
+    "train.device=cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank, by `fit`, in this process."""
+    place = tmp_path_factory.mktemp("cli")
+    (place / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    config = tm.train.load_config(sets=[SMALL, f"data.source={place / 'text.txt'}"])
+    result = tm.train.fit(config, run=place / "run")
+    assert (result.step, result.interrupted) == (6, False)
+    assert result.held_out is not None
+    return place / "run"
+
+
+def test_generate_export_and_what_they_refuse(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "--prompt", "to be", "--tokens", "10"]) == 0
+    wrote = capsys.readouterr().out
+    assert wrote.startswith("to be")
+    assert main(["generate", str(run), "--prompt", "to be", "--tokens", "10", "--step", "3"]) == 0
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "config.json").exists()
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert "is no run" in capsys.readouterr().err
+    assert main(["generate", str(run), "--prompt", "x", "--step", "5"]) == 2
+    assert "there are 3, 6" in capsys.readouterr().err
+
+
+def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(run.parent / "text.txt")
+    assert main(["data", "prepare", source, str(tmp_path / "shards"), "--held-out", "0.1"]) == 0
+    assert "8,201 tokens in 2 shards of uint8, vocabulary 256" in capsys.readouterr().out
+    assert main(["data", "prepare", source, str(tmp_path / "shards")]) == 2
+    assert main(["data", "prepare", str(tmp_path / "none"), str(tmp_path / "b")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["train", "--set", "train.step=3"], "did you mean 'train.steps'"),
+        (["train", "gpt2"], "did you mean 'gpt2-124m'"),
+        (["train", "--mesh", "dp=3"], "does not divide among dp=3"),
+        (["train", "--resume", "nowhere"], "is no run"),
+        (["train", "--resume", "nowhere", "--init", "x"], "leave init out"),
+        (["train", "--plan", "none.toml"], "does not exist"),
+        (["bench", "train", "--peers", "eagre"], "did you mean 'eager'"),
+        (["bench", "train", "--blocks", "0"], "expected at least 1"),
+    ],
+)
+def test_wrong_use_is_one_line(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert error in said
+    assert said.count("\n") == 1
+
+
+def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
+    found = read_json(run / "summary.json")
+    made = rows(found, {"missing": "nobody asked"})
+    names = ["step time", "throughput", "MFU", "HFU", "exchange share", "peak memory a rank"]
+    assert [row.name for row in made] == names
+    assert made[0].missing["predicted"] == "nobody asked"
+    predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
+    assert predicted[0].predicted == 0.5
+    assert predicted[1].predicted == 128.0
+
+
+def test_fit_says_what_it_needs(run: Path) -> None:
+    with pytest.raises(ValueError, match="a config, or a run to resume"):
+        tm.train.fit()
+    with pytest.raises(ValueError, match="leave run and init out"):
+        tm.train.fit(resume=run, run="x")
+    again = tm.train.fit(resume=run)  # there is nothing left to do
+    assert again.step == 6
+
+
+def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    event = {
+        "kind": "step", "step": 3, "steps": 10, "loss": 2.5, "held_out": 2.75, "tokens_per_s": 4100.0,
+        "memory_bytes": 3 << 20, "left_s": 12.0,
+    }  # fmt: skip
+    words = step_words(event)
+    assert words.split("  ")[0].startswith("step")
+    assert "held-out 2.7500" in words
+    assert "4.1k tokens/s" in words
+    assert "12 s left" in words
+    shown = Shown()
+    shown.line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
+    shown.line(1, "out", b"plain")
+    shown.line(0, "out", b"\x1e{half")
+    shown.line(1, "err", b"bad")
+    said = capsys.readouterr()
+    assert said.out == "hello\n[1] plain\n"
+    assert said.err == "[1] bad\n"
