@@ -197,6 +197,8 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
     ]
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=4)
+        words = page.value("document.querySelector('.verdict').textContent")
+        assert words == "Faster than native in 4 of 4 cells, equal in 0, 1.33× in the middle."
         assert "ring overtakes tree between 4 KiB and 256 KiB" in page.value("document.body.textContent")
         page.value("document.querySelector('input[type=range]').focus()")
         first = page.value("document.querySelector('.rounds output').textContent")

@@ -11,6 +11,7 @@ from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.comm.schedules.schedule import Schedule
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.measure.row import Row
+from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join, page
@@ -94,20 +95,22 @@ def crossovers(times: Mapping[str, Points]) -> list[tuple[int, int, str, str]]:
 
 def verdict(panels: Sequence[Panel]) -> str:
     """How often auto beats native, by how much in the middle, and where most is lost."""
-    ratios = []
-    for panel in panels:
-        native, auto = dict(panel.times.get("native", [])), dict(panel.times.get("auto", []))
-        ratios += [(native[size] / auto[size], panel, size) for size in auto if size in native and auto[size] > 0]
-    if not ratios:
+    cells = [
+        (row, panel) for panel in panels for row in panel.auto if "native" in row.peers and row.measured is not None
+    ]
+    if not cells:
         count = sum(len(points) for panel in panels for points in panel.times.values())
         return f"{count} times measured; no peer was run."
-    ordered = sorted(ratios, key=lambda one: one[0])
-    middle, worst = ordered[len(ordered) // 2][0], ordered[0]
-    faster = sum(ratio > 1.02 for ratio, _, _ in ratios)
-    words = f"Faster than native in {faster} of {len(ratios)} cells, {middle:.2f}× in the middle"
-    if worst[0] < 0.98:
-        where = f"{worst[1].title} at {format_bytes(worst[2])}"
-        words += f"; the largest saving is {where}, where native takes {percent(1 - worst[0])} less"
+    told = [cell for cell in cells if cell[0].measured and not equal(cell[0].measured, cell[0].peers["native"])]
+    faster = sum(row.speedup["native"] > 1 for row, _ in told)
+    middle = sorted(row.speedup["native"] for row, _ in cells)[len(cells) // 2]
+    same = len(cells) - len(told)
+    words = f"Faster than native in {faster} of {len(cells)} cells, equal in {same}, {middle:.2f}× in the middle"
+    slower = [cell for cell in told if cell[0].speedup["native"] < 1]
+    if slower:
+        row, panel = min(slower, key=lambda cell: cell[0].speedup["native"])
+        where = f"{panel.title} at {format_bytes(int(str(row.case['bytes'])))}"
+        words += f"; the largest saving is {where}, where native takes {percent(1 - row.speedup['native'])} less"
     return words + "."
 
 

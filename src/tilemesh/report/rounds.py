@@ -45,7 +45,8 @@ def draw_rounds(schedule: Schedule) -> Html:
         class_="rounds",
     )  # fmt: skip
     words = (
-        "An arrow is a message, solid where it is added to what is there; a dot is a copy or a read of shared memory."
+        "An arrow is a message or a read of a neighbour's memory, solid where it is added to what is there; "
+        "a dot is a copy of one's own. Colours are chunks."
     )
     text = el("details", el("summary", "Every move"), el("pre", schedule_text.text(schedule)))
     return figure(schedule_title(schedule), words, join(box, text), None)
