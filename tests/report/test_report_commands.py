@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import math
 import os
 import signal
 import socket
@@ -15,11 +17,19 @@ from pathlib import Path
 
 import pytest
 
+from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
 from tilemesh.cli.train_run import write_environment, write_page
 from tilemesh.core.errors import RunError
+from tilemesh.kernels.matmul.config import Config
+from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.search import Tried
+from tilemesh.kernels.matmul.tune import Tuned
+from tilemesh.measure.row import read_rows
+from tilemesh.measure.sample import Sample
 from tilemesh.report import run, serve
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MakeRun = Callable[..., Path]
 
 
@@ -74,6 +84,39 @@ def test_a_run_keeps_its_commands_and_ends_with_its_page(make_run: MakeRun, tmp_
     assert write_page(folder) == f"look:    {folder}/report.html"
     assert "What was typed:" in (folder / "report.html").read_text()
     assert write_page(tmp_path) == f"no page: {tmp_path} is no run: it has neither config.toml nor metrics.jsonl"
+
+
+# ---- benches, where there is no GPU to measure on ---------------------------------------------------------------
+
+
+def test_bench_kernel_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = read_rows(RESULTS / "matmul_rows_h200_float16.jsonl")[:2]
+    monkeypatch.setattr("tilemesh.kernels.matmul.bench.bench_matmul", lambda *arguments, **options: recorded)
+    grid, target = str(RESULTS / "matmul_grid_h200_float16.jsonl"), tmp_path / "page.html"
+    command = ["bench", "kernel", "--shapes", "2048x2048x2048", "--html", str(target), "--tried"]
+    assert main([*command, str(tmp_path / "nothing.jsonl")]) == 2
+    assert not target.exists()
+    assert main([*command, grid]) == 0
+    text = target.read_text()
+    assert "Roofline" in text
+    assert "What the tuner tried" in text
+
+
+def test_tune_writes_what_it_tried_and_a_heat_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = (Tried(Config("tma", block_m=64), 2e-5), Tried(Config("tma", block_n=256), math.inf))
+
+    def found(problem: Problem, *arguments: object, **options: object) -> Tuned:
+        return Tuned(problem, Config("library"), {Config("library").label: Sample.of([1e-5])}, 8, tried)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("tilemesh.kernels.matmul.trial.Compiler", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("tilemesh.kernels.matmul.tune.tune", found)
+    rows, page = tmp_path / "trials.jsonl", tmp_path / "page.html"
+    assert main(["tune", "512x512x512", "--no-save", "--json", str(rows), "--html", str(page)]) == 0
+    first, second = read_trials(str(rows))
+    assert (first.config["block_m"], first.seconds, second.seconds) == (64, 2e-5, math.inf)
+    assert "64x128" in page.read_text()
 
 
 # ---- the server ------------------------------------------------------------------------------------------------
