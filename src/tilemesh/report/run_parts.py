@@ -60,7 +60,7 @@ def gap_words(run: Run) -> list[str]:
 
 def _bad_dots(run: Run, key: str, at: float) -> list[Layer]:
     bad = [(float(step), at) for step, value in run.figure(key) if not math.isfinite(value)]
-    return [Dots("not a number", bad[:: 1 + len(bad) // 200], 1, 9)] if bad else []
+    return [Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9)] if bad else []
 
 
 def loss(run: Run) -> Html:
@@ -79,6 +79,7 @@ def loss(run: Run) -> Html:
     many = any(one.last > one.first for one in found)
     words = "Mean of neighbouring steps; lowest to highest shaded." if many else "Every step."
     plot = Plot(x, y, layers, marks_of(run), shaded=shaded(run))
+    words += " Grey: steps that are not in the metrics." if plot.shaded else ""
     return chart("Loss", words, plot, _loss_table(run, x, held))
 
 
