@@ -212,15 +212,15 @@ def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
     assert stored.nbytes == (tmp_path / "ours.safetensors").stat().st_size
     assert stored.sha256 == digest(tmp_path / "ours.safetensors")
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    for read in (
+    for found in (
         load_file(tmp_path / "ours.safetensors"),
         checkpoint.read_tensors(tmp_path / "ours.safetensors"),
         checkpoint.read_tensors(tmp_path / "theirs.safetensors"),
     ):
-        assert read.keys() == tensors.keys()
+        assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert read[name].dtype == tensor.dtype
-            assert torch.equal(read[name], tensor)
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
 
 
 class TestAlone:
