@@ -52,6 +52,7 @@ def write_run(
                 "kind": "step", "step": step, "loss": 1.2 + 4.3 * math.exp(-6 * step / steps) + wave, "norm": 1.0,
                 "rate": lr, "seconds": took, "tokens_per_s": 2048 / took, "exchange_s": took * exchange,
                 "data_s": took * 0.01, "memory_bytes": 400 << 20,
+                "at": 1.79e9 + step * seconds,
             }  # fmt: skip
             if step % max(1, steps // 5) == 0:
                 line["held_out"] = 1.3 + 4.3 * math.exp(-6 * step / steps)

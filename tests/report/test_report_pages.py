@@ -46,7 +46,7 @@ def check(page: Any, charts: int) -> None:
 def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) -> None:
     (path,) = make([str(make_run())], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
-        check(page, charts=7)
+        check(page, charts=8)
         ground = page.value("getComputedStyle(document.documentElement).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") is not dark
         assert page.value("checks.colours()") > 4  # the canvas has been drawn on

@@ -64,7 +64,7 @@ def follow(folder: str, port: int) -> None:
 
 def beside(found: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
-    made, why = list(found.rows), ""
+    made, why = [] if found.is_behind else list(found.rows), ""
     if not made:
         try:
             made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []

@@ -27,7 +27,7 @@ def main(text: str) -> int:
         folder = _folder(asked, config)
         predicted = predict_run(config, gpu_names())
         folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
-        write_environment(folder)
+        write_environment(folder, asked.typed)
         print(f"run: {folder}", flush=True)
         made = str(folder.resolve())
     folder = Path(tell(comm, made))

@@ -54,6 +54,8 @@ class Asked:
     transport: str = "auto"
     stop_after: int | None = None
     json: str | None = None
+    typed: str = ""
+    """The command, where ranks are started with another."""
 
 
 def run(asked: Asked) -> int:
@@ -147,7 +149,8 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
         raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
     if config.plan.world != member.size:
         raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
-    command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(asked))]
+    typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
+    command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(dataclasses.replace(asked, typed=typed)))]
     run_command(command, member)
 
 
@@ -197,11 +200,11 @@ def write_page(folder: Path) -> str:
         return f"no page: {error}"
 
 
-def write_environment(folder: Path) -> None:
+def write_environment(folder: Path, typed: str = "") -> None:
     """Machine, versions, code and the commands that made this run, first one first."""
     before = folders.read_json(folder / ENVIRONMENT).get("commands")
     found = stamp()
-    commands = [*(before if isinstance(before, list) else []), found["command"]]
+    commands = [*(before if isinstance(before, list) else []), typed or found["command"]]
     text = json.dumps({**found, "commands": commands}, indent=1) + "\n"
     folders.write_text(folder / ENVIRONMENT, text)
 

@@ -92,6 +92,12 @@ class Run:
             count(self.plan.get(axis)) for axis in ("dp", "tp", "pp")
         )
 
+    @property
+    def began_at(self) -> float | None:
+        """When the first step of those that are there was done, where lines say when."""
+        times = [number(one.get("at")) for one in self.steps[:1]]
+        return times[0] if times and math.isfinite(times[0]) else None
+
     def step_time(self) -> Sample | None:
         """Of ordinary steps: what the run says, else of the steps after the first few."""
         told = self.summary.get("step_time_s")

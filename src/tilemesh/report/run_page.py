@@ -32,7 +32,11 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
     """The whole page; `live` is the folder's version when the page is to follow it."""
     body = join(
         _header(run, beside, live),
-        _section("learning", "Did it learn", el("div", run_parts.loss(run), run_parts.speed(run), class_="pair")),
+        _section(
+            "learning",
+            "Did it learn",
+            el("div", run_parts.loss(run), run_parts.speed(run), run_parts.progress(run), class_="pair"),
+        ),
         _section("rows", "How fast, against prediction and limit", _rows(beside)),
         _section("time", "Where the time went", time_parts.by_rank(run), time_parts.savings(run, _of_limit(beside))),
         _section("timeline", "A few steps, a lane a rank", time_parts.lanes(run)),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
 from tilemesh.report import series
 from tilemesh.report.bars import Bar, Part, bars, mesh_picture
-from tilemesh.report.draw import Axis, Dots, Layer, Mark, Plot, Table, around, chart, figure, grid
+from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.run import Run, count, number, numbers, section
+
+T = TypeVar("T")
 
 MOST_ROWS = 200
 """Lines of a chart's table: the drawn buckets, joined until a person can read them."""
@@ -121,6 +124,33 @@ def speed(run: Run) -> Html:
     return chart("Speed", "Over all ranks, by the median of the last twenty steps.", plot, table)
 
 
+def progress(run: Run) -> Html | None:
+    """Steps against the clock: where a run stood still, and when it was restarted, can be seen."""
+    began = run.began_at
+    if began is None or len(run.steps) < 2:
+        return None
+    done = [(number(one.get("at")) - began, int(one["step"])) for one in run.steps]
+    known = [(at, step) for at, step in done if 0 <= at < 1e12]
+    end = max(max(at for at, _ in known), 1e-3)
+    x = Axis(0, end, "since the first step", format_seconds)
+    y = Axis(0, max(1, run.last_step) * 1.05, "steps done", format_count, whole=True)
+    points: list[tuple[float, float | None]] = [(at, float(step)) for at, step in _some(known, series.MOST)]
+    events = [event for event in run.events if event.at is not None and 0 <= event.at - began <= end]
+    marks = [
+        Mark(event.at - began, event.kind, event.words) for event in _some(events, MOST_MARKS) if event.at is not None
+    ]
+    rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
+    table = Table(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
+    plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
+    return chart("The run in time", "Flat stretches are pauses; the signs are what happened.", plot, table, wide=True)
+
+
+def _some(values: Sequence[T], most: int) -> Sequence[T]:
+    """At most so many of them, evenly taken, the last always."""
+    every = -(-len(values) // most)
+    return values if every <= 1 else [*values[:-1:every], values[-1]]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
@@ -212,9 +242,8 @@ def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
 def events(run: Run) -> Html:
     if not run.events:
         return el("p", "None in this folder.")
-    began = min((event.at for event in run.events if event.at is not None), default=None)
     rows: list[list[Child]] = [
-        [f"{event.step:,}", event.kind, el("td", event.words, class_="words"), _when(event.at, began)]
+        [f"{event.step:,}", event.kind, el("td", event.words, class_="words"), _when(event.at, run.began_at)]
         for event in run.events[-500:]
     ]
     note = el("p", f"The last 500 of {len(run.events):,}.", class_="quiet") if len(run.events) > 500 else None
@@ -222,4 +251,4 @@ def events(run: Run) -> Html:
 
 
 def _when(at: float | None, began: float | None) -> str:
-    return "" if at is None or began is None else f"+{format_seconds(at - began)}"
+    return "" if at is None or began is None else f"{format_seconds(at - began)} after the first step"
