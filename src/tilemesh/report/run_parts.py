@@ -131,14 +131,14 @@ def progress(run: Run) -> Html | None:
         return None
     done = [(number(one.get("at")) - began, int(one["step"])) for one in run.steps]
     known = [(at, step) for at, step in done if 0 <= at < 1e12]
-    end = max(max(at for at, _ in known), 1e-3)
+    happened = [
+        (event, event.at - began) for event in run.events if event.at is not None and 0 <= event.at - began < 1e12
+    ]
+    end = max(1e-3, *(at for at, _ in known), *(at for _, at in happened))
     x = Axis(0, end, "since the first step", format_seconds)
     y = Axis(0, max(1, run.last_step) * 1.05, "steps done", format_count, whole=True)
     points: list[tuple[float, float | None]] = [(at, float(step)) for at, step in _some(known, series.MOST)]
-    events = [event for event in run.events if event.at is not None and 0 <= event.at - began <= end]
-    marks = [
-        Mark(event.at - began, event.kind, event.words) for event in _some(events, MOST_MARKS) if event.at is not None
-    ]
+    marks = [Mark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
     rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
     table = Table(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
     plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
