@@ -26,6 +26,8 @@ from tilemesh.train.manifest import WRITING, checkpoints
 from tilemesh.train.rank import train_here
 from tilemesh.train.start import start
 
+# Bounds are for a machine that others use as well; alone on two cores each test takes a quarter of a minute.
+pytestmark = pytest.mark.timeout(400)
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 ENDS_WITHIN_S = 10.0
 SMALL = (
@@ -70,7 +72,7 @@ def rank_pids(folder: Path) -> dict[int, int]:
     return found
 
 
-def until(true: Callable[[], Any], within_s: float = 60.0) -> Any:
+def until(true: Callable[[], Any], within_s: float = 120.0) -> Any:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if found := true():
@@ -104,7 +106,7 @@ class Started:
     def reached(self, step: int) -> bool:
         return max(losses(self.folder), default=0) >= step
 
-    def wait(self, within_s: float = 90.0) -> Outcome:
+    def wait(self, within_s: float = 180.0) -> Outcome:
         self.thread.join(within_s)
         assert self.outcome is not None, "the job did not end"
         return self.outcome
@@ -142,7 +144,6 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(20))
 def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
     """Anywhere: while ranks start, between steps, inside a checkpoint's writing, at the end."""
@@ -197,14 +198,14 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     )  # fmt: skip
     until(lambda: max(losses(folder), default=0) >= 3)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert said.rstrip().splitlines()[-1] == f"tilemesh train --resume {folder}"
     steps = [step for step, _ in checkpoints(folder / CHECKPOINTS)]
     assert len(steps) == 1
     assert f"checkpoint of step {steps[0]} written" in said
     done = subprocess.run(
-        [*base, "--resume", str(folder)], capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=90
+        [*base, "--resume", str(folder)], capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=180
     )
     assert done.returncode == 0, done.stderr
     assert f"going on from step {steps[0]}" in done.stdout
