@@ -9,8 +9,10 @@ BIN := .venv/bin
 train: setup
 	@$(BIN)/tilemesh train
 
+# Two at a time, except those that start ranks: these have the machine to themselves.
 test: setup
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/mpi
+	@$(BIN)/python -m pytest tests/mpi
 
 # The real set-up, killed half way and moved: minutes long, so apart.
 test-setup: setup

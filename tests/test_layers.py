@@ -127,6 +127,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.model.config",
         "tilemesh.train.config",
         "tilemesh.cli.train_run",
+        "tilemesh.report.run_page",
+        "tilemesh.report.plan_page",
     ],
 )
 def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 from tilemesh.comm import Communicator, minimal
 from tilemesh.comm.runtime.choose import Request, refuses
 from tilemesh.comm.schedules.book import ALGORITHMS, BOOK
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED, cut
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 WHOLE = ("int32", "int64", "uint8", "int8", "int16", "uint16", "uint32", "uint64")
@@ -305,6 +306,14 @@ def uneven_parts(comm: Communicator) -> None:
             np.full(sum(sends), me, np.int32), send_counts=sends, recv_counts=receives, algorithm=algorithm
         )
         assert np.array_equal(got, np.repeat(np.arange(n), receives)), algorithm
+    # One rank has nothing to say while the others have.
+    full = [rank != n - 1 for rank in range(n)]
+    counts = [int(full[me] and full[rank]) for rank in range(n)]
+    for algorithm in ("auto", "native", "pairwise"):
+        if algorithm != "native" or serves(comm, "all_to_all", algorithm, "float64", 0):
+            x_ = np.full(sum(counts), float(me))
+            got = comm.all_to_all(x_, send_counts=counts, recv_counts=counts, algorithm=algorithm)
+            assert got.tolist() == [float(rank) for rank in range(n) if counts[rank]], algorithm
     # What reduce_scatter cuts, all_gather with the same counts puts together again.
     y = np.arange(2 * n + 1, dtype=np.float64)
     assert np.array_equal(comm.all_gather(comm.reduce_scatter(y), counts=cut(2 * n + 1, n)), n * y)
@@ -463,6 +472,20 @@ def messages(comm: Communicator) -> None:
     receipt = comm.irecv(np.empty(0), source, tag=3)  # an empty message is one, too
     comm.send(np.empty(0), to, tag=3)
     assert receipt.wait().size == 0
+    # Several of one tag, asked for before any has come, waited for in any order: they come as they were sent.
+    lengths = (100, 1, 0, 7)
+    inboxes = [np.zeros(length) for length in lengths]
+    receipts = [comm.irecv(one, source, tag=4) for one in inboxes]
+    handles_ = [comm.isend(np.full(length, length + 0.5), to, tag=4) for length in lengths]
+    for handle in (*reversed(receipts), *handles_):
+        handle.wait()
+    assert [one.tolist() for one in inboxes] == [[length + 0.5] * length for length in lengths]
+    if comm.backend != "threads":  # where a wrong size ends all ranks: they share their memory
+        for length in (3, 5, 0):
+            receipt, handle = comm.irecv(np.empty(4), source, tag=6), comm.isend(np.empty(length), to, tag=6)
+            with pytest.raises(RunError, match=f"rank {source} sent .* expected"):
+                receipt.wait()
+            handle.wait()
     strided = np.zeros(8)[::2]
     receipt = comm.irecv(strided, source)
     comm.send(np.arange(4.0), to)
@@ -541,6 +564,8 @@ def wrong_use(comm: Communicator) -> None:
         (lambda: comm.all_reduce(np.ones(3, int), "avg"), "avg of int64"),
         (lambda: comm.all_reduce(x, out=np.ones(5, np.float32)), "out has shape (5,): this call's result has (4,)"),
         (lambda: comm.all_reduce(x, out=np.ones(4)), "out is numpy float64: expected numpy float32"),
+        (lambda: comm.all_reduce(x, out=np.broadcast_to(x[:1], 4)), "out is read-only"),
+        (lambda: comm.all_reduce(x, out=as_strided(x, (4,), (0,))), "several elements in one place"),
         (lambda: comm.all_gather(x, axis=1), "axis 1 of an array of shape (4,): expected -1 to 0"),
         (lambda: comm.all_gather(np.array(1.0)), "axis 0 of an array of shape ()"),
         (lambda: comm.all_gather(x, counts=[1]), "counts [1]"),

@@ -37,7 +37,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
 
 HERE = Path(__file__).parent
-RANKS = 4
+RANKS = {"mpi": 4, "torch": 2}
 
 
 def close(got: Any, wanted: Any, bound: float = 1e-12) -> None:
@@ -452,11 +452,11 @@ PARTS: dict[str, Callable[[Communicator], None]] = {
 
 
 @functools.cache
-def lines_of(transport: str, script: str = "parallel_script.py", ranks: int = RANKS) -> tuple[str, ...]:
+def lines_of(transport: str) -> tuple[str, ...]:
     """What the ranks of one job said, all parts in it; made once a test run."""
     said: list[str] = []
     outcome = launch(
-        [str(HERE / script)], ranks=ranks, transport=transport, environ=os.environ,
+        [str(HERE / "parallel_script.py")], ranks=RANKS[transport], transport=transport, environ=os.environ,
         sink=lambda rank, stream, line: said.append(f"{rank}: {line.decode()}"),
     )  # fmt: skip
     return (*said, f"failure {outcome.failure}")
@@ -464,5 +464,5 @@ def lines_of(transport: str, script: str = "parallel_script.py", ranks: int = RA
 
 def require_part(transport: str, part: str) -> None:
     lines = lines_of(transport)
-    wanted = [f"{rank}: {part} right over {transport}" for rank in range(RANKS)]
+    wanted = [f"{rank}: {part} right over {transport}" for rank in range(RANKS[transport])]
     assert set(wanted) <= set(lines), "\n".join(lines)

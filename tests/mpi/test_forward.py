@@ -21,7 +21,7 @@ PARTS = ["exchanges", "forward", "bytes_on_the_wire", "loss_memory"]
 
 
 @pytest.mark.parametrize("part", ["exchanges", "forward"])
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_on_threads(part: str, ranks: int) -> None:
     run_threads(ranks, parallel_cases.PARTS[part])
 

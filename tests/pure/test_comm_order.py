@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -139,6 +140,43 @@ def test_what_nobody_waited_for_is_said(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err == "tilemesh: rank 0 ended without wait() for recv from rank 1\n"
 
 
+def test_after_a_mismatch_that_was_caught_groups_are_the_same_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
+
+    def main(comm: Communicator) -> tuple[str, float]:
+        with pytest.raises(UsageError, match=r"rank 0 calls split\(\); ranks 1, 2 call barrier"):
+            comm.split(0) if comm.rank == 0 else comm.barrier()
+        group = comm.split(0)
+        assert group is not None
+        return group.label, float(group.all_reduce(np.ones(1))[0])
+
+    assert run_threads(3, main, timeout_s=5) == [("world/1.0", 3.0)] * 3
+
+
+def test_a_rank_without_memory_for_a_call_stays_in_step() -> None:
+    def main(comm: Communicator) -> list[float]:
+        if comm.rank == 1:
+            with pytest.raises(UsageError, match="no memory for it here"):
+                comm.all_gather(np.ones(1), counts=[10**15, 1, 1])
+        total: list[float] = comm.all_reduce(np.ones(2)).tolist()
+        return total
+
+    assert run_threads(3, main, timeout_s=5) == [[3.0, 3.0]] * 3
+
+
+def test_a_groups_ranks_are_called_by_their_numbers_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
+
+    def main(comm: Communicator) -> None:
+        group = comm.split(comm.rank // 2)
+        assert group is not None
+        first = 2 * (comm.rank // 2)
+        with pytest.raises(UsageError, match=rf"rank {first + 1} calls .*; rank {first} calls"):
+            group.all_reduce(np.ones(1 + group.rank))
+
+    run_threads(4, main, timeout_s=5)
+
+
 def test_ctrl_c_ends_the_ranks_too() -> None:
     ended = []
 
@@ -152,7 +190,11 @@ def test_ctrl_c_ends_the_ranks_too() -> None:
 
     import _thread
 
-    threading.Timer(0.3, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_threads(2, main)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins without one
+    try:
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_threads(2, main)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(ended) == [0, 1]

@@ -30,7 +30,7 @@ MEGATRON_530B = [
 
 
 def run(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result
 

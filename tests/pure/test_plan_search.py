@@ -11,10 +11,11 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan.choose import NothingFitsError, Result, choose_batch, search
-from tilemesh.plan.page import frontier, render
+from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
+from tilemesh.report.plan_page import render
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,9 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 
 
 def test_the_page_stands_alone(result: Result) -> None:
-    page = render(result, "llama-3-70b")
+    page = render(result, "llama-3-70b", why(result))
     assert page.startswith("<!doctype html>")
-    assert page.count("<svg") == 2
-    assert "http" not in page
+    assert page.count("<svg") == 1
+    assert page.count("<canvas") == 1
+    assert "http:" not in page
+    assert "https:" not in page

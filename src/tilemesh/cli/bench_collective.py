@@ -19,6 +19,9 @@ def bench_collective(
         int | None, typer.Option("--node-size", help="Ranks a node, for the hierarchical schedules. [default: 8]")
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="The rounds on a page, with a slider.")
+    ] = None,
 ) -> None:
     """Draw the schedule of a collective."""
     from tilemesh.comm.schedules import draw as drawing
@@ -35,3 +38,9 @@ def bench_collective(
             svg.write_text(drawing.svg(schedule), encoding="utf-8")
         except OSError as error:
             raise RunError(f"{svg} could not be written: {error.strerror}") from None
+    if html is not None:
+        from tilemesh.report.collective_page import render
+        from tilemesh.report.html import write
+
+        write(render([], [schedule]), html)
+        print(f"page: {html}")

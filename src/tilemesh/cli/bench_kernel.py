@@ -25,6 +25,12 @@ def bench_kernel(
     chart: Annotated[
         str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline: .svg or .png.")
     ] = None,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Roofline, peers and rows as a page.")
+    ] = None,
+    tried: Annotated[
+        str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
+    ] = None,
 ) -> None:
     """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
@@ -44,6 +50,10 @@ def bench_kernel(
             raise unknown(kind, given, known)
     for shape in wanted:
         parse_shape(shape)
+    if tried is not None:  # a mistyped name is told before minutes of measuring
+        from tilemesh.cli.bench_page import read_trials
+
+        read_trials(tried)
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
@@ -65,3 +75,8 @@ def bench_kernel(
 
         draw(rows, chart)
         console.print(f"roofline: {chart}", soft_wrap=True)
+    if html is not None:
+        from tilemesh.cli.bench_page import write_bench_page
+
+        write_bench_page(rows, html, tried=tried)
+        console.print(f"page: {html}", soft_wrap=True)

@@ -26,6 +26,7 @@ from tilemesh.cli import (
     doctor,
     launch,
     plan,
+    report,
     train,
     tune,
     verify,
@@ -48,6 +49,8 @@ app.command()(train.generate)
 app.command()(train.export)
 app.add_typer(train.data, name="data")
 app.command()(verify.verify)
+app.command()(report.report)
+app.command()(report.watch)
 
 bench = typer.Typer(help="Measure ours against the peers: rows predicted | measured | limit | peer.")
 bench.command("kernel")(bench_kernel.bench_kernel)

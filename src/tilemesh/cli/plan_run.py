@@ -30,11 +30,12 @@ from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result,
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, prediction_figures
-from tilemesh.plan.page import write_page
 from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
+from tilemesh.report.html import write
+from tilemesh.report.plan_page import render
 
 PIPE_WIDTH = 160  # a pipe has no width of its own
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
@@ -91,7 +92,7 @@ def run(asked: Asked) -> None:
         _save(result, asked.save)
         console.print(f"plan: {asked.save}", soft_wrap=True)
     if asked.html is not None:
-        write_page(result, asked.model, asked.html)
+        write(render(result, asked.model, [*why(result), *filter(None, [_sentence(runner_up(result))])]), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
         _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli.train_rows import predict_run
-from tilemesh.cli.train_run import Asked, _folder, configuration, show
+from tilemesh.cli.train_run import Asked, _folder, configuration, show, write_environment, write_page
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.measure.machine import gpu_names
@@ -27,6 +27,7 @@ def main(text: str) -> int:
         folder = _folder(asked, config)
         predicted = predict_run(config, gpu_names())
         folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
+        write_environment(folder, asked.typed)
         print(f"run: {folder}", flush=True)
         made = str(folder.resolve())
     folder = Path(tell(comm, made))
@@ -34,10 +35,13 @@ def main(text: str) -> int:
         config, folder, comm, resume=asked.resume is not None, init=asked.init, stop_after=asked.stop_after
     )
     if comm.rank == 0:
+        page = write_page(folder)
         if result.interrupted:
             print(f"stopped after step {result.step}; go on with: tilemesh train --resume {folder}", flush=True)
         else:
-            show(folder, Console(highlight=False, markup=False, stderr=asked.json == "-"), asked.json)
+            console = Console(highlight=False, markup=False, stderr=asked.json == "-")
+            show(folder, console, asked.json)
+            console.print(page, soft_wrap=True)
     return 0
 
 

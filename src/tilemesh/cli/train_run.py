@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tilemesh.cli import report_run
 from tilemesh.cli.train_rows import predict_run, rows
 from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
@@ -19,9 +20,10 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.launch.job import Outcome
 from tilemesh.launch.rank import run_command
-from tilemesh.measure.machine import gpu_names
+from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
+from tilemesh.report.run import ENVIRONMENT
 from tilemesh.train import config as configs
 from tilemesh.train import folder as folders
 from tilemesh.train.config import TrainConfig
@@ -52,6 +54,8 @@ class Asked:
     transport: str = "auto"
     stop_after: int | None = None
     json: str | None = None
+    typed: str = ""
+    """The command, where ranks are started with another."""
 
 
 def run(asked: Asked) -> int:
@@ -64,12 +68,14 @@ def run(asked: Asked) -> int:
     folder = _folder(asked, config)
     predicted = predict_run(config, gpu_names())
     folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
+    write_environment(folder)
     console.print(f"run: {folder}", soft_wrap=True)
     shown = Shown(console)
     try:
         outcome = _started(asked, config, folder, shown)
     finally:
         shown.close()
+    page = write_page(folder)
     if outcome.failure is not None and not outcome.interrupted:
         _hint(folder, console)
         print(f"tilemesh: {outcome.sentence(config.plan.world)}", file=sys.stderr)
@@ -78,6 +84,7 @@ def run(asked: Asked) -> int:
         _stopped(folder, console, outcome.sentence(config.plan.world))
         return outcome.exit_code
     show(folder, console, asked.json)
+    console.print(page, soft_wrap=True)
     return 0
 
 
@@ -142,7 +149,8 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
         raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
     if config.plan.world != member.size:
         raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
-    command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(asked))]
+    typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
+    command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(dataclasses.replace(asked, typed=typed)))]
     run_command(command, member)
 
 
@@ -182,6 +190,23 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     )
     if json_file is not None:
         write_rows(made, json_file)
+
+
+def write_page(folder: Path) -> str:
+    """Make the run's page, finished or not; a line that says where, or why there is none. Never ends a run."""
+    try:
+        return f"look:    {report_run.make([str(folder)], None)[0]}"
+    except (OSError, RunError, UsageError) as error:
+        return f"no page: {error}"
+
+
+def write_environment(folder: Path, typed: str = "") -> None:
+    """Machine, versions, code and the commands that made this run, first one first."""
+    before = folders.read_json(folder / ENVIRONMENT).get("commands")
+    found = stamp()
+    commands = [*(before if isinstance(before, list) else []), typed or found["command"]]
+    text = json.dumps({**found, "commands": commands}, indent=1) + "\n"
+    folders.write_text(folder / ENVIRONMENT, text)
 
 
 def _stopped(folder: Path, console: Console, sentence: str) -> None:

@@ -20,6 +20,8 @@ def tune(
         str, typer.Option("--layout", help="nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
     ] = "nn",
     save: Annotated[bool, typer.Option("--save/--no-save", help="Remember the winners for `auto`.")] = True,
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all that was tried.")] = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="A heat map of what was tried.")] = None,
 ) -> None:
     """Search tile sizes, pipeline depth and kind of kernel; time finalists beside the built-ins; keep the winner."""
     console = Console(highlight=False)
@@ -30,10 +32,13 @@ def tune(
     from tilemesh.kernels.matmul import cache
     from tilemesh.kernels.matmul.bench import parse_shape
     from tilemesh.kernels.matmul.choice import versions
+    from tilemesh.kernels.matmul.config import to_dict
     from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, LAYOUTS, dense
     from tilemesh.kernels.matmul.run import gpu_of
     from tilemesh.kernels.matmul.trial import Compiler
     from tilemesh.kernels.matmul.tune import tune as tune_one
+    from tilemesh.report.html import write
+    from tilemesh.report.kernel_page import Trial, render, trial_line
 
     sizes = [parse_shape(shape) for shape in shapes]
     for kind, given, known in (
@@ -46,6 +51,7 @@ def tune(
         raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     entries = {}
+    trials: list[Trial] = []
     with Compiler(device) as compiler:
         for m, n, k in sizes:
             problem = dense(m, n, k, dtype=dtype, c_kind=c, activation=activation, layout=layout)
@@ -56,6 +62,7 @@ def tune(
 
                 found = tune_one(problem, device, compiler=compiler, progress=show)
             entries[problem.key] = found.entry
+            trials += [Trial(problem.key, to_dict(one.config), one.seconds) for one in found.trials]
             console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
@@ -65,3 +72,9 @@ def tune(
         except OSError as error:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
+    if json is not None:
+        write("".join(trial_line(one) + "\n" for one in trials), json)
+        console.print(f"trials: {json}", soft_wrap=True)
+    if html is not None:
+        write(render([], [], trials), html)
+        console.print(f"page: {html}", soft_wrap=True)

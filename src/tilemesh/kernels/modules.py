@@ -33,6 +33,11 @@ class FusedLinear(nn.Linear):
         self.activation = activation or "none"
         self.implementation = implementation
 
+    def reset_parameters(self) -> None:
+        # Without memory there is nothing to draw, and torch's random ops on the meta device import for two seconds.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         # One row, as nn.Linear allows: the kernels want two dims.
         if input.dim() == 1:

@@ -65,6 +65,22 @@ class Pass:
     cache: Cache | None = None
 
 
+class Linear(nn.Linear):
+    """torch's, but where it has no memory it draws no weights: random ops on the meta device import for two seconds."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """torch's, with the same exception."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Attention(nn.Module):
     """Causal attention with grouped-query heads. `heads` and `kv_heads` are what this module holds of them."""
 
@@ -72,10 +88,10 @@ class Attention(nn.Module):
         super().__init__()
         width, kv_width, biases = config.width, config.kv_width, config.biases
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
-        self.fc_q = nn.Linear(width, width, biases, device="meta", dtype=dtype)
-        self.fc_k = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_v = nn.Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_o = nn.Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_q = Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
+        self.fc_o = Linear(width, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         q_BHTE = self.fc_q(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -107,7 +123,7 @@ class Mlp(nn.Module):
             self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
         first = _FIRST_ACTIVATION[config.activation]
         self.fc_in = FusedLinear(width, hidden, biases, activation=first, device="meta", dtype=dtype)
-        self.fc_out = nn.Linear(hidden, width, biases, device="meta", dtype=dtype)
+        self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.fc_in(x_BTD)
@@ -156,18 +172,18 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
-        self.token_embedding = nn.Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
+        self.token_embedding = Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
         self.position_embedding = None
         if config.positions == "learned":
-            self.position_embedding = nn.Embedding(config.context, config.width, device="meta", dtype=dtype)
+            self.position_embedding = Embedding(config.context, config.width, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
         self.final_norm = _norm(config, dtype) if config.norm_place == "pre" else None
         self.output = None
         if not config.tied:
-            self.output = nn.Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
+            self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
-            self.to_empty(device=target)
+            _give_memory(self, target)
             initialize(self, seed)
 
     def forward(
@@ -307,6 +323,14 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `to_empty`, which makes torch import sympy: half a second, on every rank."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def _norm(config: ModelConfig, dtype: torch.dtype | None) -> nn.Module:

@@ -21,9 +21,8 @@ from torch.nn import functional
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
+from tilemesh.model.transformer import IGNORED, Embedding, Linear
 from tilemesh.parallel import collect
-
-IGNORED = -100  # as in model/transformer.py
 
 
 @dataclass
@@ -146,7 +145,7 @@ def join_at(module: nn.Module, seams: Seams, total: int) -> None:
     module.register_forward_hook(lambda module, args, y: seams.join_features(y, total))
 
 
-class RowLinear(nn.Linear):
+class RowLinear(Linear):
     """Cut by the input: each rank multiplies its features; the partial outputs are summed, then the bias is added."""
 
     def __init__(self, whole: nn.Linear, seams: Seams) -> None:
@@ -158,7 +157,7 @@ class RowLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabularyEmbedding(Embedding):
     """A table cut by its rows: a token's row comes from the one rank that has it, the others add zeros."""
 
     def __init__(self, whole: nn.Embedding, seams: Seams) -> None:

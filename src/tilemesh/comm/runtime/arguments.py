@@ -107,7 +107,20 @@ def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
         return None
     if not array.flags.writeable:
         raise UsageError("out is read-only: give an array that may be written to")
+    if not array.flags.c_contiguous and _may_overlap(array):
+        raise UsageError(f"out of shape {array.shape} has several elements in one place: give memory for each")
     return array
+
+
+def _may_overlap(array: Array) -> bool:
+    """Whether two elements of an array may lie in the same memory, as in one that was expanded."""
+    reach = array.itemsize
+    for stride, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += stride * (length - 1)
+    return False
 
 
 def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:

@@ -42,18 +42,20 @@ class Caller:
         self.planner = Planner(transport, node_size)
         self.is_debugging = debug.is_on()
         self.turns = Turns()
+        self.receipts: dict[tuple[int, int], Turns] = {}
+        transport.names = watch.members
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
         """`x`: what this rank contributes; None: nothing."""
         ready = self._ready(call, x, algorithm, wait)
-        self.watch.sequence += 1
-        sequence = self.watch.sequence
+        sequence = self.watch.sequence + 1
         is_native = ready.name == "native" or ready.device is not None
         if self.is_debugging or not self.turns.is_free:
             first = self._compared(call, algorithm, sequence)
             running = self._later(first, lambda _: self._running(ready, sequence))
         else:
             running = self._running(ready, sequence)
+        self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
             return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
         return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
@@ -65,7 +67,7 @@ class Caller:
 
         def first() -> Steps[str]:
             if self.is_debugging:
-                yield from debug.compare_calls(self.transport, given.words(), self._tag(2, sequence))
+                yield from self._agree(given.words(), sequence)
             text = told() if self.transport.rank == given.root else ""
             return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
 
@@ -88,6 +90,17 @@ class Caller:
         return Ready(call, x, name, device, target, has_result, wait)
 
     def _running(self, ready: Ready, sequence: int) -> Running:
+        """Memory is taken, and nothing sent."""
+        try:
+            return self._with_memory(ready, sequence)
+        except (MemoryError, ValueError, OverflowError) as error:
+            if isinstance(error, UsageError):
+                raise
+            call = ready.call
+            words = f"{call.collective} with a result of {call.length:,} elements of {call.like.dtype}"
+            raise UsageError(f"{words}: no memory for it here ({error})") from None
+
+    def _with_memory(self, ready: Ready, sequence: int) -> Running:
         call = ready.call
         if ready.device is not None:
             running: Running = ready.device.running(call, ready.x, ready.has_result)
@@ -113,7 +126,10 @@ class Caller:
         if not self.is_debugging:
             return
         counts = (call.sizes, call.received) if call.private else ((), ())
-        yield from debug.compare_calls(self.transport, call.words(algorithm), self._tag(2, sequence), *counts)
+        yield from self._agree(call.words(algorithm), sequence, *counts)
+
+    def _agree(self, words: str, sequence: int, sent: Sequence[int] = (), expected: Sequence[int] = ()) -> Steps[None]:
+        yield from debug.compare_calls(self.transport, words, self._tag(2, sequence), sent, expected)
 
     def _later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
         """A call that begins when `first` is through and those made before it have begun."""
@@ -137,7 +153,7 @@ class Caller:
         return Running(steps(), lambda: begun[0].finish())
 
     def _tag(self, kind: int, sequence: int) -> int:
-        """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words."""
+        """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words; 4 sizes."""
         tags = self.transport.tags
         return kind * tags + sequence % tags
 
@@ -214,22 +230,55 @@ class Caller:
     # Messages -----------------------------------------------------------------------------------------------------
 
     def start_message(self, name: str, message: Message, tag: int, finish: Callable[[], Any]) -> Handle:
-        def steps() -> Iterator[Token]:
-            if not self.transport.caps.tells_sizes:
-                size = np.array([message.nbytes], np.int64)
-                header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
-                if message.is_send:
-                    yield self.transport.post([header, message] if message.nbytes else [header], tag)
-                    return
-                yield self.transport.post([header], tag)
-                if size[0] != message.nbytes:
-                    words = wrong_size(message.peer, int(size[0]), self.transport.rank, message.nbytes)
-                    raise RunError(words)
-                if message.nbytes == 0:
-                    return
-            yield self.transport.post([message], tag, exact=True)
+        if self.transport.caps.tells_sizes:
+            steps = self._plain_message(message, tag)
+        else:
+            steps = self._sized_send(message, tag) if message.is_send else self._sized_receive(message, tag)
+        return self._start(Running(steps, finish), (-1, name, message.nbytes))
 
-        return self._start(Running(steps(), finish), (-1, name, message.nbytes))
+    def _plain_message(self, message: Message, tag: int) -> Iterator[Token]:
+        yield self.transport.post([message], tag, exact=True)
+
+    def _header(self, message: Message, tag: int) -> tuple[Array, Token]:
+        """The size travels under a tag of its own: receipts of one tag may be begun before the first has come."""
+        size = np.array([message.nbytes], np.int64)
+        header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
+        return size, self.transport.post([header], self._tag(4, tag))
+
+    def _sized_send(self, message: Message, tag: int) -> Iterator[Token]:
+        size, told = self._header(message, tag)
+        sent = self.transport.post([message], tag) if message.nbytes else None
+        yield told
+        del size  # the library read it until here
+        if sent is not None:
+            yield sent
+
+    def _sized_receive(self, message: Message, tag: int) -> Iterator[Token]:
+        """Messages of one source and tag come in the order in which they were asked for, so each waits its turn."""
+        key = (message.peer, tag)
+        turns = self.receipts.setdefault(key, Turns())
+        turn = turns.take()
+        try:
+            size, told = self._header(message, tag)
+            yield told
+            yield turn
+            nbytes = int(size[0])
+            if nbytes != message.nbytes:
+                # Taken all the same: the sender waits for it, and it must not be taken for the next one.
+                unwanted = self.transport.view(np.empty(nbytes, np.uint8))
+                landing = Message(False, message.peer, unwanted, nbytes)
+            else:
+                landing = message
+            come = self.transport.post([landing], tag) if nbytes else None
+        finally:
+            turn.release()
+            if turns.is_free:
+                self.receipts.pop(key, None)
+        if come is not None:
+            yield come
+        names = self.transport.names
+        if nbytes != message.nbytes:
+            raise RunError(wrong_size(names[message.peer], nbytes, names[self.transport.rank], message.nbytes))
 
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
@@ -238,7 +287,7 @@ class Caller:
 
         def steps() -> Iterator[Token]:
             if self.is_debugging:
-                yield from debug.compare_calls(self.transport, f"{name}()", self._tag(2, sequence))
+                yield from self._agree(f"{name}()", sequence)
             told.extend((yield from exchange(self.transport, text, self._tag(3, sequence))))
 
         self._carried_out(Running(steps(), lambda: None), (sequence, name, 0), wait=True)

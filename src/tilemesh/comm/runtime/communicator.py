@@ -293,9 +293,9 @@ class Communicator:
         """
         wanted = None if color is None else check.whole(color, "color")
         key = check.whole(key, "key")
-        self._splits += 1
         given = "none" if wanted is None else str(wanted)
         answers = self._caller.ask("split", f"{given} {key}")
+        self._splits += 1  # now that all are known to be here
         if wanted is None:
             return None
         places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
@@ -307,8 +307,8 @@ class Communicator:
 
         What a second thread needs: calls of one communicator must follow one another, those of two may overlap.
         """
-        self._splits += 1
         self._caller.ask("duplicate", "")
+        self._splits += 1
         return self._group(range(self.size), f"{self.label}/{self._splits}")
 
     def _group(self, members: Sequence[int], label: str) -> Communicator:

@@ -30,22 +30,24 @@ def compare_calls(
     told = [text.split("\n") for text in (yield from exchange(transport, "\n".join([call, *rows]), tag))]
     calls = [row[0] for row in told]
     if len(set(calls)) > 1:
-        raise UsageError(f"the ranks disagree: {_differences(calls)}")
+        raise UsageError(f"the ranks disagree: {_differences(calls, transport.names)}")
     sends, receives = ([[int(n) for n in row[i].split(",") if n] for row in told] for i in (1, 2))
     for source, row in enumerate(sends):
         for to, elements in enumerate(row):
             if receives[to][source] != elements:
                 raise UsageError(
-                    f"the ranks disagree: in {calls[0]} rank {source} sends {elements} elements to rank {to}, "
+                    f"the ranks disagree: in {calls[0]} rank {transport.names[source]} sends {elements} elements to "
+                    f"rank {transport.names[to]}, "
                     f"which expects {receives[to][source]}"
                 )
 
 
-def _differences(calls: Sequence[str]) -> str:
+def _differences(calls: Sequence[str], names: Sequence[int]) -> str:
     usual = Counter(calls).most_common(1)[0][0]
     others = [text for text in calls if text != usual]
-    odd = [f"rank {rank} calls {_clipped(text, usual)}" for rank, text in enumerate(calls) if text != usual]
-    rest = [str(rank) for rank, text in enumerate(calls) if text == usual]
+    told = list(zip(names, calls, strict=True))
+    odd = [f"rank {name} calls {_clipped(text, usual)}" for name, text in told if text != usual]
+    rest = [str(name) for name, text in told if text == usual]
     who = f"rank{'s' if len(rest) > 1 else ''} {', '.join(rest)} call{'' if len(rest) > 1 else 's'}"
     return f"{'; '.join(odd)}; {who} {_clipped(usual, others[0])}"
 

@@ -16,6 +16,11 @@ from tilemesh.comm.runtime.arithmetic import BF16
 from tilemesh.comm.runtime.transport import Array
 from tilemesh.core.errors import UsageError
 
+_TORCH_NAMES = frozenset(
+    f"{kind}{bits}"
+    for kind, sizes in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
+    for bits in sizes
+) | {BF16, "bool"}
 _KINDS = "biufg"  # bool, signed, unsigned, float: what every transport can carry and combine
 
 
@@ -77,8 +82,7 @@ def _numpy_like(dtype: np.dtype[Any], what: str) -> Like:
 @lru_cache(maxsize=256)
 def _torch_like(dtype: Any, device: Any, what: str) -> Like:
     name = str(dtype).removeprefix("torch.")
-    is_carried = name in (BF16, "bool") or name.startswith(("int", "uint", "float"))
-    if not is_carried or name.startswith("float8"):
+    if name not in _TORCH_NAMES:
         raise UsageError(f"{what} is a tensor of {dtype}: a collective carries float, integer and bool tensors")
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"{what} is a tensor on {device}: expected one on cpu or cuda")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -27,12 +28,14 @@ from tilemesh.comm.runtime.transport import (
     wrong_size,
 )
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # MPI does not add bools
 
 _LONG_DOUBLES = ("longdouble", "float128", "float96")  # numpy names it after its bits, which differ by machine
+
+_MOST = 2**31 - 1  # what MPI's int counts
 
 _isend, _irecv = MPI.Comm.Isend, MPI.Comm.Irecv
 _waitall, _testall = MPI.Request.Waitall, MPI.Request.Testall
@@ -52,9 +55,10 @@ class _Requests:
 class _Receipt:
     """A message whose size only its sender knows: what came must be what was expected."""
 
-    def __init__(self, request: Any, message: Message, rank: int) -> None:
+    def __init__(self, request: Any, expected: int, source: int, rank: int) -> None:
         self.request = request
-        self.message = message
+        self.expected = expected
+        self.source = source
         self.rank = rank
         self.status = MPI.Status()
         self.is_done = False
@@ -67,14 +71,14 @@ class _Receipt:
             self._ask(lambda: self.request.Wait(self.status))
 
     def _ask(self, ask: Callable[[], bool]) -> bool:
-        expected, source = self.message.nbytes, self.message.peer
+        expected, source = self.expected, self.source
         try:
             self.is_done = ask()
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise RunError(f"rank {source} sent more to rank {self.rank} than the {expected} bytes expected") from None
-        if self.is_done:
+        if self.is_done and expected <= _MOST:  # beyond that MPI does not say
             got = self.status.Get_count(MPI.BYTE)  # asked once: a request that is over has forgotten it
             if got != expected:
                 raise RunError(wrong_size(source, got, self.rank, expected))
@@ -91,6 +95,7 @@ class MpiTransport:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.names: Sequence[int] = range(self.size)
         self.sent = Sent()
         self.tags = tags_below(comm.Get_attr(MPI.TAG_UB))
 
@@ -99,13 +104,17 @@ class MpiTransport:
         return cls(MPI.COMM_WORLD.Dup())
 
     def view(self, region: Bytes) -> Any:
+        if region.nbytes > _MOST:
+            return (region, 1, _as_one(region.nbytes))
         return (region, region.nbytes, MPI.BYTE)
 
     def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
         comm, sent = self.comm, self.sent
         if exact and not messages[0].is_send:
             (message,) = messages
-            return _Receipt(_irecv(comm, message.view, message.peer, tag), message, self.rank)
+            names = self.names
+            request = _irecv(comm, message.view, message.peer, tag)
+            return _Receipt(request, message.nbytes, names[message.peer], names[self.rank])
         requests = []
         for is_send, peer, view, nbytes in messages:
             if is_send:
@@ -176,9 +185,29 @@ def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:
 
 
 def _plain(array: Array) -> list[Any]:
+    if array.nbytes > _MOST:
+        return [as_bytes(array), 1, _as_one(array.nbytes)]
     return [as_bytes(array), array.nbytes, MPI.BYTE]
 
 
 def _parts(array: Array, counts: Sequence[int], size: int) -> list[Any]:
-    lengths = [count * size for count in counts]
-    return [as_bytes(array), lengths, [0, *accumulate(lengths)][:-1], MPI.BYTE]
+    """In units of one element, so that MPI's int counts reach as far as they can."""
+    if sum(counts) > _MOST:
+        raise UsageError(
+            f"{sum(counts):,} elements in one native call: MPI counts to {_MOST:,}; use algorithm='pairwise' or 'ring'"
+        )
+    starts = [0, *accumulate(counts)][:-1]
+    return [as_bytes(array), list(counts), starts, _element(size)]
+
+
+@cache
+def _element(size: int) -> Any:
+    return MPI.BYTE.Create_contiguous(size).Commit()
+
+
+@lru_cache(maxsize=64)
+def _as_one(nbytes: int) -> Any:
+    """That many bytes as one thing, for more than an int can count. MPI keeps it until the process ends."""
+    whole, rest = divmod(nbytes, 1 << 20)
+    many = MPI.BYTE.Create_contiguous(1 << 20)
+    return MPI.Datatype.Create_struct([whole, rest], [0, whole << 20], [many, MPI.BYTE]).Commit()

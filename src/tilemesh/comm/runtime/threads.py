@@ -72,6 +72,7 @@ class ThreadTransport:
         self.world = world
         self.rank = rank
         self.size = size
+        self.names: Sequence[int] = range(size)
         self.label = label
         self.sent = Sent()
         self._arenas = 0
@@ -103,7 +104,8 @@ class ThreadTransport:
             del self.world.posted[mailbox]  # tags go on and on: empty mailboxes would pile up
         source, target = (message, other) if message.is_send else (other, message)
         if source.nbytes != target.nbytes:
-            self.world.fail(wrong_size(pair[0], source.nbytes, pair[1], target.nbytes))
+            names = [self.names[rank] for rank in pair]
+            self.world.fail(wrong_size(names[0], source.nbytes, names[1], target.nbytes))
             self.world.require_whole()
         target.view[:] = source.view
         pending.left -= 1
@@ -183,6 +185,7 @@ def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:
     world = World()
     results: list[Any] = [None] * ranks
     errors: list[tuple[int, BaseException]] = []
+    ended: set[int] = set()
 
     def body(rank: int) -> None:
         try:
@@ -190,15 +193,19 @@ def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:
         except BaseException as error:
             errors.append((rank, error))
             world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
+        finally:
+            with world.changed:
+                ended.add(rank)
+                world.changed.notify_all()
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(ranks)]
     try:
         for thread in threads:
             thread.start()
-        _join(threads, world)
+        _wait_for_all(ended, ranks, world)
     except BaseException as error:  # Ctrl-C, while the ranks run on: they end at their next call
         world.fail(f"interrupted by {type(error).__name__}")
-        _join(threads, world)
+        _wait_for_all(ended, sum(thread.ident is not None for thread in threads), world)
         raise
     if errors:
         raise errors[0][1]
@@ -206,7 +213,8 @@ def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:
     return results
 
 
-def _join(threads: Sequence[threading.Thread], world: World) -> None:
-    for thread in threads:
-        while thread.is_alive() and not (world.failed_at and time.monotonic() > world.failed_at + _GRACE_S):
-            thread.join(0.1)
+def _wait_for_all(ended: set[int], started: int, world: World) -> None:
+    """Not by `Thread.join`: one that Ctrl-C interrupts takes its thread for ended from then on (CPython 3.11)."""
+    with world.changed:
+        while len(ended) < started and not (world.failed_at and time.monotonic() > world.failed_at + _GRACE_S):
+            world.changed.wait(0.1)

@@ -41,7 +41,12 @@ class Tuned:
     config: Config
     finals: dict[str, Sample]
     grid: int
-    tried: int
+    trials: tuple[search.Tried, ...]
+    """Every configuration that was timed, in the order it was."""
+
+    @property
+    def tried(self) -> int:
+        return len(self.trials)
 
     @property
     def entry(self) -> Entry:
@@ -69,7 +74,7 @@ def tune(
         finals = _finals(problem, device, trials, _untuned(problem, gpu, rates), progress)
     if not finals:
         raise RunError(f"{problem.key}: no configuration ran on {gpu.name}; run with --debug for the reasons")
-    return Tuned(problem, _winner(finals), {c.label: sample for c, sample in finals.items()}, len(grid), len(trials))
+    return Tuned(problem, _winner(finals), {c.label: sample for c, sample in finals.items()}, len(grid), tuple(trials))
 
 
 def tune_problem(problem: Problem, device: torch.device) -> Entry:

@@ -1,0 +1,56 @@
+"""Pages of benchmarks: which kind a set of rows is, and what the report may not know by itself (a matmul's FLOPs)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from tilemesh.comm.schedules.collectives import COLLECTIVES
+from tilemesh.core.errors import UsageError
+from tilemesh.measure.row import Row
+from tilemesh.report import collective_page, kernel_page
+from tilemesh.report.files import Unread, read_lines
+from tilemesh.report.html import write
+from tilemesh.report.kernel_page import Trial, Work
+
+
+def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:
+    """The page of rows of `bench kernel` or `bench collective`; `tried` is a file of what a tuner timed."""
+    if not rows:
+        raise UsageError("no rows to make a page of")
+    if any(row.name in COLLECTIVES for row in rows):
+        if tried is not None:
+            raise UsageError("a tuner's trials belong to the rows of a kernel, and these are of collectives")
+        write(collective_page.render(rows), path)
+    else:
+        write(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
+
+
+def read_trials(path: str) -> list[Trial]:
+    """What `tilemesh tune --json` wrote."""
+    try:
+        lines, _ = read_lines(Path(path))
+    except Unread as why:
+        raise UsageError(f"'{path}' cannot be read: {why}") from None
+    made = []
+    for one in lines:
+        config, seconds = one.get("config"), one.get("seconds")
+        if isinstance(config, dict) and "problem" in one:
+            made.append(Trial(str(one["problem"]), config, float(seconds) if seconds is not None else math.inf))
+    if not made:
+        raise UsageError(f"'{path}' holds nothing that a tuner tried: expected what `tilemesh tune --json` writes")
+    return made
+
+
+def _work(row: Row) -> Work | None:
+    """FLOPs and bytes of a matmul's row; None for rows of anything else."""
+    from tilemesh.kernels.matmul.cost import cost
+    from tilemesh.kernels.matmul.problem import dense
+
+    try:
+        m, n, k = (int(side) for side in str(row.case["shape"]).split("x"))
+        found = cost(dense(m, n, k, dtype=str(row.case["dtype"]), c_kind=str(row.case["c"])))
+    except (KeyError, ValueError):
+        return None
+    return Work(found.flops, found.flops / found.intensity)

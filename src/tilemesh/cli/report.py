@@ -1,0 +1,32 @@
+"""`tilemesh report` and `tilemesh watch`: what can be asked; `report_run.py` answers when asked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def report(
+    what: Annotated[
+        list[str], typer.Argument(metavar="RUN [RUN] | ROWS.jsonl", help="A run, two runs, or bench rows.")
+    ],
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Where to write; else beside what is shown.")
+    ] = None,
+) -> None:
+    """Make the page of a run, of two runs side by side, or of a benchmark's rows: one HTML file, no network."""
+    from tilemesh.cli.report_run import make
+
+    for path in make(what, html):
+        print(f"page: {path}")
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    port: Annotated[int, typer.Option("--port", metavar="N", help="On loopback; 0 takes a free one.")] = 0,
+) -> None:
+    """Serve the page of a run in progress to a browser on this machine; it refreshes by itself."""
+    from tilemesh.cli.report_run import follow
+
+    follow(run, port)

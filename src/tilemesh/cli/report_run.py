@@ -1,0 +1,92 @@
+"""What `tilemesh report` and `watch` do: read, put rows and expectations beside a run, and write or serve its page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tilemesh.cli.train_rows import rows
+from tilemesh.core.config import from_dict
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import device_for, parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.measure.row import read_rows
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan.step import predict
+from tilemesh.report import compare_page, run, run_page, serve
+from tilemesh.report.html import write
+from tilemesh.report.run import Run, number, section
+from tilemesh.report.run_page import Beside
+
+PAGE = "report.html"
+
+
+def make(what: Sequence[str], html: str | None) -> list[str]:
+    """Write the page asked for; where it is."""
+    if len(what) > 2:
+        raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
+    if all(Path(one).is_file() for one in what):
+        return [_rows_page(what, html)]
+    found = [run.read(one) for one in what]
+    if len(found) == 1:
+        target = Path(html) if html else Path(what[0]) / PAGE
+        write(run_page.render(found[0], beside(found[0])), target)
+    else:
+        target = Path(html) if html else Path(what[0]) / f"report-beside-{found[1].name}.html"
+        write(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
+    return [str(target)]
+
+
+def _rows_page(files: Sequence[str], html: str | None) -> str:
+    """The page of a benchmark's rows; a second file holds what a tuner tried."""
+    from tilemesh.cli.bench_page import write_bench_page
+
+    if html is None:
+        raise UsageError("the page of a file of rows needs a name: give --html FILE")
+    tried = files[1] if len(files) > 1 else None
+    write_bench_page(read_rows(files[0]), html, tried=tried)
+    return html
+
+
+def follow(folder: str, port: int) -> None:
+    """Serve the run's page until interrupted."""
+    run.read(folder)  # a folder that is no run is refused before a server starts
+
+    def render(live: str) -> str:
+        found = run.read(folder)
+        return run_page.render(found, beside(found), live=live)
+
+    server = serve.Server(folder, render, port)
+    print(f"watching {folder}: {server.address} (Ctrl-C ends this; the run goes on)", flush=True)
+    server.serve()
+
+
+def beside(found: Run) -> Beside:
+    """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
+    made, why = [] if found.is_behind else list(found.rows), ""
+    if not made:
+        try:
+            made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []
+            why = "" if made else "the run has no summary yet"
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
+            why = f"the summary is of another version: {error}"
+    return Beside(made, why, expected_memory(found))
+
+
+def expected_memory(found: Run) -> dict[str, float]:
+    """Bytes a rank by kind as the planner counts them: what it said before the run, else from the configuration."""
+    told: Mapping[str, object] = section(found.predicted, "memory")
+    if not told:
+        try:
+            model = from_dict(ModelConfig, dict(section(found.config, "model")), "config.toml")
+            plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), "config.toml")
+            context = section(found.config, "train").get("context") or model.context
+            name = str(found.summary.get("cluster", "")).partition("x")[2]
+            device = device_for(name) if name != "local" else None
+            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
+            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
+            return {}
+    kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
+    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in ("total", "usable")}

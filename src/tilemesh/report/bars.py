@@ -1,0 +1,123 @@
+"""Bars, maps and meshes: drawings of boxes, which HTML places by itself at any width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilemesh.report.html import Html, el, join
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a bar."""
+
+    size: float
+    colour: int
+    words: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    parts: Sequence[Part]
+    value: str = ""
+
+
+def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tuple[str, int]] = ()) -> Html:
+    """Bars beside their names, pieces end to end; `most` is the length of the longest, `kinds` the legend."""
+    longest = most or max((sum(part.size for part in item.parts) for item in items), default=1.0) or 1.0
+    rows = []
+    for item in items:
+        pieces = [
+            el(
+                "span",
+                part.label if part.size / longest > 0.09 else None,
+                class_=f"b{part.colour}",
+                title=part.words,
+                style=f"width:{part.size / longest:.3%}",
+            )
+            for part in item.parts
+            if part.size > 0
+        ]
+        rows.append(
+            el(
+                "div",
+                el("span", item.name, class_="who"),
+                el("span", *pieces, class_="bar"),
+                el("span", item.value, class_="what"),
+                class_="row",
+            )
+        )
+    legend = el(
+        "ul", *(el("li", el("i", class_=f"key k{colour} box"), name) for name, colour in kinds), class_="legend"
+    )
+    many = " many" if len(items) > 16 else ""
+    return join(
+        legend if kinds else None,
+        el(
+            "div",
+            *rows,
+            class_=f"bars{many}",
+            role="img",
+            aria_label="bars: " + ", ".join(item.name for item in items[:6]),
+        ),
+    )
+
+
+_DEEPEST = 0.6  # of the colour: beyond that neither light nor dark words could be read on it
+
+
+def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, str, str] | None]]]) -> Html:
+    """A map of cells, each (strength from 0 to 1, what it shows, words for whoever points at it)."""
+    head = el("tr", el("td"), *(el("th", one, scope="col") for one in columns))
+    body = []
+    for name, cells in rows:
+        made = [
+            el("td", class_="none")
+            if cell is None
+            else el(
+                "td",
+                cell[1],
+                title=cell[2],
+                class_="best" if cell[0] > 0.999 else None,
+                style=f"--heat:{_DEEPEST * min(1.0, max(0.0, cell[0])):.0%}",
+            )
+            for cell in cells
+        ]
+        body.append(el("tr", el("th", name, scope="row"), *made))
+    return el(
+        "div",
+        el("table", el("thead", head), el("tbody", *body), class_="heat"),
+        class_="scroll",
+        tabindex=0,
+        role="region",
+        aria_label="heat map",
+    )
+
+
+MOST_DRAWN = 256
+
+
+def mesh_picture(dp: int, tp: int, pp: int, dp_bytes: float, tp_bytes: float) -> Html:
+    """Ranks as boxes, tp across and dp down, a panel a stage; thick where much crosses."""
+    if dp * tp * pp > MOST_DRAWN:
+        return el("p", f"{dp * tp * pp:,} ranks are more than a picture can show: the table beneath says what crosses.")
+    most = max(dp_bytes, tp_bytes, 1.0)
+    thick = {"dp": 2 + 10 * dp_bytes / most, "tp": 2 + 10 * tp_bytes / most}
+    small = " small" if max(dp, tp) > 8 else ""
+    panels = []
+    for stage in range(pp):
+        cells = []
+        for row in range(dp):
+            for column in range(tp):
+                # Model-major: ranks of one replica have neighbouring numbers.
+                rank = (row * pp + stage) * tp + column
+                joined = " ".join(name for name, on in (("right", column + 1 < tp), ("down", row + 1 < dp)) if on)
+                words = f"rank {rank}: dp {row}, tp {column}" + (f", stage {stage}" if pp > 1 else "")
+                cells.append(el("span", rank, class_=joined or None, title=words))
+        style = f"grid-template-columns:repeat({tp},max-content);--tp:{thick['tp']:.0f}px;--dp:{thick['dp']:.0f}px"
+        words = f"mesh of {dp} by {tp} ranks" + (f", stage {stage}" if pp > 1 else "")
+        panels.append(el("div", *cells, class_=f"mesh{small}", style=style, role="img", aria_label=words))
+    return join(*panels)

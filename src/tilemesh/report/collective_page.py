@@ -1,0 +1,205 @@
+"""The page of a bench of collectives: time against size, who overtakes whom, where the time went, and the schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilemesh.comm.schedules.book import algorithms, build
+from tilemesh.comm.schedules.collectives import COLLECTIVES
+from tilemesh.comm.schedules.schedule import Schedule
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import equal
+from tilemesh.report.bars import Bar, Part, bars
+from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure, grid
+from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
+from tilemesh.report.rows import origin, percent, row_table
+
+PARTS = {"set-up": 4, "copy": 5, "wire": 1, "reduce": 0, "wait": 6}
+ORDER = ("auto", "native", "limit")
+MOST_LINES = 8  # colours that can be told apart
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One collective on so many ranks: seconds by size for every algorithm, and the rows of auto."""
+
+    collective: str
+    ranks: int
+    buffers: str
+    times: Mapping[str, Points]
+    auto: Sequence[Row]
+
+    @property
+    def title(self) -> str:
+        return f"{self.collective}, {self.ranks} ranks" + (f", {self.buffers} arrays" if self.buffers else "")
+
+
+def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
+    """Rows of `bench collective`; schedules are drawn besides those that auto picked."""
+    panels = panels_of(rows)
+    title = f"Collectives on {rows[0].machine}" if rows else ", ".join(schedule_title(one) for one in schedules)
+    picked = [*schedules, *picked_schedules(panels, {_key(one) for one in schedules})]
+    body = join(
+        el("h1", title),
+        el("p", verdict(panels), class_="verdict") if panels else None,
+        *(part for panel in panels for part in (el("h2", panel.title), _panel(panel))),
+        el("h2", "Schedules, round by round") if picked else None,
+        el("div", *(draw_rounds(one) for one in picked), class_="pair") if picked else None,
+        el("h2", "Every row") if rows else None,
+        el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm"))) if rows else None,
+        _origin(rows),
+    )
+    return page(f"{title}: tilemesh bench", body)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------
+
+
+def panels_of(rows: Sequence[Row]) -> list[Panel]:
+    """Rows by collective, ranks and whose memory; what is no collective's time is passed over."""
+    found: dict[tuple[str, int, str], tuple[dict[str, Points], list[Row]]] = {}
+    for row in rows:
+        size, ranks, algorithm = row.case.get("bytes"), row.case.get("ranks"), row.case.get("algorithm")
+        if row.unit != "s" or row.measured is None or not isinstance(size, int) or not isinstance(ranks, int):
+            continue
+        times, auto = found.setdefault((row.name, ranks, str(row.case.get("buffers", ""))), ({}, []))
+        times.setdefault(str(algorithm), []).append((size, row.measured.median))
+        if algorithm == "auto":
+            auto.append(row)
+            if row.limit is not None:
+                times.setdefault("limit", []).append((size, row.limit))
+        if algorithm in ("auto", None):
+            for name, peer in row.peers.items():
+                if size not in dict(times.get(name, [])):
+                    times.setdefault(name, []).append((size, peer.median))
+    return [
+        Panel(name, ranks, buffers, {key: sorted(set(points)) for key, points in times.items()}, auto)
+        for (name, ranks, buffers), (times, auto) in found.items()
+    ]
+
+
+def crossovers(times: Mapping[str, Points]) -> list[tuple[int, int, str, str]]:
+    """Where the quickest of ours changes: (last size of the one, first of the other, the one, the other)."""
+    ours = {name: dict(points) for name, points in times.items() if name not in ORDER}
+    sizes = sorted({size for points in ours.values() for size in points})
+    best = [min((n for n in ours if size in ours[n]), key=lambda n, s=size: ours[n][s]) for size in sizes]  # type: ignore[misc]
+    pairs = zip(sizes, sizes[1:], best, best[1:], strict=False)
+    return [(low, high, one, other) for low, high, one, other in pairs if one != other]
+
+
+def verdict(panels: Sequence[Panel]) -> str:
+    """How often auto beats native, by how much in the middle, and where most is lost."""
+    cells = [
+        (row, panel) for panel in panels for row in panel.auto if "native" in row.peers and row.measured is not None
+    ]
+    if not cells:
+        count = sum(len(points) for panel in panels for points in panel.times.values())
+        return f"{count} times measured; no peer was run."
+    told = [cell for cell in cells if cell[0].measured and not equal(cell[0].measured, cell[0].peers["native"])]
+    faster = sum(row.speedup["native"] > 1 for row, _ in told)
+    middle = sorted(row.speedup["native"] for row, _ in cells)[len(cells) // 2]
+    same = len(cells) - len(told)
+    words = f"Faster than native in {faster} of {len(cells)} cells, equal in {same}, {middle:.2f}× in the middle"
+    slower = [cell for cell in told if cell[0].speedup["native"] < 1]
+    if slower:
+        row, panel = min(slower, key=lambda cell: cell[0].speedup["native"])
+        where = f"{panel.title} at {format_bytes(int(str(row.case['bytes'])))}"
+        words += f"; the largest saving is {where}, where native takes {percent(1 - row.speedup['native'])} less"
+    return words + "."
+
+
+# ---- drawings --------------------------------------------------------------------------------------------------
+
+
+def _panel(panel: Panel) -> Html:
+    return el("div", over_size(panel), where_it_went(panel), class_="pair")
+
+
+def over_size(panel: Panel) -> Html:
+    """Seconds against bytes, both logarithmic; upright lines where the quickest of ours changes."""
+    names = [*(name for name in ORDER if name in panel.times), *(name for name in panel.times if name not in ORDER)]
+    values = [value for points in panel.times.values() for _, value in points]
+    sizes = sorted({size for points in panel.times.values() for size, _ in points})
+    x = Axis(sizes[0] / 1.3, sizes[-1] * 1.3, "bytes", format_bytes, log=True, binary=True)
+    y = Axis(min(values) / 1.3, max(values) * 1.3, "seconds", format_seconds, log=True)
+    colours = {"auto": 0, "native": 1, "limit": 6}
+    free = [colour for colour in range(8) if colour not in colours.values()]
+    drawn = names[: len(colours) + MOST_LINES]
+    layers: list[Layer] = []
+    for name in drawn:
+        others = [one for one in drawn if one not in colours]
+        place = others.index(name) if name in others else 0
+        colour = colours.get(name, free[place % len(free)])
+        dashed = name == "limit" or (name in others and place >= len(free))
+        layers.append(Line(name, list(panel.times[name]), colour, dashed=dashed, dots=name in ("auto", "native")))
+    crossed = crossovers(panel.times)
+    layers += [Rule("", math.sqrt(low * high), 6, upright=True) for low, high, _, _ in crossed]
+    words = "; ".join(
+        f"{b} overtakes {a} between {format_bytes(low)} and {format_bytes(high)}" for low, high, a, b in crossed
+    )
+    rows: list[list[Child]] = [
+        [
+            format_bytes(size),
+            *(format_seconds(found) if (found := dict(panel.times[name]).get(size)) else "–" for name in names),
+        ]
+        for size in sizes
+    ]
+    table = Table(["bytes", *names], rows, [x.place(size) for size in sizes])
+    return chart("Time against size", f"Among ours {words}." if words else "", Plot(x, y, layers, height=320), table)
+
+
+def where_it_went(panel: Panel) -> Html:
+    """Parts of auto's time, a bar a size."""
+    items, rows = [], []
+    for row in sorted(panel.auto, key=lambda one: int(str(one.case["bytes"]))):
+        shares = {part: _number(row.case.get(f"in_{part}")) for part in PARTS}
+        if not any(shares.values()) or row.measured is None:
+            continue
+        size = format_bytes(int(str(row.case["bytes"])))
+        parts = [
+            Part(share, PARTS[part], f"{part}: {percent(share)}", percent(share)) for part, share in shares.items()
+        ]
+        items.append(Bar(size, parts, str(row.case.get("picked", ""))))
+        rows.append([size, *(percent(share, 1) for share in shares.values()), format_seconds(row.measured.median)])
+    if not items:
+        return el("p", "Not shown: where the time went (the rows do not say).", class_="missing")
+    drawn = bars(items, most=1.0, kinds=list(PARTS.items()))
+    return figure("Where auto's time went", "By size; at the right what auto picked.", drawn,
+                  Table(["bytes", *PARTS, "in all"], rows))  # fmt: skip
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------
+
+
+def _key(schedule: Schedule) -> tuple[str, str, int]:
+    return schedule.collective, schedule.algorithm, schedule.ranks
+
+
+def picked_schedules(panels: Iterable[Panel], known: set[tuple[str, str, int]]) -> list[Schedule]:
+    """What auto picked, each once, where it is a schedule of the book."""
+    made = []
+    for panel in panels:
+        for row in panel.auto:
+            key = (panel.collective, str(row.case.get("picked")), panel.ranks)
+            in_book = panel.collective in COLLECTIVES and key[1] in algorithms(panel.collective)
+            if key not in known and in_book and 1 < panel.ranks <= MOST_RANKS:
+                known.add(key)
+                made.append(build(*key))
+    return made
+
+
+def _origin(rows: Sequence[Row]) -> Html | None:
+    if not rows:
+        return None
+    facts = [[key, el("td", value, class_="words")] for key, value in origin(rows[0]).items()]
+    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))

@@ -1,0 +1,360 @@
+"""The drawing helpers of every page: axes, lines, dots, bars and tables.
+
+The one idea: only shapes are stretched. A plot's lines lie in an SVG that takes whatever width there is (strokes keep
+theirs, and a dot is a stroke of no length); text is HTML at its own size beside it. So one drawing, made once without
+a script, is legible on a phone and on a projector. Colours are classes: light and dark are the style sheet's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tilemesh.report.html import Child, Html, el, join
+
+SPAN = 1000  # units of the drawing across and up
+_NICE = (1, 2, 2.5, 5, 10)
+
+Format = Callable[[float], str]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values between two ends, each at a fraction of the way; logarithmic or not."""
+
+    low: float
+    high: float
+    words: str
+    show: Format = "{:g}".format
+    log: bool = False
+    whole: bool = False
+    """Only whole numbers get a tick."""
+    binary: bool = False
+    """Ticks at round numbers of KiB, MiB, GiB."""
+
+    def place(self, value: float) -> float:
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return 0.5 if low == high else (self._scaled(value) - low) / (high - low)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+    def ticks(self, about: int = 5) -> list[float]:
+        if self.log:
+            return _log_ticks(self.low, self.high, self.binary)
+        width = (self.high - self.low) / max(1, about)
+        if width <= 0 or not math.isfinite(width):
+            return [self.low]
+        scale = 1024.0 ** max(0, math.floor(math.log(width, 1024))) if self.binary else 1.0
+        unit = scale * 10.0 ** math.floor(math.log10(width / scale))
+        step = next(nice * unit for nice in _NICE if nice * unit >= width * 0.999)
+        if self.whole:
+            step = max(1.0, round(step))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float, binary: bool) -> list[float]:
+    if binary:  # 1, 16, 256 KiB: powers of sixteen
+        powers = range(math.ceil(math.log(low, 16) - 1e-9), math.floor(math.log(high, 16) + 1e-9) + 1)
+        return [16.0**power for power in powers]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if math.log10(high / low) < 3 else (1,)
+    every = max(1, len(decades) // 7)
+    found = [step * 10.0**decade for decade in decades for step in steps if decade % every == 0]
+    return [value for value in found if low * 0.999 <= value <= high * 1.001]
+
+
+def around(values: Iterable[float], *, zero: bool = False, margin: float = 0.06) -> tuple[float, float]:
+    """Ends of an axis that leave some room around values; (0, 1) for none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0, 1.0
+    low, high = min(finite), max(finite)
+    if zero:
+        low = min(0.0, low)
+    room = (high - low) * margin or abs(high) * margin or 1.0
+    return (low if zero and low == 0 else low - room), high + room
+
+
+# ---- layers of a plot ------------------------------------------------------------------------------------------
+
+Points = Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values joined; None breaks the line. `band`: (x, low, high) shaded behind it, with None where it breaks too."""
+
+    name: str
+    points: Points
+    colour: int = 0
+    dashed: bool = False
+    dots: bool = False
+    band: Sequence[tuple[float, float, float] | None] = ()
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Single values, each with words for whoever points at it."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+    size: int = 7
+    hollow: bool = False
+    words: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A straight line across the plot at a value: a limit, a prediction."""
+
+    name: str
+    at: float
+    colour: int = 1
+    upright: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A word at a place of the plot."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A sign above the plot at a value of x: a checkpoint, a restart, a warning."""
+
+    at: float
+    kind: str
+    words: str
+
+
+Layer = Line | Dots | Rule | Note
+
+SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A chart's numbers. `places`: where a row lies across (0 to 1), for the cursor that reads the chart aloud."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Child]]
+    places: Sequence[float] = ()
+    note: str = ""
+    words: bool = False
+    """Text rather than numbers: aligned at the left."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One chart: two axes and what lies between them."""
+
+    x: Axis
+    y: Axis
+    layers: Sequence[Layer]
+    marks: Sequence[Mark] = ()
+    height: int = 260
+    shaded: Sequence[tuple[float, float, str]] = field(default_factory=tuple)
+    """Stretches of x where nothing is known, with the reason."""
+
+
+def chart(title: str, words: Child, plot: Plot, table: Table | None, *, wide: bool = False) -> Html:
+    """A figure: title, one sentence, the plot, its legend, and its numbers folded beneath."""
+    cursor = table is not None and bool(table.places)
+    body = _plot(title, plot, cursor)
+    return figure(title, words, join(_legend(plot.layers, plot.marks), body), table, wide=wide)
+
+
+def figure(title: str, words: Child, body: Html, table: Table | None, *, wide: bool = False) -> Html:
+    return el(
+        "figure",
+        el("figcaption", el("h3", title), el("p", words) if words else None),
+        body,
+        numbers(table) if table is not None else None,
+        class_="wide" if wide else None,
+    )
+
+
+def numbers(table: Table, summary: str = "Numbers") -> Html:
+    return el(
+        "details", el("summary", summary), el("p", table.note, class_="quiet") if table.note else None, grid(table)
+    )
+
+
+def grid(table: Table) -> Html:
+    """A plain table that scrolls by itself where it is too wide."""
+    head = el("tr", *(el("th", one, scope="col") for one in table.head))
+    places: Sequence[float | None] = table.places or [None] * len(table.rows)
+    rows = [
+        el("tr", *(_cell(cell) for cell in row), data_x=None if place is None else f"{place:.4f}")
+        for row, place in zip(table.rows, places, strict=True)
+    ]
+    return el(
+        "div",
+        el("table", el("thead", head), el("tbody", *rows), class_="left" if table.words else None),
+        class_="scroll",
+        tabindex=0,
+        role="region",
+        aria_label="table: " + ", ".join(table.head[:4]),
+    )
+
+
+def _cell(cell: Child) -> Html:
+    return cell if isinstance(cell, Html) and cell.startswith("<td") else el("td", cell)
+
+
+def _plot(title: str, plot: Plot, cursor: bool) -> Html:
+    x, y = plot.x, plot.y
+    shapes: list[Html] = []
+    for begin, end, _ in plot.shaded:
+        left, right = _across(x, begin), _across(x, end)
+        shapes.append(
+            el("rect", class_="gap", x=f"{left:.1f}", y=0, width=f"{max(1.0, right - left):.1f}", height=SPAN)
+        )
+    x_ticks, y_ticks = x.ticks(6), y.ticks(4)
+    grid_path = "".join(f"M0,{_up(y, tick):.1f}H{SPAN}" for tick in y_ticks)
+    shapes.append(el("path", class_="grid", d=grid_path))
+    for layer in plot.layers:
+        shapes += _shapes(layer, x, y)
+    texts = [el("span", y.show(tick), class_="ty", style=f"top:{_up(y, tick) / SPAN:.2%}") for tick in y_ticks]
+    texts += [
+        el("span", x.show(tick), class_="tx" if stays else "tx less", style=f"left:{x.place(tick):.2%}")
+        for tick, stays in _thinned(x_ticks, x)
+    ]
+    texts += [
+        el(
+            "span",
+            one.text,
+            class_="note" if x.place(one.x) < 0.8 else "note back",
+            style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
+        )
+        for one in plot.layers
+        if isinstance(one, Note)
+    ]
+    signs = [
+        el(
+            "span",
+            SIGNS.get(mark.kind, "•"),
+            class_=f"sign {mark.kind}" + ("" if mark.kind == "checkpoint" else " raised"),
+            title=mark.words,
+            style=f"left:{min(1.0, max(0.0, x.place(mark.at))):.2%}",
+        )
+        for mark in plot.marks
+    ]
+    drawing = el("svg", *shapes, viewBox=f"0 0 {SPAN} {SPAN}", preserveAspectRatio="none", role="img", aria_label=title)
+    inside = el(
+        "div",
+        drawing,
+        *texts,
+        *signs,
+        class_="plot",
+        style=f"height:{plot.height}px",
+        tabindex=0 if cursor else None,
+        role="group" if cursor else None,
+        aria_label=f"{title}: arrow keys read its values" if cursor else None,
+    )
+    reading = el("output", class_="reading", aria_live="polite") if cursor else None
+    left = max((len(y.show(tick)) for tick in y_ticks), default=1)  # letters that the words at the side need
+    return el(
+        "div",
+        el("div", y.words, class_="ylabel"),
+        inside,
+        el("div", x.words, class_="xlabel"),
+        reading,
+        class_="chart two" if any(mark.kind != "checkpoint" for mark in plot.marks) else "chart",
+        style=f"--left:{left}",
+    )
+
+
+def _thinned(ticks: Sequence[float], x: Axis) -> list[tuple[float, bool]]:
+    """Ticks with room for their words on a wide page, and whether they stay on a narrow one."""
+    shown = max((len(x.show(tick)) for tick in ticks), default=1)
+    kept = ticks[:: -(-len(ticks) // max(2, 80 // (shown + 2)))]
+    every = -(-len(kept) // max(2, 34 // (shown + 2)))
+    return [(tick, index % every == 0) for index, tick in enumerate(kept)]
+
+
+def _across(x: Axis, value: float) -> float:
+    return SPAN * min(1.0, max(0.0, x.place(value)))
+
+
+def _up(y: Axis, value: float) -> float:
+    return SPAN * (1 - min(1.0, max(0.0, y.place(value))))
+
+
+def _shapes(layer: Layer, x: Axis, y: Axis) -> list[Html]:
+    if isinstance(layer, Line):
+        return _line(layer, x, y)
+    if isinstance(layer, Rule):
+        way = f"M{_across(x, layer.at):.1f},0V{SPAN}" if layer.upright else f"M0,{_up(y, layer.at):.1f}H{SPAN}"
+        return [el("path", el("title", layer.name), class_=f"s{layer.colour} line dashed", d=way)]
+    if isinstance(layer, Dots):
+        return _dots(layer, x, y)
+    return []
+
+
+def _line(layer: Line, x: Axis, y: Axis) -> list[Html]:
+    made = []
+    if layer.band:
+        for shaded in _runs(layer.band):
+            top = "L".join(f"{_across(x, at):.1f},{_up(y, high):.1f}" for at, _, high in shaded)
+            back = "L".join(f"{_across(x, at):.1f},{_up(y, low):.1f}" for at, low, _ in reversed(shaded))
+            made.append(el("path", class_=f"f{layer.colour} band", d=f"M{top}L{back}Z"))
+    path, single = [], []
+    for run in _runs([None if value is None else (at, value) for at, value in layer.points]):
+        points = [f"{_across(x, at):.1f},{_up(y, value):.1f}" for at, value in run]
+        path.append("M" + "L".join(points))
+        if len(points) == 1 or layer.dots:
+            single += points
+    made.append(el("path", class_=f"s{layer.colour} line{' dashed' if layer.dashed else ''}", d="".join(path)))
+    if single:
+        made.append(el("path", class_=f"s{layer.colour} dot", stroke_width=6, d="".join(f"M{p}h0" for p in single)))
+    return made
+
+
+def _dots(layer: Dots, x: Axis, y: Axis) -> list[Html]:
+    places = [f"M{_across(x, at):.1f},{_up(y, value):.1f}h0" for at, value in layer.points]
+    if not layer.words:
+        made = [el("path", class_=f"s{layer.colour} dot", stroke_width=layer.size, d="".join(places))]
+    else:
+        made = [
+            el("path", el("title", words), class_=f"s{layer.colour} dot", stroke_width=layer.size, d=place)
+            for place, words in zip(places, layer.words, strict=True)
+        ]
+    if layer.hollow:
+        made.append(el("path", class_="dot hole", stroke_width=max(1, layer.size - 4), d="".join(places)))
+    return made
+
+
+def _runs(values: Iterable[T | None]) -> list[list[T]]:
+    """Stretches between the Nones."""
+    found: list[list[T]] = [[]]
+    for value in values:
+        if value is None:
+            found.append([])
+        else:
+            found[-1].append(value)
+    return [run for run in found if run]
+
+
+def _legend(layers: Sequence[Layer], marks: Sequence[Mark]) -> Html | None:
+    named = [layer for layer in layers if not isinstance(layer, Note) and layer.name]
+    kinds = list(dict.fromkeys(mark.kind for mark in marks))
+    items = [el("li", el("i", class_=f"key k{one.colour} {_key(one)}"), one.name) for one in named]
+    items += [el("li", el("span", SIGNS.get(kind, "•"), class_=f"sign {kind}"), kind) for kind in kinds]
+    return el("ul", *items, class_="legend") if len(items) > 1 else None
+
+
+def _key(layer: Line | Dots | Rule) -> str:
+    if isinstance(layer, Dots):
+        return "ring" if layer.hollow else "spot"
+    return "dashed" if isinstance(layer, Rule) or layer.dashed else ""

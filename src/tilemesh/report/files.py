@@ -1,0 +1,89 @@
+"""Reading somebody's folder: only plain files inside it, as they are at this moment, and a reason where that fails.
+
+A link is not followed, a pipe is not waited for, and a file that is still being written gives what is whole in it. So
+a page can be made of a folder in any state, and serving one reaches nothing outside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 512 << 20
+
+
+class Unread(Exception):  # noqa: N818  not an error of ours: the reason goes on the page
+    """Why a file gave nothing, in words for the page."""
+
+
+def read_text(path: Path) -> str:
+    """The file's text, bytes that are no UTF-8 replaced; `Unread` says why there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Unread("not there") from None
+    except OSError as error:
+        is_link = path.is_symlink()
+        raise Unread("a link, which is not followed" if is_link else error.strerror or "unreadable") from None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise Unread("not a plain file")
+        if found.st_size > MOST_BYTES:
+            raise Unread(f"{found.st_size >> 20} MiB, more than the {MOST_BYTES >> 20} MiB a page is made of")
+        try:
+            return file.read().decode("utf-8", errors="replace")
+        except OSError as error:
+            raise Unread(error.strerror or "unreadable") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object."""
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Unread("damaged, or cut short while it was written") from None
+    if not isinstance(found, dict):
+        raise Unread("not a JSON object")
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unread(f"not TOML: {error}") from None
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """JSON objects a line, and how many lines were none; a last line without its end is still being written."""
+    found, damaged = [], 0
+    lines = read_text(path).split("\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        elif number < len(lines) - 1:
+            damaged += 1
+    return found, damaged
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a folder that is no link; nothing where there is none."""
+    if folder.is_symlink():
+        return []
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

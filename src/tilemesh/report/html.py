@@ -1,0 +1,102 @@
+"""HTML that cannot forget to escape: an element's children are escaped unless they are elements themselves.
+
+`page` wraps a body into one file that needs nothing else: style and script stand in it, and its own policy forbids the
+browser to load or send anything, or to run a script that is not this one.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import RunError
+
+VOID = ("br", "hr", "img", "input", "meta", "wbr")
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child = Html | str | int | float | None
+
+
+def escape(text: object) -> str:
+    """Text for a page; characters that could turn the reading order or hide are shown as what they are."""
+    shown = "".join(f"\\u{ord(one):04x}" if _is_hidden(one) else one for one in str(text))
+    return html.escape(shown, quote=True)
+
+
+def el(element: str, /, *children: Child, **attributes: Any) -> Html:
+    """An element. `class_` loses its underscore, other names turn theirs to dashes; None and False are left out."""
+    words = [element]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        shown = key.rstrip("_").replace("_", "-")
+        words.append(shown if value is True else f'{shown}="{escape(value)}"')
+    inside = join(*children)
+    return Html(f"<{' '.join(words)}>" + ("" if element in VOID else f"{inside}</{element}>"))
+
+
+def join(*children: Child) -> Html:
+    return Html("".join(one if isinstance(one, Html) else escape(one) for one in children if one is not None))
+
+
+def data(value: Any, **attributes: Any) -> Html:
+    """Numbers for the script. `<` is written so that no text can end the element; what is no number becomes null."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return Html(el("script", type="application/json", **attributes).removesuffix("</script>") + text + "</script>")
+
+
+@functools.cache
+def asset(name: str) -> str:
+    return (resources.files("tilemesh.report") / "assets" / name).read_text(encoding="utf-8").strip()
+
+
+def page(title: str, body: Html, *, live: bool = False) -> str:
+    """The whole file. `live`: the page of a run in progress may ask the server it came from, and nobody else."""
+    script = asset("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}; base-uri 'none'; form-action 'none'"
+    )
+    head = join(
+        el("meta", charset="utf-8"),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        Html('<link rel="icon" href="data:,">'),
+        el("title", title),
+        Html(f"<style>{asset('page.css')}</style>"),
+    )
+    main = el("main", body, data_live="yes" if live else None, id="main")
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{main}\n<script>{script}</script></body></html>\n'
+    )
+
+
+def write(text: str, path: str | Path) -> None:
+    """Write a page whole, making its folder; RunError when it cannot be."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None
+
+
+def _is_hidden(one: str) -> bool:
+    """Controls, and the marks that reverse or hide text around them; half a surrogate cannot be written at all."""
+    code = ord(one)
+    is_control = (code < 32 and one not in "\n\t") or 127 <= code < 160
+    return is_control or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069 or 0xD800 <= code <= 0xDFFF

@@ -1,0 +1,290 @@
+"""The page of a kernel's bench: the roofline, speedups over the peers, times by case, and what the tuner tried.
+
+Rows of any other bench or of a calibration have the same page without a roofline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilemesh.core.units import format_rate, format_seconds
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import equal
+from tilemesh.measure.table import format_value
+from tilemesh.report.bars import Bar, Part, bars, heat
+from tilemesh.report.draw import Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure, grid
+from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.rows import origin, percent, row_table
+
+NO_PEERS = ("a @ b alone",)
+"""Columns that compute less than ours: shown, never counted as a peer."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a row's problem needs whoever computes it."""
+
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration the tuner timed; `seconds` is infinite when it did not run."""
+
+    problem: str
+    config: Mapping[str, Any]
+    seconds: float
+
+
+def trial_line(trial: Trial) -> str:
+    """One line of JSON, as the recorded grids have them."""
+    ran = math.isfinite(trial.seconds)
+    body = {"problem": trial.problem, "config": dict(trial.config), "seconds": trial.seconds if ran else None}
+    return json.dumps(body | {"failure": None if ran else "did not run"}, allow_nan=False)
+
+
+def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Trial] = ()) -> str:
+    """`work` has one for each row. Kernel time is drawn; call time stands in the table."""
+    pairs = [
+        (row, need)
+        for row, need in zip(rows, work, strict=True)
+        if row.measured is not None and row.case.get("time", "kernel") == "kernel"
+    ]
+    names = list(dict.fromkeys(row.name for row in rows))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    title = f"{shown or 'tuning'} on {rows[0].machine if rows else 'this GPU'}"
+    drawn = [row for row, _ in pairs]
+    lead = [key for key in ("shape", "dtype", "time") if any(key in row.case for row in rows)]
+    body = join(
+        el("h1", title),
+        el("p", verdict(drawn), class_="verdict") if drawn else None,
+        el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
+        roofline(pairs) if any(need for _, need in pairs) else limits(drawn),
+        el("h2", "Against the peers") if drawn else None,
+        speedups(drawn) if drawn else None,
+        by_case(drawn) if drawn else None,
+        el("h2", "Every row") if rows else None,
+        row_table(rows, lead) if rows else None,
+        el("h2", "What the tuner tried") if trials else None,
+        *heat_maps(trials),
+        _origin(rows),
+    )
+    return page(f"{title}: tilemesh bench", body)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """How many are faster than every peer, how near the limit, and which shape has most to gain."""
+    judged = [row for row in rows if peers_of(row)]
+    faster = [row for row in judged if _factor(row) > 1 and not _is_equal(row)]
+    same = [row for row in judged if _is_equal(row)]
+    parts = []
+    if judged:
+        parts.append(f"faster than every peer in {len(faster)} of {len(judged)} cases, equal in {len(same)}")
+    reached = sorted(row.of_limit for row in rows if row.of_limit is not None)
+    if reached:
+        parts.append(f"median {percent(reached[len(reached) // 2])} of the limit")
+        worst = min((row for row in rows if row.of_limit is not None), key=lambda row: row.of_limit or 0.0)
+        gain = percent(1 - (worst.of_limit or 0.0))
+        parts.append(f"the largest saving is {worst.case.get('shape', worst.name)}, at most {gain} of its time")
+    words = "; ".join(parts) or "nothing to compare with"
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def peers_of(row: Row) -> dict[str, float]:
+    return {name: factor for name, factor in row.speedup.items() if name not in NO_PEERS}
+
+
+def _factor(row: Row) -> float:
+    return min(peers_of(row).values())
+
+
+def _best_peer(row: Row) -> str:
+    found = peers_of(row)
+    return min(found, key=lambda name: found[name])
+
+
+def _is_equal(row: Row) -> bool:
+    return row.measured is not None and equal(row.measured, row.peers[_best_peer(row)])
+
+
+def _name(row: Row) -> str:
+    if "shape" in row.case:
+        return f"{row.case['shape']} {row.case.get('dtype', '')}".strip()
+    words = [
+        f"{value} {key}" if isinstance(value, int) else str(value) for key, value in row.case.items() if key != "by"
+    ]
+    return " ".join([row.name, *words])
+
+
+# ---- drawings --------------------------------------------------------------------------------------------------
+
+
+def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
+    """FLOP/s against FLOPs a byte, ours and the best peer, under the limit."""
+    ours, theirs, roof, rows, labels, places = [], [], [], [], [], []
+    for row, need in sorted(pairs, key=lambda pair: pair[1].flops / pair[1].nbytes if pair[1] else 0.0):
+        if need is None or row.measured is None:
+            continue
+        x = need.flops / need.nbytes
+        reached = need.flops / row.measured.median
+        ours.append((x, reached))
+        labels.append(_name(row))
+        best = _best_peer(row) if peers_of(row) else None
+        peer = need.flops / row.peers[best].median if best else None
+        if peer:
+            theirs.append((x, peer))
+        if row.limit:
+            roof.append((x, need.flops / row.limit))
+        rows.append([_name(row), f"{x:.3g}", format_rate(reached, "FLOP/s"),
+                     format_rate(peer, "FLOP/s") if peer else "–", best or "–",
+                     percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
+        places.append(x)
+    ys = [y for _, y in [*ours, *theirs, *roof]]
+    x_axis = Axis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
+    y_axis = Axis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
+    layers: list[Layer] = [
+        Line("limit", _hull(roof), 6),
+        Dots("best peer", theirs, 1, 10, hollow=True),
+        Dots("ours", ours, 0, 10, words=labels),
+        *_notes(ours, labels, x_axis, y_axis),
+    ]
+    head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
+    table = Table(head, rows, [x_axis.place(x) for x in places])
+    words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
+    return chart("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table, wide=True)
+
+
+def limits(rows: Sequence[Row]) -> Html | None:
+    """How much of the limit was reached, a bar a row: where FLOPs a byte are not the question."""
+    known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
+    if not known:
+        return None
+    items = [Bar(_name(row), [Part(share, 0, percent(share), percent(share))], percent(share)) for row, share in known]
+    rows_ = [[_name(row), percent(share, 1)] for row, share in known]
+    longest = max(1.0, *(share for _, share in known))
+    drawn = bars(items, most=longest)
+    return figure("Of the limit", "100 % is the limit.", drawn, Table(["what", "of the limit"], rows_), wide=True)
+
+
+def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
+    """The limit as one line: of shapes with the same intensity the highest, never falling."""
+    made: list[tuple[float, float | None]] = []
+    highest = 0.0
+    for x, y in sorted(roof):
+        highest = max(highest, y)
+        made.append((x, highest))
+    return made
+
+
+def _notes(points: Sequence[tuple[float, float]], labels: Sequence[str], x: Axis, y: Axis) -> list[Note]:
+    """Names beside the dots that have room for one; the others are in the table."""
+    placed: list[tuple[float, float]] = []
+    made = []
+    for (at, value), label in zip(points, labels, strict=True):
+        here = (x.place(at), y.place(value))
+        crowded = any(abs(here[0] - a) < 0.16 and abs(here[1] - b) < 0.055 for a, b in placed)
+        if not crowded:
+            made.append(Note(at, value, label.split(" ")[0]))
+            placed.append(here)
+    return made
+
+
+def speedups(rows: Sequence[Row]) -> Html:
+    """How many times faster than the best peer, shape by shape."""
+    judged = [row for row in rows if peers_of(row)]
+    items, table = [], []
+    for row in judged:
+        factor = _factor(row)
+        same = _is_equal(row)
+        colour = 6 if same else 2 if factor > 1 else 1
+        words = f"{factor:.2f}×{' =' if same else ''}"
+        items.append(
+            Bar(_name(row), [Part(factor, colour, f"{_name(row)}: {words} {_best_peer(row)}", words)], _best_peer(row))
+        )
+        table.append([_name(row), words, _best_peer(row)])
+    kinds = [("faster", 2), ("equal", 6), ("slower", 1)]
+    drawn = bars(items, kinds=kinds) if items else el("p", "No peer was run.")
+    return figure("Speedup over the best peer", "1.00× is the peer; equal is within 2 % or overlapping spreads.", drawn,
+                  Table(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
+
+
+_COLOURS = {"ours": 0, "limit": 2}
+
+
+def by_case(rows: Sequence[Row]) -> Html:
+    """Ours, every peer and the limit, a group a case."""
+    groups = []
+    for row in rows:
+        if row.measured is None:
+            continue
+        found = {"ours": row.measured.median, **{name: one.median for name, one in row.peers.items()}}
+        found |= {"limit": row.limit} if row.limit else {}
+        items = [
+            Bar(name, [Part(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
+            for name, value in found.items()
+        ]
+        groups.append(el("div", el("h3", _name(row)), bars(items)))
+    return el("details", el("summary", "Ours, every peer and the limit, by case"), el("div", *groups, class_="pair"))
+
+
+# ---- the tuner -------------------------------------------------------------------------------------------------
+
+
+def heat_maps(trials: Sequence[Trial]) -> list[Html]:
+    """A map a problem: tile rows against tile columns, the best time over everything else."""
+    problems = list(dict.fromkeys(trial.problem for trial in trials))
+    return [heat_map(problem, [trial for trial in trials if trial.problem == problem]) for problem in problems]
+
+
+def heat_map(problem: str, trials: Sequence[Trial]) -> Html:
+    best: dict[tuple[int, int], Trial] = {}
+    for trial in trials:
+        m, n = trial.config.get("block_m"), trial.config.get("block_n")
+        if trial.config.get("kind") in ("library", "torch") or not math.isfinite(trial.seconds):
+            continue
+        key = (int(m or 128), int(n or 128))
+        if key not in best or trial.seconds < best[key].seconds:
+            best[key] = trial
+    if not best:
+        return el("p", f"{problem}: no configuration ran.", class_="missing")
+    fastest = min(trial.seconds for trial in best.values())
+    columns = sorted({n for _, n in best})
+    lines = []
+    for m in sorted({m for m, _ in best}):
+        cells = [best.get((m, n)) for n in columns]
+        lines.append((str(m), [None if one is None else _heat_cell(one, fastest) for one in cells]))
+    built_in = [trial for trial in trials if trial.config.get("kind") in ("library", "torch")]
+    words = f"Tile rows down, tile columns across; best {format_seconds(fastest)} of {len(trials)} tried"
+    words += "".join(f", {one.config['kind']} {format_seconds(one.seconds)}" for one in built_in) + "."
+    head = ["tile", "seconds", "of the best", "configuration"]
+    rows: list[list[Child]] = [
+        [
+            f"{m}x{n}",
+            format_seconds(one.seconds),
+            percent(fastest / one.seconds),
+            el("td", _config(one), class_="words"),
+        ]
+        for (m, n), one in sorted(best.items(), key=lambda item: item[1].seconds)
+    ]
+    return figure(problem, words, heat([str(n) for n in columns], lines), Table(head, rows), wide=True)
+
+
+def _heat_cell(trial: Trial, fastest: float) -> tuple[float, str, str]:
+    share = fastest / trial.seconds
+    return share**2, percent(share), f"{format_seconds(trial.seconds)}: {_config(trial)}"
+
+
+def _config(trial: Trial) -> str:
+    return ", ".join(f"{key} {value}" for key, value in trial.config.items())
+
+
+def _origin(rows: Sequence[Row]) -> Html | None:
+    if not rows:
+        return None
+    facts = [[key, el("td", value, class_="words")] for key, value in origin(rows[0]).items()]
+    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))

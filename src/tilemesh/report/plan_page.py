@@ -1,0 +1,182 @@
+"""The page of a plan: memory against step time, where the step of each layout goes, and the first one's pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tilemesh.core.units import format_bytes, format_count, format_seconds
+from tilemesh.plan.choose import Result
+from tilemesh.plan.layout import short
+from tilemesh.plan.page import frontier, simulated
+from tilemesh.plan.step import Prediction
+from tilemesh.report import timeline
+from tilemesh.report.bars import Bar, Part, bars
+from tilemesh.report.draw import Axis, Dots, Layer, Line, Plot, Rule, Table, chart, figure, grid
+from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.rows import percent
+
+MOST_POINTS = 2000
+TIMES = {
+    "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
+    "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
+    "optimizer_s": ("optimizer", 2),
+}  # fmt: skip
+MEMORY = {
+    "weights_bytes": 0, "gradients_bytes": 1, "optimizer_bytes": 2, "activations_bytes": 3, "logits_bytes": 5,
+    "working_bytes": 4, "reserved_bytes": 6,
+}  # fmt: skip
+PASSES = {"forward": ("forward", 0), "backward": ("backward", 7)}
+
+
+def render(result: Result, name: str, why: Sequence[str]) -> str:
+    best = result.best
+    title = f"{name} on {result.cluster.name}"
+    body = join(
+        el("h1", title),
+        el("p", f"{result.considered:,} layouts looked at, {result.fitting:,} fit.", class_="quiet"),
+        el("p", verdict(best), class_="verdict"),
+        _facts(best),
+        el("h2", "The best layouts"),
+        _table(result),
+        el("h2", "Why the first"),
+        el("ul", *(el("li", line) for line in why)),
+        el("h2", "Memory against step time"),
+        trade_off(result),
+        el("h2", "Where a step and its memory go"),
+        el("div", _times(result), _memory(result), class_="pair"),
+        el("h2", "The pipeline in time"),
+        pipeline_lanes(result),
+    )
+    return page(f"{title}: tilemesh plan", body)
+
+
+def verdict(best: Prediction) -> str:
+    """One sentence: the layout, how near the peak, and what of the step is not compute."""
+    lost = {words: getattr(best.times, key) for key, (words, _) in TIMES.items() if key != "compute_s"}
+    largest = max(lost, key=lambda one: lost[one])
+    share = lost[largest] / best.times.total_s if best.times.total_s else 0.0
+    exposed = percent(best.times.exposed_s / best.step_time_s)
+    saving = f"; the largest saving is {largest}, at most {percent(share)} of the step" if share >= 0.005 else ""
+    return (
+        f"{short(best.plan)}: {format_seconds(best.step_time_s)} a step, {percent(best.mfu)} of the peak (MFU), "
+        f"exposed communication {exposed}{saving}."
+    )
+
+
+def _facts(best: Prediction) -> Html:
+    facts = (
+        ("a step", format_seconds(best.step_time_s), ""),
+        ("speed", f"{format_count(best.tokens_per_s)} tokens/s", ""),
+        ("MFU", percent(best.mfu, 1), f"HFU {percent(best.hfu, 1)}"),
+        ("memory a rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
+        ("bubble", percent(best.bubble_fraction, 1), "of the schedule"),
+    )
+    return el("dl", *(el("div", el("dt", a), el("dd", b, el("small", c))) for a, b, c in facts), class_="facts")
+
+
+def _table(result: Result) -> Html:
+    head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed"]
+    rows: list[list[Child]] = [
+        [short(one.plan), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
+         format_bytes(one.memory.total_bytes), percent(one.bubble_fraction, 1),
+         percent(one.times.exposed_s / one.step_time_s, 1)]
+        for one in result.predictions
+    ]  # fmt: skip
+    return grid(Table(head, rows))
+
+
+def trade_off(result: Result) -> Html:
+    """All layouts that fit as dots, the frontier joined, the first and what a rank has marked."""
+    points = [(point.time_s, float(point.nbytes)) for point in result.points]
+    front = frontier(points)
+    # The slow tail would press everything that matters into a corner.
+    right = max(2.5 * points[front[0]][0], 1.05 * max(points[i][0] for i in front))
+    best, usable = result.best, float(result.best.usable_bytes)
+    on_front = set(front)
+    others = [points[i] for i in range(len(points)) if points[i][0] <= right and i not in on_front]
+    drawn = others[:: 1 + len(others) // MOST_POINTS]
+    labels = [_label(short(result.points[i].layout), *points[i]) for i in front]
+    layers: list[Layer] = [
+        Dots("layouts that fit", drawn, 5, 5),
+        Line("frontier", [points[i] for i in front], 0),
+        Dots("nothing is both faster and smaller", [points[i] for i in front], 0, 8, words=labels),
+        Dots(
+            "the first, simulated", [(best.step_time_s, float(best.memory.total_bytes))], 1, 13,
+            words=[_label(short(best.plan), best.step_time_s, best.memory.total_bytes)],
+        ),
+        Rule("usable memory", usable, 1),
+    ]  # fmt: skip
+    plot = Plot(
+        Axis(0, right, "step time", format_seconds),
+        Axis(0, usable * 1.06, "bytes a rank", format_bytes, binary=True),
+        layers,
+        height=380,
+    )
+    rows: list[list[Child]] = [
+        [short(result.points[i].layout), format_seconds(points[i][0]), format_bytes(points[i][1])] for i in front
+    ]
+    places = [points[i][0] / right for i in front]
+    table = Table(["layout on the frontier", "step", "memory"], rows, places)
+    hidden = sum(time > right for time, _ in points)
+    words = f"In closed form; {hidden:,} slower layouts lie to the right." if hidden else "In closed form."
+    return chart("Trade-off", words, plot, table, wide=True)
+
+
+def _label(layout: str, time_s: float, nbytes: float) -> str:
+    return f"{layout}: {format_seconds(time_s)}, {format_bytes(nbytes)}"
+
+
+def _times(result: Result) -> Html:
+    items, rows = [], []
+    for one in result.predictions:
+        seconds = {key: getattr(one.times, key) for key in TIMES}
+        parts = [
+            Part(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
+            for key, (words, colour) in TIMES.items()
+        ]
+        items.append(Bar(short(one.plan), parts, format_seconds(one.step_time_s)))
+        rows.append([short(one.plan), *(format_seconds(seconds[key]) for key in TIMES)])
+    kinds = [TIMES[key] for key in TIMES if any(getattr(one.times, key) > 0 for one in result.predictions)]
+    table = Table(["layout", *(words for words, _ in TIMES.values())], rows)
+    return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
+
+
+def _memory(result: Result) -> Html:
+    items, rows = [], []
+    for one in result.predictions:
+        sizes = {field.name: getattr(one.memory, field.name) for field in dataclasses.fields(one.memory)}
+        parts = [
+            Part(size, MEMORY.get(key, 7), f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
+            for key, size in sizes.items()
+        ]
+        items.append(Bar(short(one.plan), parts, format_bytes(one.memory.total_bytes)))
+        rows.append([short(one.plan), *(format_bytes(size) for size in sizes.values())])
+    kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
+    usable = result.best.usable_bytes
+    table = Table(["layout", *(name for name, _ in kinds)], rows)
+    words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
+    return figure("Memory a rank", words, bars(items, most=float(usable), kinds=kinds), table)
+
+
+def pipeline_lanes(result: Result) -> Html:
+    """Passes of the first microbatches over the stages, as simulated."""
+    found = next((one for one in result.predictions if one.plan.pp > 1), None)
+    if found is None:
+        return el("p", "There is no pipeline: every GPU has all layers (pp 1).")
+    plan = found.plan
+    schedule, slots, total = simulated(result, found)
+    stages: list[list[timeline.Piece]] = [[] for _ in range(plan.pp)]
+    for slot in sorted(slots, key=lambda one: one.start_s):
+        kind = "forward" if slot.action.forward else "backward"
+        stages[slot.stage].append(timeline.Piece(slot.start_s, slot.end_s, str(slot.action), kind))
+    lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
+    busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
+    rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
+    few = schedule.microbatches < plan.accumulation
+    shown = f"the first {schedule.microbatches} of {plan.accumulation}" if few else str(schedule.microbatches)
+    words = f"{short(plan)}: {plan.schedule}, {plan.pp} stages, {shown} microbatches."
+    if found is not result.best:
+        words = f"The first has no pipeline; this is the first that has one. {words}"
+    whole = [timeline.Stretch("all of it", 0.0, total)]
+    return timeline.draw("Pipeline", words, lanes, whole, PASSES, Table(["stage", "busy", "waiting"], rows))

@@ -1,0 +1,115 @@
+"""Serving one page on loopback: `/` is the page, `/state` says whether it has changed, and there is nothing else.
+
+Paths are compared, never opened, so nothing of the disk is reachable but what the page itself shows. Only GET and HEAD
+are answered, and only to a browser that asked for a loopback name: a site elsewhere cannot read a run through a name
+of its own that points here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tilemesh.core.errors import RunError
+from tilemesh.report import run
+
+LOOPBACK = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Server:
+    """One run's page, made anew when its folder has changed."""
+
+    def __init__(self, folder: str, render: Callable[[str], str], port: int = 0) -> None:
+        self.folder, self._render = folder, render
+        self._lock = threading.Lock()
+        self._made: tuple[str, bytes] | None = None
+        self._fresh_until = 0.0
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, port), _handler(self))
+        except (OSError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise RunError(f"port {port} of {LOOPBACK} cannot be used: {why}; --port 0 takes a free one") from None
+        self._server.daemon_threads = True
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self._server.server_address[1]}/"
+
+    def serve(self) -> None:
+        """Answer until interrupted or closed."""
+        try:
+            self._server.serve_forever(poll_interval=0.2)
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def version(self) -> str:
+        """Of the folder as a page made now would show it. A page that took long to make stays for ten times as long:
+        looking at a run must not slow it."""
+        if self._made is not None and time.monotonic() < self._fresh_until:
+            return self._made[0]
+        return run.version(self.folder)
+
+    def page(self) -> bytes:
+        """The page as the folder is now; one is made at a time, and kept until the folder changes."""
+        with self._lock:
+            version = self.version()
+            if self._made is None or self._made[0] != version:
+                began = time.monotonic()
+                self._made = version, self._render(version).encode("utf-8", errors="replace")
+                ended = time.monotonic()
+                self._fresh_until = ended + 10 * (ended - began)
+            return self._made[1]
+
+
+def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "tilemesh", ""
+        timeout = 30
+
+        def do_GET(self) -> None:
+            self._answer(send_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(send_body=False)
+
+        def _answer(self, send_body: bool) -> None:
+            host = (self.headers.get("Host") or "").lower()
+            name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+            if name not in _NAMES:
+                self._send(403, b"asked for under another name than this machine's own\n", "text/plain", send_body)
+            elif self.path == "/state":
+                self._send(200, server.version().encode(), "text/plain", send_body)
+            elif self.path == "/":
+                try:
+                    self._send(200, server.page(), "text/html", send_body)
+                except (RunError, ValueError, OSError) as error:  # the folder went away under us
+                    self._send(503, f"{error}\n".encode(), "text/plain", send_body)
+            else:
+                self._send(404, b"there is / and /state\n", "text/plain", send_body)
+
+        def _send(self, code: int, body: bytes, kind: str, send_body: bool) -> None:
+            with contextlib.suppress(OSError):  # whoever asked may have left
+                self.send_response(code)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Referrer-Policy", "no-referrer")
+                self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+                self.send_header("X-Frame-Options", "DENY")
+                self.end_headers()
+                if send_body:
+                    self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """A request every two seconds is not news."""
+
+    return Handler

@@ -1,0 +1,215 @@
+"""A trace as values: what each rank did when, cut into steps, and how its seconds divide by kind.
+
+Spans nest: an exchange inside a backward pass is the pass's time too. A second is counted once, for the innermost span
+that covers it, except that whatever happens inside waiting is waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tilemesh.core.errors import RunError
+from tilemesh.measure.trace import MERGED_FILE, merge
+from tilemesh.report.files import Unread, names_in, read_object
+
+COMPUTE, EXCHANGE, IDLE, DATA, EVALUATE, CHECKPOINT, OTHER = (
+    "compute", "exchange", "idle", "data", "evaluate", "checkpoint", "other"
+)  # fmt: skip
+KINDS: Mapping[str, tuple[str, int]] = {
+    COMPUTE: ("compute", 0),
+    EXCHANGE: ("exchanges", 1),
+    IDLE: ("waiting for ranks", 6),
+    DATA: ("waiting for data", 4),
+    EVALUATE: ("held-out loss", 5),
+    CHECKPOINT: ("checkpoints", 2),
+    OTHER: ("between spans", 3),
+}
+"""By kind: what a page calls it, and its colour."""
+_WHOLE = (IDLE, EVALUATE, CHECKPOINT)
+"""Kinds that keep the seconds of what happens inside them."""
+WARM_UP = 3
+MOST = 10**12
+"""Of ranks, lanes and steps: what is larger was never meant."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one rank's time, in seconds since the trace began."""
+
+    rank: int
+    lane: int
+    name: str
+    kind: str
+    began_s: float
+    ended_s: float
+    depth: int = 0
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of the main lane of each rank, by rank, and the steps they belong to."""
+
+    ranks: Mapping[int, Sequence[Span]]
+    steps: Sequence[Step]
+
+
+def read(folder: Path) -> Timeline:
+    """The trace of a run: the merged one, or what its ranks have written so far; `Unread` says why there is none."""
+    try:
+        body = read_object(folder / MERGED_FILE)
+    except Unread as why:
+        if str(why) != "not there":
+            raise
+        body = _merged(folder / "trace")
+    events = body.get("traceEvents")
+    if not isinstance(events, list):
+        raise Unread("holds no events")
+    found = timeline(events)
+    if not found.steps:
+        raise Unread("holds no steps")
+    return found
+
+
+def _merged(parts: Path) -> dict[str, Any]:
+    """Ranks' files joined, written beside nothing of the run's: a page leaves the folder as it was."""
+    names = [name for name in names_in(parts) if name.startswith("trace-rank")]
+    if not names:
+        raise Unread("not there: nothing was traced (train.trace_steps)")
+    if any((parts / name).is_symlink() or not (parts / name).is_file() for name in names):
+        raise Unread("a link, which is not followed")
+    with tempfile.TemporaryDirectory(prefix="tilemesh-report-") as place:
+        try:
+            return read_object(merge(parts, Path(place) / MERGED_FILE))
+        except (RunError, OSError, ValueError) as error:
+            raise Unread(f"ranks' files cannot be joined: {error}") from None
+
+
+def timeline(events: Iterable[Any]) -> Timeline:
+    """Spans of the Trace Event Format; what is not one is passed over."""
+    found: dict[int, list[Span]] = {}
+    numbers: dict[int, list[float]] = {}
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        began, lasted, rank = event.get("ts"), event.get("dur"), event.get("pid")
+        if not (_is_time(began) and _is_time(lasted) and lasted >= 0 and _is_small(rank)):
+            continue
+        began_s, ended_s = began / 1e6, (began + lasted) / 1e6
+        details = event.get("args") if isinstance(event.get("args"), dict) else {}
+        assert isinstance(details, dict)
+        lane = event.get("tid")
+        lane = lane if _is_small(lane) else 0
+        name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
+        span = Span(rank, lane, name, kind, began_s, ended_s, words=_words(details))
+        found.setdefault(rank, []).append(span)
+        step = details.get("step")
+        if _is_small(step):
+            ends = numbers.setdefault(step, [math.inf, -math.inf])
+            ends[0], ends[1] = min(ends[0], span.began_s), max(ends[1], span.ended_s)
+    # One lane a rank: the one that steps run on, which is where most spans are.
+    ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(found.items())}
+    steps = [Step(number, *ends) for number, ends in sorted(numbers.items())]
+    return Timeline(ranks, steps)
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    """Microseconds that can be meant: within thirty years."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _is_small(value: object) -> TypeGuard[int]:
+    """A rank, a lane or a step, and no number gone wild."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _kind(category: object) -> str:
+    return category if isinstance(category, str) and category in KINDS else COMPUTE
+
+
+def _words(details: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in details.items() if key != "step")
+
+
+def _main_lane(spans: Sequence[Span]) -> list[Span]:
+    counts: dict[int, int] = {}
+    for span in spans:
+        counts[span.lane] = counts.get(span.lane, 0) + 1
+    lane = max(counts, key=lambda one: (counts[one], -one))
+    return [span for span in spans if span.lane == lane]
+
+
+def _nested(spans: Sequence[Span]) -> list[Span]:
+    """By time, each with its depth; what lies inside waiting (or a checkpoint, or evaluation) takes its kind."""
+    open_: list[Span] = []
+    made = []
+    for span in sorted(spans, key=lambda one: (one.began_s, -one.ended_s)):
+        while open_ and span.began_s >= open_[-1].ended_s:
+            open_.pop()
+        kind = open_[-1].kind if open_ and open_[-1].kind in _WHOLE else span.kind
+        placed = Span(span.rank, span.lane, span.name, kind, span.began_s, span.ended_s, len(open_), span.words)
+        made.append(placed)
+        open_.append(placed)
+    return made
+
+
+def ordinary(steps: Sequence[Step]) -> list[Step]:
+    """Steps without the first ones, which are slower; all of them where there are no others."""
+    return [step for step in steps if step.number > WARM_UP] or list(steps)
+
+
+def seconds_by_kind(spans: Sequence[Span], steps: Sequence[Step]) -> dict[str, float]:
+    """Seconds a step that one rank spent on each kind, over these steps; between spans is `other`."""
+    totals: dict[str, float] = {}
+    if not steps:
+        return totals
+    open_: list[tuple[Span, float]] = []
+    whole, covered = 0.0, 0.0
+    for step in steps:
+        whole += step.ended_s - step.began_s
+    inside = [span for span in spans if any(s.began_s <= span.began_s < s.ended_s for s in _near(steps, span))]
+    for span in inside:
+        while open_ and span.began_s >= open_[-1][0].ended_s:
+            open_.pop()
+        lasted = span.ended_s - span.began_s
+        totals[span.kind] = totals.get(span.kind, 0.0) + lasted
+        if open_:
+            outer = open_[-1][0].kind
+            totals[outer] = totals.get(outer, 0.0) - lasted
+        else:
+            covered += lasted
+        open_.append((span, lasted))
+    totals[OTHER] = max(0.0, whole - covered)
+    return {kind: max(0.0, totals[kind]) / len(steps) for kind in KINDS if totals.get(kind, 0.0) > 0}
+
+
+def _near(steps: Sequence[Step], span: Span) -> Sequence[Step]:
+    """The steps that may hold a span: they follow each other, so at most two."""
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if steps[middle].began_s <= span.began_s:
+            low = middle + 1
+        else:
+            high = middle
+    return steps[max(0, low - 2) : low]
+
+
+def last_steps(found: Timeline, most_spans: int, most_steps: int) -> list[Step]:
+    """As many of the last steps as can be drawn; one at least."""
+    total = sum(len(spans) for spans in found.ranks.values())
+    per_step = max(1.0, total / max(1, len(found.steps)))
+    count = max(1, min(most_steps, int(most_spans / per_step)))
+    return list(found.steps[-count:])

@@ -1,0 +1,143 @@
+"""Parts of a run's page about time: kinds by rank, what could be saved, and the timeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilemesh.core.units import format_seconds
+from tilemesh.report import spans, timeline
+from tilemesh.report.bars import Bar, Part, bars
+from tilemesh.report.draw import Table, figure
+from tilemesh.report.html import Html
+from tilemesh.report.rows import percent
+from tilemesh.report.run import Run, number, section
+from tilemesh.report.run_parts import absent
+from tilemesh.report.verdict import savings as find_savings
+from tilemesh.report.verdict import shares_of
+
+MOST_SPANS = 40_000
+MOST_STEPS = 8
+
+
+def by_rank(run: Run) -> Html:
+    """Seconds a step by kind, a bar a rank: from the trace, else from what the run says of each rank or the slowest."""
+    found, source = _seconds(run)
+    if not found:
+        return absent("time by kind", "neither a trace nor shares of a step are in the folder")
+    guess = _predicted(run)
+    found = [("predicted", guess), *found] if guess else found
+    kinds = [kind for kind in spans.KINDS if any(kind in one for _, one in found)]
+    items = []
+    rows = []
+    for name, seconds in found:
+        total = sum(seconds.values())
+        parts = [
+            Part(
+                seconds[kind],
+                spans.KINDS[kind][1],
+                f"{spans.KINDS[kind][0]}: {format_seconds(seconds[kind])}",
+                percent(seconds[kind] / total if total else 0.0),
+            )
+            for kind in kinds
+            if seconds.get(kind)
+        ]
+        items.append(Bar(name, parts, format_seconds(total)))
+        rows.append([name, *(format_seconds(seconds.get(kind, 0.0)) for kind in kinds), format_seconds(total)])
+    head = ["rank", *(spans.KINDS[kind][0] for kind in kinds), "step"]
+    drawn = bars(items, kinds=[spans.KINDS[kind] for kind in kinds])
+    return figure("Time by kind, a step", source, drawn, Table(head, rows), wide=True)
+
+
+def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
+    told = run.summary.get("ranks")
+    if isinstance(told, list) and not run.is_behind:
+        found = [(f"rank {index}", _of_rank(one)) for index, one in enumerate(told) if isinstance(one, dict)]
+        if found and all(seconds for _, seconds in found):
+            return found, "Medians of ordinary steps, as each rank measured them."
+    if run.timeline is not None:
+        steps = spans.ordinary(run.timeline.steps)
+        each = [(f"rank {rank}", spans.seconds_by_kind(one, steps)) for rank, one in run.timeline.ranks.items()]
+        return each, f"Means over the {len(steps)} traced steps from step {steps[0].number} on."
+    shares, step = shares_of(run), run.step_time()
+    if shares and step is not None:
+        seconds = {kind: share * step.median for kind, share in shares.items() if share > 0}
+        return [("slowest rank", seconds)], "There is no trace: this is what the run says of its slowest rank."
+    return [], ""
+
+
+def _predicted(run: Run) -> dict[str, float]:
+    """The planner's step, in the kinds that are measured; empty where it made none."""
+    told = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
+    sums = {
+        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s"),
+        spans.EXCHANGE: ("tp_s", "pp_s", "dp_s"),
+        spans.IDLE: ("bubble_s",),
+    }
+    found = {kind: sum(told.get(key, 0.0) for key in keys) for kind, keys in sums.items()}
+    return {kind: seconds for kind, seconds in found.items() if seconds > 0}
+
+
+def _of_rank(one: dict[str, Any]) -> dict[str, float]:
+    step = number(one.get("step_s"), 0.0)
+    parts = {kind: max(0.0, number(one.get(f"{kind}_s"), 0.0)) for kind in (spans.EXCHANGE, spans.DATA, spans.IDLE)}
+    return {spans.COMPUTE: max(0.0, step - sum(parts.values())), **parts} if step > 0 else {}
+
+
+def savings(run: Run, of_limit: float | None) -> Html | None:
+    found = find_savings(shares_of(run), of_limit)
+    if not found:
+        return None
+    bars_ = [
+        Bar(one.what, [Part(one.fraction, 0, f"{one.what}: {one.fraction:.1%}")], percent(one.fraction))
+        for one in found
+    ]
+    rows = [[one.what, percent(one.fraction, 1)] for one in found]
+    words = "How much shorter a step would be if this were perfect: an upper bound, not a promise."
+    return figure(
+        "What could be saved", words, bars(bars_, most=1.0), Table(["what", "of the step, at most"], rows), wide=True
+    )
+
+
+# ---- the timeline ----------------------------------------------------------------------------------------------
+
+
+def lanes(run: Run) -> Html:
+    """The last traced steps, a lane a rank."""
+    if run.timeline is None:
+        why = next((why for what, why in run.missing.items() if "timeline" in what), "no trace")
+        return absent("the timeline", why)
+    steps = spans.last_steps(run.timeline, MOST_SPANS, MOST_STEPS)
+    begin, end = steps[0].began_s - 1e-9, steps[-1].ended_s
+    drawn = [
+        timeline.Lane(
+            f"rank {rank}",
+            [
+                timeline.Piece(one.began_s, one.ended_s, one.name, one.kind, one.depth)
+                for one in each
+                if begin <= one.began_s <= end
+            ],
+        )
+        for rank, each in run.timeline.ranks.items()
+    ]
+    stretches = [timeline.Stretch(f"step {step.number}", step.began_s, step.ended_s) for step in steps]
+    words = f"Steps {steps[0].number} to {steps[-1].number} of what was traced."
+    return timeline.draw("Timeline", words, drawn, stretches, spans.KINDS, _span_table(run.timeline, steps))
+
+
+def _span_table(found: spans.Timeline, steps: list[spans.Step]) -> Table:
+    """What a rank's spans of one name add up to in these steps."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    zero = steps[0].began_s - 1e-9
+    for each in found.ranks.values():
+        for span in each:
+            if span.began_s >= zero:
+                one = totals.setdefault((span.name, span.kind), [0.0, 0.0, 0.0])
+                lasted = span.ended_s - span.began_s
+                one[0], one[1], one[2] = one[0] + 1, one[1] + lasted, max(one[2], lasted)
+    share = max(1, len(found.ranks) * len(steps))
+    rows = [
+        [name, spans.KINDS[kind][0], f"{count / share:.3g}", format_seconds(total / share), format_seconds(longest)]
+        for (name, kind), (count, total, longest) in sorted(totals.items(), key=lambda item: -item[1][1])
+    ]
+    head = ["span", "kind", "a step and rank", "seconds a step and rank", "longest"]
+    return Table(head, rows, note="A span's seconds include those of the spans inside it.")

@@ -1,0 +1,102 @@
+"""One sentence a run: how near the limit, how much of the step is communication, and where the most can be saved.
+
+A saving is the part of a step that would go if its cause did: an upper bound from what was measured, never a promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilemesh.core.units import format_seconds
+from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run, number, section
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What could be saved, at most, as a fraction of the step."""
+
+    what: str
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    sentence: str
+    is_bad: bool
+    savings: tuple[Saving, ...] = ()
+
+
+def shares_of(run: Run) -> dict[str, float]:
+    """Parts of a step by kind; empty when the run does not say."""
+    told = {} if run.is_behind else section(run.summary, "shares")
+    found = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
+    if all(math.isfinite(value) for value in found.values()):
+        return found
+    step = run.step_time()
+    exchange, data = run.tail("exchange_s"), run.tail("data_s")
+    if step is None or exchange is None or data is None or step.median <= 0:
+        return {}
+    # Without a summary the waiting of ranks cannot be told from the exchange it happens in.
+    parts = [min(1.0, exchange.median / step.median), min(1.0, data.median / step.median)]
+    return {"exchange": parts[0], "data": parts[1], "idle": 0.0, "compute": max(0.0, 1 - sum(parts))}
+
+
+def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]:
+    """Largest first. `of_limit`: the step the machine allows over the step it took; below it nothing can be saved."""
+    names = {
+        "exchange": "exchanges that hide behind compute",
+        "idle": "ranks that arrive together",
+        "data": "data that is ready in time",
+    }
+    found = [Saving(words, shares[key]) for key, words in names.items() if shares.get(key, 0.0) > 0]
+    if of_limit is not None and "compute" in shares:
+        found.append(Saving("compute at the calibrated peak", max(0.0, shares["compute"] - of_limit)))
+    return sorted((one for one in found if one.fraction >= 0.005), key=lambda one: -one.fraction)
+
+
+def judge(run: Run, of_limit: float | None) -> Verdict:
+    """The sentence for the top of the page."""
+    shares = shares_of(run)
+    found = savings(shares, of_limit)
+    parts = [_state(run)]
+    if of_limit is not None:
+        parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
+    elif run.state in (DONE, STOPPED) and run.steps:
+        parts.append("how near the limit is not known (`tilemesh calibrate` measures it)")
+    if shares and run.world > 1:
+        share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
+        parts.append(f"communication (with waiting for ranks) is {share} of the step")
+    if found:
+        most = f"{found[0].fraction:.0%}".replace("%", " %")
+        parts.append(f"the largest saving is {found[0].what}, at most {most} of the step")
+    elif shares and of_limit is not None:
+        parts.append("nothing measured leaves more than half a percent to save")
+    sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
+    return Verdict(sentence[0].upper() + sentence[1:] + ".", run.state == DIED or _is_lost(run), tuple(found))
+
+
+def _state(run: Run) -> str:
+    planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
+    step = f"step {run.last_step:,}{planned}"
+    stop = next((event.words for event in reversed(run.events) if event.kind == "stopped"), "")
+    return {
+        STARTING: "no step is done yet",
+        RUNNING: f"running, {step}{_left(run)}",
+        DONE: "" if not _is_lost(run) else f"the loss is no number at {step}",
+        STOPPED: f"stopped when asked to, at {step}",
+        DIED: stop or f"ended at {step} without a summary: it was killed, or it failed",
+    }[run.state]
+
+
+def _left(run: Run) -> str:
+    taken = run.step_time()
+    if taken is None or run.planned_steps is None:
+        return ""
+    return f", about {format_seconds(max(1.0, (run.planned_steps - run.last_step) * taken.median))} left"
+
+
+def _is_lost(run: Run) -> bool:
+    found = run.figure("loss")
+    return bool(found) and not math.isfinite(found[-1][1])

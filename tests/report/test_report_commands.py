@@ -1,0 +1,222 @@
+"""`tilemesh report` and `watch` as a user meets them: what is written, what is refused, what a server lets out."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tilemesh.cli.bench_page import read_trials
+from tilemesh.cli.main import main
+from tilemesh.cli.train_run import write_environment, write_page
+from tilemesh.core.errors import RunError
+from tilemesh.kernels.matmul.config import Config
+from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.search import Tried
+from tilemesh.kernels.matmul.tune import Tuned
+from tilemesh.measure.row import read_rows
+from tilemesh.measure.sample import Sample
+from tilemesh.report import run, serve
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MakeRun = Callable[..., Path]
+
+
+def test_a_page_is_written_into_the_run(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run()
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"page: {folder}/report.html\n"
+    text = (folder / "report.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert "src=" not in text.split("</head>")[1].split("<script>")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["report", "nowhere"], 2, "is no folder"),
+        (["report", "."], 2, "is no run"),
+        (["report", "a", "b", "c"], 2, "3 runs given"),
+        (["report", "rows.jsonl"], 2, "give --html FILE"),
+        (["report", "rows.jsonl", "--html", "p.html"], 2, "no rows to make a page of"),
+        (["watch", "nowhere"], 2, "is no folder"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("")
+    assert main(arguments) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run()
+    assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_keeps_its_commands_and_ends_with_its_page(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run()
+    write_environment(folder)
+    write_environment(folder)  # gone on with
+    found = run.read(folder)
+    assert len(found.environment["commands"]) == 2
+    assert write_page(folder) == f"look:    {folder}/report.html"
+    assert "What was typed:" in (folder / "report.html").read_text()
+    assert write_page(tmp_path) == f"no page: {tmp_path} is no run: it has neither config.toml nor metrics.jsonl"
+
+
+# ---- benches, where there is no GPU to measure on ---------------------------------------------------------------
+
+
+def test_bench_kernel_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = read_rows(RESULTS / "matmul_rows_h200_float16.jsonl")[:2]
+    monkeypatch.setattr("tilemesh.kernels.matmul.bench.bench_matmul", lambda *arguments, **options: recorded)
+    grid, target = str(RESULTS / "matmul_grid_h200_float16.jsonl"), tmp_path / "page.html"
+    command = ["bench", "kernel", "--shapes", "2048x2048x2048", "--html", str(target), "--tried"]
+    assert main([*command, str(tmp_path / "nothing.jsonl")]) == 2
+    assert not target.exists()
+    assert main([*command, grid]) == 0
+    text = target.read_text()
+    assert "Roofline" in text
+    assert "What the tuner tried" in text
+
+
+def test_tune_writes_what_it_tried_and_a_heat_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = (Tried(Config("tma", block_m=64), 2e-5), Tried(Config("tma", block_n=256), math.inf))
+
+    def found(problem: Problem, *arguments: object, **options: object) -> Tuned:
+        return Tuned(problem, Config("library"), {Config("library").label: Sample.of([1e-5])}, 8, tried)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("tilemesh.kernels.matmul.trial.Compiler", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("tilemesh.kernels.matmul.tune.tune", found)
+    rows, page = tmp_path / "trials.jsonl", tmp_path / "page.html"
+    assert main(["tune", "512x512x512", "--no-save", "--json", str(rows), "--html", str(page)]) == 0
+    first, second = read_trials(str(rows))
+    assert (first.config["block_m"], first.seconds, second.seconds) == (64, 2e-5, math.inf)
+    assert "64x128" in page.read_text()
+
+
+# ---- the server ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(make_run: MakeRun) -> Iterator[serve.Server]:
+    folder = make_run()
+    made = serve.Server(str(folder), lambda live: f"<p>{live}</p>")
+    thread = threading.Thread(target=made.serve, daemon=True)
+    thread.start()
+    yield made
+    made.close()
+    thread.join(10)
+
+
+def ask(server: serve.Server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
+    place = server.address.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(place, timeout=10)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", host or place)
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.Server) -> None:
+    assert ask(server, "/")[0] == 200
+    code, state = ask(server, "/state")
+    assert (code, state.decode()) == (200, server.version())
+    paths = (
+        "/config.toml",
+        "/../secret",
+        "/%2e%2e/secret",
+        "//etc/passwd",
+        "/state/..",
+        "/?x",
+        "/checkpoints",
+        "/.",
+        "*",
+    )
+    assert {ask(server, path)[0] for path in paths} == {404}
+
+
+def test_it_only_reads_and_only_for_this_machine(server: serve.Server) -> None:
+    assert {ask(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
+    assert ask(server, "/", "HEAD") == (200, b"")
+    port = server.address.rpartition(":")[2].rstrip("/")
+    assert {ask(server, "/", host=name)[0] for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil")} == {
+        403
+    }
+    assert ask(server, "/", host=f"localhost:{port}")[0] == 200
+    # Bound to loopback alone: no other address of this machine answers.
+    for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
+        if not found[4][0].startswith("127."):
+            with socket.socket() as one:
+                one.settimeout(2)
+                assert one.connect_ex((found[4][0], int(port))) != 0
+
+
+def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun) -> None:
+    folder, made = make_run(), []
+
+    def render(live: str) -> str:
+        made.append(live)
+        time.sleep(0.1)
+        return live
+
+    server = serve.Server(str(folder), render)
+    server.page()
+    (folder / "sample.txt").write_text("more")
+    assert server.page().decode() == server.version() == made[0]  # a second's rest for a tenth's work
+    time.sleep(1.1)
+    assert server.page().decode() == server.version() != made[0]
+    assert len(made) == 2
+
+
+def test_a_port_that_is_taken_is_one_sentence(server: serve.Server) -> None:
+    port = int(server.address.rpartition(":")[2].rstrip("/"))
+    with pytest.raises(RunError, match="cannot be used"):
+        serve.Server("x", str, port)
+    with pytest.raises(RunError, match="cannot be used"):
+        serve.Server("x", str, 99999)
+
+
+def test_watch_says_where_and_ends_when_interrupted(make_run: MakeRun) -> None:
+    folder = make_run()
+    before = sorted(path.name for path in folder.rglob("*"))
+    command = [sys.executable, "-m", "tilemesh", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.split()[2]
+        assert address.startswith("http://127.0.0.1:")
+        connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=20)
+        connection.request("GET", "/")
+        assert b"made-up-2c" in connection.getresponse().read()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130
+        assert "Traceback" not in (process.stderr.read() if process.stderr else "")
+    assert sorted(path.name for path in folder.rglob("*")) == before

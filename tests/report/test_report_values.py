@@ -1,0 +1,306 @@
+"""A run folder as values: whole, incomplete, older, still being written, with gaps and with what is no number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tilemesh.core.errors import UsageError
+from tilemesh.measure.sample import Sample
+from tilemesh.report import compare, run, series, spans, verdict
+from tilemesh.report.draw import Axis, around
+from tilemesh.report.html import asset, data, el, escape, page
+from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
+
+MakeRun = Callable[..., Path]
+
+
+def later(seconds: float = 3600.0) -> float:
+    return time.time() + seconds
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_run_misses_nothing(make_run: MakeRun) -> None:
+    found = run.read(make_run())
+    assert found.state == DONE
+    assert found.missing == {}
+    assert (found.last_step, found.planned_steps, found.world) == (60, 60, 4)
+    assert [(event.step, event.kind) for event in found.events] == [(30, "checkpoint"), (60, "checkpoint")]
+    assert found.step_time() == Sample(0.1, pytest.approx(0.097), pytest.approx(0.104), 57)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "metrics.jsonl", "summary.json", "predicted.json", "trace.json", "sample.txt"]
+)
+def test_whatever_is_gone_is_named_and_the_rest_is_there(make_run: MakeRun, name: str) -> None:
+    folder = make_run()
+    (folder / name).unlink()
+    found = run.read(folder, now=later())
+    assert [what for what in found.missing if name in what], found.missing
+    assert found.steps or name == "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1, 2]", "\0\xff", "null", '{"schema": 99, "ranks": 7, "shares": 3}', "[" * 100_000]
+)
+def test_damaged_files_are_named_never_raised(make_run: MakeRun, text: str) -> None:
+    folder = make_run()
+    for name in ("summary.json", "predicted.json", "trace.json", "config.toml", "metrics.jsonl"):
+        (folder / name).write_text(text, encoding="latin-1")
+    found = run.read(folder, now=later())
+    assert len(found.missing) >= 2
+    verdict.judge(found, None)
+
+
+def test_lines_of_another_kind_are_no_steps(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step"}\n{"kind": "step", "step": "seven"}\n{"kind": "step", "step": true}\nnonsense\n')
+        file.write('{"kind": "step", "step": 21, "loss": 1.')  # being written at this moment
+    found = run.read(folder)
+    assert found.last_step == 20
+    assert found.missing["1 lines of metrics.jsonl"] == "damaged"
+
+
+def test_a_step_done_twice_counts_once_and_the_restart_is_an_event(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"kind": "resumed", "step": 10, "plan": {"dp": 4, "tp": 1}}\n{"kind": "step", "step": 11, "loss": 9.0}\n'
+        )
+    found = run.read(folder)
+    assert dict(found.figure("loss"))[11] == 9.0
+    assert len(found.steps) == 20
+    assert next(event.words for event in found.events if event.kind == "restart") == "went on after step 10 on dp 4"
+
+
+def test_states(make_run: MakeRun) -> None:
+    running = make_run("a", steps=20, planned=100, summary=False)
+    assert run.read(running).state == RUNNING
+    assert run.read(running, now=later()).state == DIED
+    (running / "metrics.jsonl").write_text("")
+    assert run.read(running).state == STARTING
+    stopped = make_run("b", steps=20, planned=100)
+    told = json.loads((stopped / "summary.json").read_text())
+    (stopped / "summary.json").write_text(json.dumps({**told, "interrupted": True}))
+    assert run.read(stopped, now=later()).state == STOPPED
+
+
+def test_a_summary_of_an_earlier_attempt_is_not_believed(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, planned=100)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 21, "loss": 1.0, "seconds": 5.0}\n')
+    found = run.read(folder)
+    assert found.state == RUNNING
+    assert found.missing["a summary (summary.json)"] == "the one there is of step 20"
+    step = found.step_time()
+    assert step is not None
+    assert step.n == 16  # from the metrics, without the first three and the two with a checkpoint
+
+
+def test_nan_and_gaps_are_kept_as_such(make_run: MakeRun) -> None:
+    folder = make_run(steps=20)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[4] = '{"kind": "step", "step": 5, "loss": NaN, "norm": null}'
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:9] + lines[12:]) + "\n")
+    found = run.read(folder)
+    assert math.isnan(dict(found.figure("loss"))[5])
+    assert series.gaps(one["step"] for one in found.steps) == [(10, 12)]
+    assert [event.words for event in found.events if event.kind == "warning"] == ["the loss of step 5 is not a number"]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no folder"):
+        run.read(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="is no run"):
+        run.read(tmp_path)
+
+
+def test_links_out_of_the_folder_and_pipes_are_not_followed(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run()
+    secret = tmp_path / "secret"
+    secret.write_text('{"improve": "THE SECRET", "step": 60}')
+    for name in ("summary.json", "sample.txt"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+    (folder / "predicted.json").unlink()
+    os.mkfifo(folder / "predicted.json")
+    found = run.read(folder)
+    assert "THE SECRET" not in repr(found)
+    assert found.missing["the run's own summary (summary.json)"] == "a link, which is not followed"
+    assert found.missing["predictions (predicted.json)"] == "not a plain file"
+
+
+# ---- series ----------------------------------------------------------------------------------------------------
+
+
+def test_buckets_keep_extremes_and_break_at_gaps() -> None:
+    points = [(step, float(step % 10)) for step in range(1, 1001) if not 400 <= step < 500]
+    found = series.buckets(points, 50)
+    assert len(found) <= 52
+    assert min(one.low for one in found if one.low is not None) == 0
+    assert max(one.high for one in found if one.high is not None) == 9
+    assert [one.first for one in found if not one.follows] == [1, 500]
+    line = series.line("x", found, 0)
+    assert sum(value is None for _, value in line.points) == 1
+    assert sum(one.last - one.first + 1 for one in found) == len(points)
+
+
+def test_a_bucket_of_no_numbers_breaks_the_line() -> None:
+    found = series.buckets([(1, 2.0), (2, math.nan), (3, math.inf), (4, 2.0)])
+    assert [one.mean for one in found] == [2.0, None, None, 2.0]
+    assert sum(one.bad for one in found) == 2
+    assert series.buckets([]) == []
+
+
+def test_axes_have_round_ticks() -> None:
+    assert Axis(0, 10_000, "").ticks(5) == [0, 2000, 4000, 6000, 8000, 10_000]
+    assert Axis(0, 3, "", whole=True).ticks(6) == [0, 1, 2, 3]
+    assert Axis(0, 80 * 2**30, "", binary=True).ticks(4) == [0, 20 * 2**30, 40 * 2**30, 60 * 2**30, 80 * 2**30]
+    assert Axis(1e-6, 1e-3, "", log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
+    assert Axis(1, 4096, "", log=True, binary=True).ticks() == [1, 16, 256, 4096]
+    assert Axis(5, 5, "").place(5) == 0.5
+    assert around([]) == (0.0, 1.0)
+    assert around([3.0, math.nan])[1] > 3
+
+
+# ---- spans -----------------------------------------------------------------------------------------------------
+
+
+def test_seconds_by_kind_count_each_second_once(make_run: MakeRun) -> None:
+    found = run.read(make_run(traced=5, layers=2, seconds=1.0)).timeline
+    assert found is not None
+    steps = spans.ordinary(found.steps)
+    assert [step.number for step in steps] == [4, 5]
+    seconds = spans.seconds_by_kind(found.ranks[0], steps)
+    # forward 0.35 and backward 0.48 with a quarter in exchanges, gradients 0.08 with 0.06, optimizer 0.04
+    assert seconds["compute"] == pytest.approx(0.75 * 0.83 + 0.02 + 0.04)
+    assert seconds["exchange"] == pytest.approx(0.25 * 0.83 + 0.06)
+    assert seconds["idle"] == pytest.approx(0.037)  # the all_reduce inside the meeting is waiting too
+    assert seconds["data"] == pytest.approx(0.01)
+    assert sum(seconds.values()) == pytest.approx(sum(s.ended_s - s.began_s for s in steps) / 2)
+
+
+def test_events_that_are_none_are_passed_over() -> None:
+    base = {"ph": "X", "ts": 0, "dur": 5, "pid": 0, "name": "<b>", "cat": ["?"], "args": None}
+    events = [None, 3, {"ph": "X"}, base | {"ts": "a"}, base | {"dur": math.nan}, base | {"pid": None}, base]
+    found = spans.timeline(events)
+    assert [(span.name, span.kind) for span in found.ranks[0]] == [("<b>", "compute")]
+    assert found.steps == []
+
+
+def test_ranks_files_are_joined_where_no_trace_was_merged(make_run: MakeRun) -> None:
+    from tilemesh.measure.trace import Trace
+
+    folder = make_run(traced=0)
+    for rank in range(2):
+        with Trace(folder / "trace", rank=rank) as trace, trace.span("forward", kind="compute", step=4):
+            pass
+    before = sorted(path.name for path in folder.rglob("*"))
+    found = run.read(folder).timeline
+    assert found is not None
+    assert [step.number for step in found.steps] == [4]
+    assert sorted(path.name for path in folder.rglob("*")) == before  # reading leaves the folder as it was
+
+
+# ---- words -----------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
+    found = run.read(make_run(exchange=0.3))
+    assert verdict.judge(found, 0.62).sentence == (
+        "62 % of the calibrated limit; communication (with waiting for ranks) is 34 % of the step; "
+        "the largest saving is exchanges that hide behind compute, at most 30 % of the step."
+    )
+    assert verdict.judge(found, 0.2).savings[0] == verdict.Saving("compute at the calibrated peak", pytest.approx(0.45))
+
+
+def test_a_verdict_without_a_summary_uses_the_metrics(make_run: MakeRun) -> None:
+    found = run.read(make_run(steps=20, planned=100, summary=False))
+    words = verdict.judge(found, None).sentence
+    assert words.startswith("Running, step 20 of 100, about 8")
+    assert "communication (with waiting for ranks) is 30 % of the step" in words
+    died = verdict.judge(run.read(found.folder, now=later()), None)
+    assert died.is_bad
+    assert "ended at step 20 of 100 without a summary" in died.sentence.lower()
+
+
+def test_a_loss_that_is_no_number_is_the_verdict(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, summary=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 21, "loss": NaN}\n')
+    (folder / "bad-batch-step-00000021-replica-0.safetensors").write_bytes(b"")
+    found = verdict.judge(run.read(folder, now=later()), None)
+    assert found.is_bad
+    assert "no number at step 21" in found.sentence
+
+
+def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
+    first, second = run.read(make_run("a")), run.read(make_run("b", lr=0.001, seconds=0.13))
+    changed = compare.changes({"optimizer.lr": 0.004, "same": 1, "gone": 2}, {"optimizer.lr": 0.001, "same": 1})
+    assert changed == [compare.Change("optimizer.lr", 0.004, 0.001), compare.Change("gone", 2, None)]
+    found = {one.name: one.verdict for one in compare.differences(first, [], second, [])}
+    assert found["step time"] == compare.WORSE
+    assert found["throughput"] == compare.WORSE
+    assert found["training loss, last tenth"] == compare.SAME
+    same = compare.differences(first, [], first, [])
+    assert {one.verdict for one in same} == {compare.SAME}
+    assert "no figure differs" in compare.sentence(first, first, [], same)
+
+
+# ---- escaping --------------------------------------------------------------------------------------------------
+
+
+def test_text_is_escaped_unless_it_is_markup() -> None:
+    assert el("p", "<b>", el("i", "&")) == "<p>&lt;b&gt;<i>&amp;</i></p>"
+    assert el("p", title='"><script>') == '<p title="&quot;&gt;&lt;script&gt;"></p>'
+    assert escape("a\u202eb\x00\ud800") == "a\\u202eb\\u0000\\ud800"
+    assert "</script><" not in data({"name": "</script><script>alert(1)"})[:-9]
+    assert "<title>&lt;script&gt;</title>" in page("<script>", el("p", "x"))
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------
+
+# What eyes without one kind of cone see, as matrices on linear RGB (Machado, Oliveira and Fernandes 2009, complete).
+EYES = {
+    "all three": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def seen(colour: str, eyes: str) -> tuple[float, float, float]:
+    """A colour as CIELAB, where a distance of 2 is just noticeable and 10 is plain."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+    r, g, b = (min(1.0, max(0.0, sum(w * v for w, v in zip(row, linear, strict=True)))) for row in EYES[eyes])
+    x, y, z = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8730 * b,
+    )
+    fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_told_apart_by_all_eyes(eyes: str, scheme: int) -> None:
+    text = asset("page.css").split("prefers-color-scheme:dark")[scheme]
+    palette = [re.search(rf"--c{number}:(#[0-9a-f]{{6}})", text)[1] for number in range(8)]  # type: ignore[index]
+    distances = {
+        pair: math.dist(seen(pair[0], eyes), seen(pair[1], eyes)) for pair in itertools.combinations(palette, 2)
+    }
+    nearest = min(distances, key=distances.__getitem__)
+    assert distances[nearest] >= 12, nearest
