@@ -20,7 +20,7 @@ BF16 = "bfloat16"
 
 Combine = Callable[[Array, Array], Any]
 
-_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+UFUNCS: dict[str, Any] = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 def require_operation(op: str, dtype: str) -> None:
@@ -39,7 +39,7 @@ def combiner(op: str, dtype: str) -> Combine:
     """The function that combines two flat arrays of that dtype (bf16: their 16-bit patterns) into the first."""
     if dtype == BF16:
         return _bf16_combiner(op)
-    function = _NUMPY[op]
+    function = UFUNCS[op]
 
     def combine(held: Array, arrived: Array) -> None:
         function(held, arrived, out=held)

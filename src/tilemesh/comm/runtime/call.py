@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
 
 from tilemesh.comm.runtime import debug
+from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
+from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import TAGS, out_array
 from tilemesh.comm.runtime.arithmetic import divide
-from tilemesh.comm.runtime.choose import Request, choose
+from tilemesh.comm.runtime.choose import Request, choose, direct_way
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import native_steps
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running
+from tilemesh.comm.runtime.sharing import Sharing
 from tilemesh.comm.runtime.transport import Array, Message, NativeCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
+from tilemesh.comm.schedules.book import is_shared
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import UsageError
+from tilemesh.measure.machine import memory_bytes
+
+_ARENA_TAG = 6 * TAGS
+_THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class Caller:
         self.engine = engine
         self.watch = watch
         self.planner = Planner(transport, node_size)
+        arena = self._arena()
+        self.sharing = None if arena is None else Sharing(arena, self.planner.program)
         self.is_debugging = debug.is_on()
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
@@ -146,11 +158,13 @@ class Caller:
         self, call: Call, name: str, given: Array, target: Array | None, has_result: bool, wait: bool
     ) -> Running:
         shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
+        if is_shared(name):
+            return self._shared(call, shape, given, target, has_result)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
-        bound = self.planner.bound(shape, given, None if is_block else target, keeps=wait)
+        bound = self.planner.bound(shape, given, None if is_block else target)
         data = bound.memory.spaces[DATA]
-        is_ours = target is None and not is_block and shape not in self.planner.free and bound.memory.arena is None
+        is_ours = target is None and not is_block and shape not in self.planner.free
 
         def finish() -> Any:
             result = None
@@ -165,6 +179,47 @@ class Caller:
             return self._finish(call, result)
 
         return Running(bound.steps(self._tag(1)), finish)
+
+    def _shared(self, call: Call, shape: Shape, given: Array, target: Array | None, has_result: bool) -> Running:
+        assert self.sharing is not None
+        lo = sum(call.sizes[: self.transport.rank]) if call.collective in ("reduce_scatter", "scatter") else 0
+        result = np.empty(call.length if has_result else 0, call.like.carrier) if target is None else target
+        steps = self.sharing.steps(shape, given, result, lo, direct_way(call.collective, call.nbytes))
+        return Running(steps, lambda: self._finish(call, result if has_result else None))
+
+    def empty(self, shape: tuple[int, ...], like: Like) -> Any:
+        """Memory of the arena, for all ranks of the communicator."""
+        self._begin("empty", f"empty({shape} of {like.dtype})")
+        if self.sharing is None:
+            return like.back(np.empty(shape, like.carrier))
+        steps, made = self.sharing.empty(shape, like.carrier)
+        with self.watch.during(self.watch.sequence, "empty", 0):
+            self.engine.run(Running(steps, lambda: None))
+        return like.back(made[0])
+
+    def _arena(self) -> Arena | None:
+        """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
+        transport = self.transport
+        if transport.caps.arena:  # threads
+            shape = Placing(transport.size, _THREADS_BYTES)
+            held: Any = transport.arena(shape.nbytes)
+            memory = held.of(0)
+
+            def pause() -> None:
+                held.shared.world.require_whole()
+                time.sleep(0)
+
+            return private_arena(memory, transport.size, transport.rank, _THREADS_BYTES, pause)
+        numbers = itertools.count(_ARENA_TAG)
+
+        def exchange(text: str) -> list[str]:
+            with self.watch.during(self.watch.sequence, "connect", 0):
+                return debug.exchange_text(transport, text, next(numbers))
+
+        arena = open_arena(transport.rank, transport.size, exchange, blocks_bytes=memory_bytes() // 2)
+        if arena is not None:
+            transport.caps = replace(transport.caps, arena=True)
+        return arena
 
     def _finish(self, call: Call, result: Array | None) -> Any:
         if result is None or call.collective == "barrier":

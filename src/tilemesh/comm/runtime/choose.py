@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemesh.comm.runtime.transport import Transport
-from tilemesh.comm.schedules.book import BOOK, require_algorithm
+from tilemesh.comm.schedules.book import BOOK, is_shared, require_algorithm
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes
 
+DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
 _SMALL = {
@@ -62,11 +63,18 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
     """Why this algorithm cannot serve the call, or None."""
     if algorithm == "native":
         return transport.lacks(request.collective, request.dtype, request.op, request.uneven)
-    if algorithm.startswith("flat") and not transport.caps.arena:
+    if is_shared(algorithm) and not transport.caps.arena:
         return f"it needs memory that the ranks share, which {transport.name} does not offer here"
-    if request.private and algorithm.startswith(("bruck", "hierarchical", "flat")):
+    if request.private and (is_shared(algorithm) or algorithm.startswith(("bruck", "hierarchical"))):
         return "it must know every rank's block sizes; with send_counts and recv_counts use pairwise, naive or native"
     return None
+
+
+def direct_way(collective: str, nbytes: int) -> str | None:
+    """What a shared-memory call of that size becomes when all its arrays turn out to lie in the arena."""
+    if nbytes < DIRECT_BYTES or "direct" not in BOOK[collective]:
+        return None
+    return "direct+" if collective == "all_reduce" else "direct"
 
 
 def candidates(request: Request, transport: Transport) -> dict[str, str | None]:

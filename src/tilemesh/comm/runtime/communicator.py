@@ -19,7 +19,7 @@ from tilemesh.comm.runtime.call import Call, Caller, Closed, flattened
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
 from tilemesh.comm.runtime.handle import Handle
-from tilemesh.comm.runtime.memory import Like, described, here, opened, store
+from tilemesh.comm.runtime.memory import Like, described, here, like_of, opened, store
 from tilemesh.comm.runtime.run import Engine
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
@@ -291,12 +291,15 @@ class Communicator:
             self.close()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
-        """An array for this communicator's collectives (a collective call): ordinary memory for now."""
-        if type(dtype).__module__ == "torch":
-            import torch
+        """An array that neighbours can read where it is, which saves large collectives a copy (a collective call).
 
-            return torch.empty(shape, dtype=dtype)
-        return np.empty(shape, dtype)
+        Every rank gives the same shape and dtype (numpy's or torch's; "bfloat16" by torch's). The memory is the node's
+        and goes back when all ranks have dropped their arrays. Ranks that share no memory get an ordinary array.
+        """
+        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(check.whole(length, "shape") < 0 for length in lengths):
+            raise UsageError(f"empty({shape}): expected lengths of 0 or more")
+        return self._caller.empty(lengths, like_of(dtype))
 
     def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
         """What `auto` would pick for a call of that size and why, and what every algorithm would send."""

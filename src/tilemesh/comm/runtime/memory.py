@@ -85,6 +85,18 @@ def _torch_like(dtype: Any, device: Any, what: str) -> Like:
     return Like(name, str(device))
 
 
+def like_of(dtype: Any) -> Like:
+    """What an array of that dtype is: torch's dtypes mean a CPU tensor, all others numpy."""
+    if type(dtype).__module__ == "torch":
+        import torch
+
+        return _torch_like(dtype, torch.device("cpu"), "empty")
+    try:
+        return _numpy_like(np.dtype(dtype), "empty")
+    except TypeError:
+        raise UsageError(f"dtype {dtype!r}: expected a dtype of numpy or torch, such as 'float32'") from None
+
+
 def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
     """A numpy array over x's memory (CUDA: a copy of it on the host), and what x is."""
     _, like = described(x, what)

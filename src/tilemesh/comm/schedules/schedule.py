@@ -105,7 +105,7 @@ class Schedule:
     """One algorithm for one collective and rank count. `make` starts the rounds from the beginning each time.
 
     `chunks`: into how many DATA is cut (for the collectives with one block a rank, a multiple of the ranks).
-    `temp`: how many TEMP slots, each as large as the largest chunk. `shared`: reads neighbours' memory.
+    `temp`: how many TEMP slots, each as large as the largest chunk. `shared`: the spaces in which neighbours read.
     """
 
     collective: str
@@ -115,7 +115,7 @@ class Schedule:
     chunks: int
     make: Callable[[], Iterator[Round]]
     temp: int = 0
-    shared: bool = False
+    shared: frozenset[int] = frozenset()
 
     def rounds(self) -> Iterator[Round]:
         return self.make()

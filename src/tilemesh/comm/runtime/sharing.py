@@ -1,0 +1,159 @@
+"""Calls through the node's shared memory, from an array to its result: which program, over which views, in whose turn.
+
+Whether an array lies in the arena is known to its own rank alone, and all ranks must run the same program. So where it
+matters (`direct`), each rank writes the places of its arrays beside its flag, they meet once, and all read the same
+answers; for the direct schedules that meeting is their own first one. As long as no rank has asked for arena memory,
+which all know because `empty` is a collective call, nobody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
+from tilemesh.comm.runtime.flags import SOURCE, TARGET
+from tilemesh.comm.runtime.lower import Program
+from tilemesh.comm.runtime.plan import Shape
+from tilemesh.comm.runtime.shared import Bound, Reducer
+from tilemesh.comm.runtime.transport import Array, Token
+from tilemesh.comm.schedules.book import is_direct
+from tilemesh.comm.schedules.collectives import REDUCING
+from tilemesh.core.errors import UsageError
+
+_SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
+KEPT = 256  # bound programs: views only, so this bounds what is kept
+
+Places = tuple[tuple[int, int], ...]  # (input, data) of each rank in the arena; 0: not there
+
+
+class Sharing:
+    """The shared-memory calls of one communicator."""
+
+    def __init__(self, arena: Arena, program: Callable[[Shape], Program]) -> None:
+        self.arena = arena
+        self.program = program
+        self.kept: OrderedDict[tuple[Shape, int, Places], Bound] = OrderedDict()
+
+    def steps(self, shape: Shape, given: Array, data: Array, lo: int, direct: str | None = None) -> Iterator[Token]:
+        """The call's steps. `direct`: the name to use instead if every rank's arrays lie in the arena."""
+        return self._steps(self.arena.turn(), shape, given, data, lo, direct)
+
+    def _steps(
+        self, turn: int, shape: Shape, given: Array, data: Array, lo: int, direct: str | None
+    ) -> Iterator[Token]:
+        arena = self.arena
+        if arena.done != turn - 1:
+            yield Turn(arena, turn)
+        if is_direct(shape.algorithm) or (direct is not None and arena.live and arena.ranks > 1):
+            yield from self._agreed(shape, given, data, lo, direct)
+        else:
+            yield from self._staged(shape, given, data, lo)
+        arena.done = turn
+
+    def _staged(self, shape: Shape, given: Array, data: Array, lo: int) -> Iterator[Token]:
+        bound = self.bound(shape, lo)
+        in_place = shape.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
+        if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
+            given = given.copy()  # the result grows while later segments are still to be put on the stage
+        yield from bound.steps(given, data)
+
+    def _agreed(self, shape: Shape, given: Array, data: Array, lo: int, direct: str | None) -> Iterator[Token]:
+        """Tell the others where this rank's arrays lie, and go the way that is open to all."""
+        arena, flags = self.arena, self.arena.flags
+        source, target = self._place(given), self._place(data)
+        if np.may_share_memory(given, data) and not self._harmless(shape, source, target):
+            source = target = 0  # a neighbour would read what is being overwritten
+        flags.put(SOURCE, source)
+        flags.put(TARGET, target)
+        yield Meeting(arena)
+        places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
+        name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else direct)
+        if name is not None:
+            shape = replace(shape, algorithm=name)
+            yield from self.bound(shape, lo, places).steps(given, data, is_met=arena.ranks > 1)
+            return
+        if is_direct(shape.algorithm):
+            yield Meeting(arena)  # the places must not change while somebody still looks at them
+            raise UsageError(_why(shape, places))
+        yield from self._staged(shape, given, data, lo)
+
+    def _harmless(self, shape: Shape, source: int, target: int) -> bool:
+        """Whether the input lies in the result where it will be, so that overwriting it changes nothing too early."""
+        if shape.collective == "all_gather":
+            target += sum(shape.sizes[: self.arena.rank]) * shape.like.carrier.itemsize
+        return shape.collective in ("all_reduce", "all_gather") and source == target
+
+    def _way(self, shape: Shape, places: Places, wanted: str | None) -> str | None:
+        """The direct algorithm that is open, or None."""
+        contributes = [shape.collective != "broadcast" or rank == shape.root for rank in range(len(places))]
+        inputs = all(source for (source, _), does in zip(places, contributes, strict=True) if does)
+        if not inputs:
+            return None
+        if wanted == "direct_slices":
+            return wanted if all(target for _, target in places) else None
+        if shape.collective == "all_reduce" and wanted == "direct+":
+            wanted = "direct"
+            if all(target for _, target in places):
+                return "direct_slices"
+        if shape.collective == "all_reduce" and any(source == target for source, target in places):
+            return None  # neighbours would read an input that its owner already overwrites
+        return wanted and "direct"
+
+    def bound(self, shape: Shape, lo: int, places: Places = ()) -> Bound:
+        key = (shape, lo, places)
+        bound = self.kept.get(key)
+        if bound is None:
+            program = self.program(shape)
+            lengths = (program.lengths[0], self._result_length(shape, program))
+            bound = Bound(program, self.arena, shape.like.carrier, _reducer(shape), lengths, lo, places)
+            self.kept[key] = bound
+            if len(self.kept) > KEPT:
+                self.kept.popitem(last=False)
+        return bound
+
+    def _result_length(self, shape: Shape, program: Program) -> int:
+        if shape.collective in ("reduce_scatter", "scatter"):
+            return shape.sizes[self.arena.rank]
+        return program.lengths[1]
+
+    def _place(self, array: Array) -> int:
+        return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else 0
+
+    def empty(self, shape: tuple[int, ...], carrier: np.dtype[Any]) -> tuple[Iterator[Token], list[Array]]:
+        """The steps of an allocation, and the list into which they put the array."""
+        turn, made = self.arena.turn(), []
+        nbytes = math.prod(shape) * carrier.itemsize
+
+        def steps() -> Iterator[Token]:
+            if self.arena.done != turn - 1:
+                yield Turn(self.arena, turn)
+            block = yield from self.arena.allocate(nbytes)
+            self.arena.done = turn
+            made.append(block.view(carrier).reshape(shape))
+
+        return steps(), made
+
+
+def _reducer(shape: Shape) -> Reducer | None:
+    return Reducer(shape.op, shape.like.dtype, shape.like.carrier) if shape.collective in REDUCING else None
+
+
+def _same_start(one: Array, other: Array) -> bool:
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
+
+
+def _why(shape: Shape, places: Places) -> str:
+    missing = [str(rank) for rank, (source, _) in enumerate(places) if not source]
+    what = "input" if missing else "out"
+    who = missing or [str(rank) for rank, (_, target) in enumerate(places) if not target]
+    where = f"the {what} of rank{'s' if len(who) > 1 else ''} {', '.join(who)}" if who else "an input that is also out"
+    return (
+        f"algorithm '{shape.algorithm}' cannot serve this {shape.collective}: {where} does not lie in memory that "
+        "comm.empty() made"
+    )
