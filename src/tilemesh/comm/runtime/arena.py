@@ -35,7 +35,9 @@ from tilemesh.core.units import format_bytes
 
 SEGMENT_BYTES = 512 << 10  # of a large payload that passes over the stage at once: stays in the caches of all ranks
 HALF_BYTES = 4 * SEGMENT_BYTES
-STAGE_BYTES = 2 * HALF_BYTES
+# Not powers of two apart: the same slot of all ranks would fall into the same few places of every cache.
+_HALF_STRIDE = HALF_BYTES + 17 * 128
+STAGE_BYTES = 2 * _HALF_STRIDE + 33 * 128
 _PAGE = 64 << 10  # the largest page of the architectures served
 _MOST_BLOCKS = 4096
 _FULL = (1 << 64) - 1
@@ -60,7 +62,7 @@ class Shape:
 
     @property
     def blocks_at(self) -> int:
-        return self.stage_at + self.ranks * STAGE_BYTES
+        return _round_up(self.stage_at + self.ranks * STAGE_BYTES, _PAGE)
 
     @property
     def nbytes(self) -> int:
@@ -115,14 +117,14 @@ class Arena:
         return self.staged % 2
 
     def staged_by(self, rank: int, half: int) -> Bytes:
-        at = self.shape.stage_at + rank * STAGE_BYTES + half * HALF_BYTES
+        at = self.shape.stage_at + rank * STAGE_BYTES + half * _HALF_STRIDE
         return self.memory[at : at + HALF_BYTES]
 
     def rows(self, half: int, at: int, nbytes: int) -> Any:
         """The same bytes of every rank's stage, one row a rank."""
         shape = self.shape
-        whole = self.memory[shape.stage_at : shape.blocks_at].reshape(self.ranks, STAGE_BYTES)
-        at += half * HALF_BYTES
+        whole = self.memory[shape.stage_at :][: self.ranks * STAGE_BYTES].reshape(self.ranks, STAGE_BYTES)
+        at += half * _HALF_STRIDE
         return whole[:, at : at + nbytes]
 
     # Blocks -------------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
 from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import TAGS, out_array
 from tilemesh.comm.runtime.arithmetic import divide
-from tilemesh.comm.runtime.choose import Request, choose, direct_way
+from tilemesh.comm.runtime.choose import Choice, Request, choose
+from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import native_steps
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running
-from tilemesh.comm.runtime.sharing import Sharing
+from tilemesh.comm.runtime.sharing import SharedCall, Sharing
 from tilemesh.comm.runtime.transport import Array, Message, NativeCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
@@ -83,17 +84,23 @@ class Caller:
         self.planner = Planner(transport, node_size)
         arena = self._arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program)
+        if arena is not None:
+            arena.flags.watch = watch
+        self.ready = ReadyCalls()
         self.is_debugging = debug.is_on()
 
-    def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
-        """`x`: what this rank contributes; None: nothing."""
+    def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
+        """`x`: what this rank contributes; None: nothing. `key`: under which later calls like it may be kept ready."""
         has_result = call.collective not in ("reduce", "gather") or self.transport.rank == call.root
         target = self._target(call) if has_result else None
         uneven = len(set(call.sizes)) > 1
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        name = choose(request, algorithm, self.transport).algorithm
+        choice = choose(request, algorithm, self.transport)
+        name = choice.algorithm
+        if key is not None and wait:
+            self.ready.keep(key, ready_call(self, call, x, choice))
         self._begin(call.collective, call.words(algorithm) if self.is_debugging else "")
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
         is_native = device is not None or name == "native"
@@ -101,7 +108,12 @@ class Caller:
             running = device.running(call, x, has_result)
         else:
             given = np.empty(0, call.like.carrier) if x is None else flattened(opened(x)[0], call.axis)
-            if is_native:
+            if self.sharing is not None and (
+                is_shared(name) or (choice.direct is not None and self.sharing.arena.live)
+            ):
+                running = self._shared(call, choice, given, target, has_result)
+                is_native = False
+            elif is_native:
                 running = self._native(call, given, target, has_result)
             else:
                 running = self._scheduled(call, name, given, target, has_result, wait)
@@ -158,8 +170,6 @@ class Caller:
         self, call: Call, name: str, given: Array, target: Array | None, has_result: bool, wait: bool
     ) -> Running:
         shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
-        if is_shared(name):
-            return self._shared(call, shape, given, target, has_result)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
         bound = self.planner.bound(shape, given, None if is_block else target)
@@ -180,12 +190,32 @@ class Caller:
 
         return Running(bound.steps(self._tag(1)), finish)
 
-    def _shared(self, call: Call, shape: Shape, given: Array, target: Array | None, has_result: bool) -> Running:
+    def _goes_shared(self, choice: Choice) -> bool:
+        """Through the arena; or natively, after a look whether all arrays lie there."""
+        if self.sharing is None:
+            return False
+        return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
+
+    def _shared(self, call: Call, choice: Choice, given: Array, target: Array | None, has_result: bool) -> Running:
         assert self.sharing is not None
-        lo = sum(call.sizes[: self.transport.rank]) if call.collective in ("reduce_scatter", "scatter") else 0
         result = np.empty(call.length if has_result else 0, call.like.carrier) if target is None else target
-        steps = self.sharing.steps(shape, given, result, lo, direct_way(call.collective, call.nbytes))
+        steps = self.sharing.steps(self.shared_call(call, choice), given, result)
         return Running(steps, lambda: self._finish(call, result if has_result else None))
+
+    def shared_call(self, call: Call, choice: Choice) -> SharedCall:
+        """What all calls like this one have in common."""
+        name, dtype = choice.algorithm, call.like.dtype
+        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
+        is_block = call.collective in ("reduce_scatter", "scatter")
+        lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
+
+        def natively(given: Array, result: Array) -> Iterator[Token]:
+            if np.may_share_memory(given, result) and given.size:
+                given = given.copy()
+            native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
+            return native_steps(self.transport, native, dtype)
+
+        return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
 
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""

@@ -16,6 +16,14 @@ from tilemesh.core.units import format_bytes
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
+FLAT_BYTES = 32 << 10  # up to this an all_reduce adds everything up on every rank: one meeting less
+_SHARED = {
+    "all_reduce": "flat_slices",
+    "reduce_scatter": "flat",
+    "all_gather": "flat",
+    "all_to_all": "flat",
+    "broadcast": "flat",
+}
 _SMALL = {
     "all_reduce": "recursive_doubling",
     "reduce_scatter": "recursive_halving",
@@ -44,8 +52,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Choice:
+    """`direct`: what to use instead if every rank's arrays lie in the arena, which only the call itself can tell."""
+
     algorithm: str
     why: str
+    direct: str | None = None
 
 
 def choose(request: Request, algorithm: str, transport: Transport) -> Choice:
@@ -70,9 +81,10 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
     return None
 
 
-def direct_way(collective: str, nbytes: int) -> str | None:
-    """What a shared-memory call of that size becomes when all its arrays turn out to lie in the arena."""
-    if nbytes < DIRECT_BYTES or "direct" not in BOOK[collective]:
+def direct_way(collective: str, nbytes: int, ranks: int) -> str | None:
+    """What a call of that size becomes when all its arrays turn out to lie in the arena. The same on every rank."""
+    mine = nbytes // ranks if collective == "all_gather" else nbytes
+    if mine < DIRECT_BYTES or "direct" not in BOOK[collective]:
         return None
     return "direct+" if collective == "all_reduce" else "direct"
 
@@ -86,6 +98,10 @@ def candidates(request: Request, transport: Transport) -> dict[str, str | None]:
 def _auto(request: Request, transport: Transport) -> Choice:
     if transport.size == 1:
         return Choice("naive", "one rank: nothing moves")
+    if transport.caps.arena and not request.private and request.collective in _SHARED:
+        direct = direct_way(request.collective, request.nbytes, transport.size)
+        name = _SHARED[request.collective] if request.nbytes > FLAT_BYTES else "flat"
+        return Choice(name, "through shared memory, until this machine is fitted", direct)
     if refuses(request, "native", transport) is None:
         return Choice("native", f"{transport.name}'s own is the safe choice until this machine is fitted")
     is_small = request.nbytes < SMALL_BYTES

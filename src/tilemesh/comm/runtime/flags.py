@@ -21,8 +21,12 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tilemesh.core.errors import RunError
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.watch import Watch
 
 LINE = 128  # bytes from flag to flag: a cache line, and the neighbour that processors fetch with it
 WORDS = LINE // 8
@@ -86,10 +90,13 @@ class Flags:
         # Begin with the next rank: ranks that all waited for rank 0 first would all be woken by it alone.
         self.others = [(rank + k) % ranks * WORDS for k in range(1, ranks)]
         self.fence = make_fence()
-        self.pause: Callable[[], object] = pause or getattr(os, "sched_yield", _sleep_0)
+        yields: Callable[[], object] = getattr(os, "sched_yield", _sleep_0)
+        self.pause = yields if pause is None else pause
         self.spin = 0 if outnumber else _SPIN
         self.epoch = 0
         self.has_pids = pids
+        self.watch: Watch | None = None
+        self.doing = ("meeting", 0)  # what a ready call does, for the watchdog
         self.words[self.mine + PID] = os.getpid()
 
     def raise_(self) -> int:
@@ -140,8 +147,19 @@ class Flags:
             pause()
             if words[other] >= epoch:
                 return
-        began = time.monotonic()
-        checked = began
+        # Only a wait that lasts is worth telling the watchdog of: a ready call notes nothing before.
+        watch = self.watch if self.watch is not None and self.watch.note is None else None
+        if watch is not None:
+            watch.enter(watch.sequence, *self.doing)
+        try:
+            self._wait_long(other, epoch)
+        finally:
+            if watch is not None:
+                watch.leave()
+
+    def _wait_long(self, other: int, epoch: int) -> None:
+        words, pause = self.words, self.pause
+        began = checked = time.monotonic()
         while words[other] < epoch:
             pause()
             now = time.monotonic()

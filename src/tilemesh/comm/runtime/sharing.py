@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,17 @@ KEPT = 256  # bound programs: views only, so this bounds what is kept
 Places = tuple[tuple[int, int], ...]  # (input, data) of each rank in the arena; 0: not there
 
 
+@dataclass(frozen=True)
+class SharedCall:
+    """A call but for its arrays. `lo`: where in DATA its result begins. `direct`: what to use instead if every rank's
+    arrays lie in the arena; `natively`: the library's own collective, where that is the choice if they do not."""
+
+    shape: Shape
+    lo: int
+    direct: str | None = None
+    natively: Callable[[Array, Array], Iterator[Token]] | None = None
+
+
 class Sharing:
     """The shared-memory calls of one communicator."""
 
@@ -40,21 +51,29 @@ class Sharing:
         self.program = program
         self.kept: OrderedDict[tuple[Shape, int, Places], Bound] = OrderedDict()
 
-    def steps(self, shape: Shape, given: Array, data: Array, lo: int, direct: str | None = None) -> Iterator[Token]:
-        """The call's steps. `direct`: the name to use instead if every rank's arrays lie in the arena."""
-        return self._steps(self.arena.turn(), shape, given, data, lo, direct)
+    def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        """The call's steps; its turn is taken now."""
+        return self._steps(self.arena.turn(), call, given, data)
 
-    def _steps(
-        self, turn: int, shape: Shape, given: Array, data: Array, lo: int, direct: str | None
-    ) -> Iterator[Token]:
+    def run(self, call: SharedCall, given: Array, data: Array) -> None:
+        """The same, blocking; only when nothing is under way."""
+        for token in self._steps(self.arena.turn(), call, given, data):
+            token.wait()
+
+    def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
         if arena.done != turn - 1:
             yield Turn(arena, turn)
-        if is_direct(shape.algorithm) or (direct is not None and arena.live and arena.ranks > 1):
-            yield from self._agreed(shape, given, data, lo, direct)
+        if is_direct(call.shape.algorithm) or (call.direct is not None and arena.live and arena.ranks > 1):
+            yield from self._agreed(call, given, data)
         else:
-            yield from self._staged(shape, given, data, lo)
+            yield from self._otherwise(call, given, data)
         arena.done = turn
+
+    def _otherwise(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        if call.natively is not None:
+            return call.natively(given, data)
+        return self._staged(call.shape, given, data, call.lo)
 
     def _staged(self, shape: Shape, given: Array, data: Array, lo: int) -> Iterator[Token]:
         bound = self.bound(shape, lo)
@@ -63,9 +82,9 @@ class Sharing:
             given = given.copy()  # the result grows while later segments are still to be put on the stage
         yield from bound.steps(given, data)
 
-    def _agreed(self, shape: Shape, given: Array, data: Array, lo: int, direct: str | None) -> Iterator[Token]:
+    def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """Tell the others where this rank's arrays lie, and go the way that is open to all."""
-        arena, flags = self.arena, self.arena.flags
+        arena, flags, shape = self.arena, self.arena.flags, call.shape
         source, target = self._place(given), self._place(data)
         if np.may_share_memory(given, data) and not self._harmless(shape, source, target):
             source = target = 0  # a neighbour would read what is being overwritten
@@ -73,15 +92,16 @@ class Sharing:
         flags.put(TARGET, target)
         yield Meeting(arena)
         places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
-        name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else direct)
+        name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else call.direct)
         if name is not None:
             shape = replace(shape, algorithm=name)
-            yield from self.bound(shape, lo, places).steps(given, data, is_met=arena.ranks > 1)
+            yield from self.bound(shape, call.lo, places).steps(given, data, is_met=arena.ranks > 1)
             return
+        yield Meeting(arena)  # the places must not change while somebody still looks at them
         if is_direct(shape.algorithm):
-            yield Meeting(arena)  # the places must not change while somebody still looks at them
+            arena.done += 1
             raise UsageError(_why(shape, places))
-        yield from self._staged(shape, given, data, lo)
+        yield from self._otherwise(call, given, data)
 
     def _harmless(self, shape: Shape, source: int, target: int) -> bool:
         """Whether the input lies in the result where it will be, so that overwriting it changes nothing too early."""
