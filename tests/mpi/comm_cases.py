@@ -6,6 +6,7 @@ answers are compared bit for bit; that ranks agree on sums that are *not* exact 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,9 +43,9 @@ class Case:
         return f"{self.collective}/{self.algorithm} {self.dtype}[{self.length}] {self.op} root {self.root}"
 
 
-def serves(comm: Communicator, collective: str, algorithm: str, dtype: str, length: int) -> bool:
+def serves(comm: Communicator, collective: str, algorithm: str, dtype: str, length: int, op: str = "sum") -> bool:
     uneven = collective in BLOCKED and length % comm.size > 0 and collective != "all_gather"
-    request = Request(collective, 1, dtype, "sum", uneven)
+    request = Request(collective, 1, dtype, op, uneven)
     return refuses(request, algorithm, comm.transport) is None
 
 
@@ -172,6 +173,61 @@ def same_bits_everywhere(comm: Communicator) -> None:
             epsilon = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
             # Each of at most n - 1 roundings errs by half a unit in the last place of a partial sum.
             assert (np.abs(as_float - exact) <= comm.size * epsilon * scale).all(), (algorithm, dtype)
+
+
+def bits_of(array: Any) -> np.ndarray[Any, Any]:
+    plain = array if isinstance(array, np.ndarray) else array.view(__import__("torch").int16).numpy()
+    return plain.view(np.uint8).reshape(1, -1)
+
+
+def extremes_of_zeros_and_nans(comm: Communicator) -> None:
+    """-0.0 is below 0.0 and a NaN wins, as the same bits on every rank, whoever held which."""
+    n, me = comm.size, comm.rank
+    nans = np.array([0x7FC00001, 0xFFC12345], np.uint32).view(np.float32)  # NaNs that differ in sign and payload
+    row = np.tile(np.float32([0.0, -0.0, 1.0, -1.0, np.nan, 0.0, np.inf]), 13)
+    others = np.tile(np.float32([-0.0, 0.0, 0.0, -0.0, 2.0, 0.0, -0.0]), 13)
+    row[::29], others[::31] = nans[0], nans[1]
+    mine = (row, others)[me % 2]
+    is_lonely = n == 1
+    for op, wins in (("min", np.logical_or), ("max", np.logical_and)):
+        for dtype in ("float32", "float64", "float16", "bfloat16", "longdouble"):
+            x = typed(mine, dtype)
+            for algorithm in ("native", "auto", *BOOK["all_reduce"]):
+                name = str(np.dtype(dtype).name) if dtype != "bfloat16" else dtype
+                if algorithm != "auto" and not serves(comm, "all_reduce", algorithm, name, 0, op):
+                    assert algorithm != "native" or comm.backend == "threads" or dtype == "longdouble"
+                    continue
+                result = comm.all_reduce(x, op, algorithm=algorithm)
+                rows = comm.all_gather(bits_of(result), algorithm="ring")
+                assert (rows == rows[0]).all(), f"{op} {algorithm} {dtype}: ranks differ"
+                if is_lonely:
+                    continue
+                got = np.asarray(result.float() if dtype == "bfloat16" else result, np.float64)
+                wanted = (np.minimum if op == "min" else np.maximum)(row, others).astype(np.float64)
+                assert np.array_equal(got, wanted, equal_nan=True), (op, algorithm, dtype)
+                both_zero = (row == 0) & (others == 0)
+                signs = wins(np.signbit(row), np.signbit(others))
+                assert np.array_equal(np.signbit(got[both_zero]), signs[both_zero]), (op, algorithm, dtype)
+
+
+def averages_of_16_bits(comm: Communicator) -> None:
+    """The sum of these is infinite in 16 bits; their average is not."""
+    torch = pytest.importorskip("torch")
+    for dtype, large in ((torch.float16, 60_000.0), (torch.bfloat16, 3e38)):
+        x = torch.full((40,), large).to(dtype)
+        for algorithm in ("native", "auto", *BOOK["all_reduce"]):
+            name = str(dtype).removeprefix("torch.")
+            if dtype == torch.bfloat16 and comm.size > 1:  # float32 ends where bf16 does
+                x = torch.full((40,), 1e38 / comm.size).to(dtype)
+            if algorithm == "auto" or serves(comm, "all_reduce", algorithm, name, 0, "avg"):
+                assert torch.equal(comm.all_reduce(x, "avg", algorithm=algorithm), x), (algorithm, dtype)
+        out = torch.empty(40, dtype=dtype)
+        assert comm.all_reduce(x, "avg", out=out) is out
+        assert torch.equal(out, x)
+        parts = comm.reduce_scatter(x.reshape(4, 10), "avg", axis=1, algorithm="ring")
+        assert torch.equal(parts, x.reshape(4, 10)[:, : parts.shape[1]])
+    at_root = comm.reduce(x, "avg", root=comm.size - 1)
+    assert (at_root is None) == (comm.rank != comm.size - 1)
 
 
 def in_place_and_out(comm: Communicator) -> None:
@@ -321,6 +377,73 @@ def handles_among_other_calls(comm: Communicator) -> None:
     group.close()
 
 
+def waiting_before_or_after(comm: Communicator) -> None:
+    """Rank 0 waits for a handle before calls that the others are already in, and which must move it."""
+    n, me = comm.size, comm.rank
+    x = np.arange(3000.0)
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.split(me % 2),
+        lambda: comm.scatter(np.arange(n) if me == 0 else None),
+        comm.duplicate,
+    ]
+    for call_ in calls:
+        handle = comm.all_reduce(x, algorithm="ring", wait=False)
+        if me == 0:
+            handle.wait()
+        made = call_()
+        require_equal(handle.wait(), n * x)
+        if isinstance(made, Communicator):
+            assert made.all_reduce(np.ones(2))[0] == made.size
+            made.close()
+    # The library's own must begin in the same order on every rank, also behind a scatter whose root is late.
+    if me == n - 1:
+        time.sleep(0.03)
+    first = comm.scatter(np.arange(2 * n) if me == n - 1 else None, root=n - 1, wait=False)
+    second = comm.all_reduce(x, wait=False)
+    third = comm.broadcast(x + me, root=0, wait=False)
+    require_equal(third.wait(), x)
+    require_equal(second.wait(), n * x)
+    assert first.wait().tolist() == [2 * me, 2 * me + 1]
+
+
+def from_other_threads(comm: Communicator) -> None:
+    """One communicator in one thread after another, and two in two threads at once."""
+    n = comm.size
+    x = np.arange(2000.0)
+    started: list[Any] = []
+    for algorithm in ("ring", "auto"):
+        starter = threading.Thread(
+            target=lambda a=algorithm: started.append(comm.all_reduce(x, algorithm=a, wait=False))
+        )
+        starter.start()
+        starter.join()
+    for handle in reversed(started):
+        require_equal(handle.wait(), n * x)
+    other = comm.duplicate()
+    wrong: list[BaseException] = []
+
+    def beside() -> None:
+        try:
+            for i in range(20):
+                handle = other.all_reduce(x + i, algorithm="ring", wait=False)
+                require_equal(other.all_reduce(x, algorithm="rabenseifner"), n * x)
+                require_equal(handle.wait(), n * (x + i))
+                require_equal(other.all_reduce(x), n * x)
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    for i in range(20):
+        handle = comm.all_reduce(x - i, algorithm="ring", wait=False)
+        require_equal(comm.all_gather(np.array([comm.rank])), np.arange(n))
+        require_equal(handle.wait(), n * (x - i))
+    thread.join()
+    assert wrong == []
+    assert not comm.engine.pending
+    other.close()
+
+
 def messages(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     if n == 1:
@@ -337,6 +460,9 @@ def messages(comm: Communicator) -> None:
         assert comm.recv(np.empty(1, int), source, tag=tag)[0] == tag * 10 + source
     for handle in handles_:
         handle.wait()
+    receipt = comm.irecv(np.empty(0), source, tag=3)  # an empty message is one, too
+    comm.send(np.empty(0), to, tag=3)
+    assert receipt.wait().size == 0
     strided = np.zeros(8)[::2]
     receipt = comm.irecv(strided, source)
     comm.send(np.arange(4.0), to)
@@ -434,18 +560,22 @@ def wrong_use(comm: Communicator) -> None:
         assert isinstance(caught.value, ValueError)
     assert comm.all_reduce(x)[0] == n
     told = comm.explain("all_reduce", 4096, dtype="bfloat16")
-    assert f"on {n} ranks" in told
+    assert f"on {n} rank{'s' if n > 1 else ''} over" in told
     assert ("widens to float32 on the wire" in told) == (comm.backend != "threads")
 
 
 SURFACE = (
     same_bits_everywhere,
+    extremes_of_zeros_and_nans,
+    averages_of_16_bits,
     in_place_and_out,
     axes_and_strides,
     uneven_parts,
     tensors,
     handles,
     handles_among_other_calls,
+    waiting_before_or_after,
+    from_other_threads,
     messages,
     groups,
     bytes_on_the_wire,

@@ -42,4 +42,6 @@ for dtype in DTYPES:
         done += 1
 mean = comm.all_reduce(torch.full((3,), float(me), device="cuda"), "avg")
 assert torch.equal(mean.cpu(), torch.full((3,), (n - 1) / 2))
+large = torch.full((3,), 60_000.0, dtype=torch.float16, device="cuda")  # of which two add up to infinity
+assert torch.equal(comm.all_reduce(large, "avg"), large)
 print(f"{done} cases right over {where}", flush=True)

@@ -47,6 +47,10 @@ def mismatched(comm: Communicator) -> None:
         lambda: comm.broadcast(np.ones(4), root=int(odd)),
         lambda: comm.all_reduce(np.ones(4), "max" if odd else "sum"),
         lambda: comm.all_reduce(np.ones(4), algorithm="tree" if odd else "ring"),
+        lambda: comm.all_reduce(np.ones((2, 2) if odd else 4)),
+        lambda: comm.all_gather(np.ones((2, 2)), axis=int(odd)),
+        lambda: comm.all_gather(np.ones(comm.rank), counts=[0, 1, 2] if not odd else [0, 1, 3]),
+        lambda: exchange(comm, [1, 1, 1], [1, 1, 2 if odd else 1]),
     ]
     for call in calls:
         try:
@@ -56,13 +60,43 @@ def mismatched(comm: Communicator) -> None:
     print(f"sum {comm.all_reduce(np.ones(2))[0]:g}", flush=True)
 
 
+def exchange(comm: Communicator, sends: list[int], receives: list[int]) -> None:
+    comm.all_to_all(np.ones(sum(sends)), send_counts=sends, recv_counts=receives)
+
+
+def dropped(comm: Communicator) -> None:
+    """Begin what nobody answers, and end without waiting for it."""
+    if comm.rank == 0:
+        for handle in (
+            comm.irecv(np.empty(4), 1, tag=1),
+            comm.isend(np.empty(1_000_000), 1, tag=2),
+            comm.all_reduce(np.ones(50_000), algorithm="ring", wait=False),
+        ):
+            handle.test()
+    print("done", flush=True)
+
+
+def wrong_sizes(comm: Communicator, sent: int, expected: int) -> None:
+    if comm.rank == 0:
+        comm.send(np.ones(sent), 1)
+    else:
+        comm.recv(np.ones(expected), 0)
+    comm.barrier()
+
+
 def main(behaviour: str, seed: int) -> None:
-    comm = connect(timeout_s=2.0 if behaviour in ("never", "never-native", "elsewhere") else 60.0)
+    if behaviour == "absent" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")) == "1":
+        daydream()
+    comm = connect(timeout_s=2.0 if behaviour in ("never", "never-native", "elsewhere", "absent") else 60.0)
     misbehaves = comm.rank == 1
     comm.barrier()
     print("connected", flush=True)
     if behaviour == "mismatch":
         mismatched(comm)
+    elif behaviour == "drop":
+        dropped(comm)
+    elif behaviour == "sizes":
+        wrong_sizes(comm, seed // 10, seed % 10)
     elif behaviour == "kill":
         handle = comm.all_reduce(np.ones(100_000), algorithm="ring", wait=False)
         if misbehaves:

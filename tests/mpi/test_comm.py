@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import comm_cases
 
 from tilemesh.comm import run_threads
+from tilemesh.comm.runtime.meeting import START_S
 from tilemesh.launch.folder import base_folder
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.start import find_mpiexec, mpi_environment
@@ -223,15 +224,55 @@ class TestFaults:
         for rank in range(3):
             mine = [line for who, stream, line in said.lines if (who, stream) == (rank, "out")]
             refused = [line for line in mine if line.startswith("refused")]
-            assert len(refused) == 6
-            assert all("the ranks disagree: rank 1 calls" in line for line in refused)
+            assert len(refused) == 10
+            assert all("the ranks disagree: rank 1 calls" in line for line in refused[:9])
             assert "rank 1 calls barrier(" in refused[0]
-            assert "rank 1 calls all_reduce(5 elements" in refused[1]
+            assert "shape=(5), 5 elements)" in refused[1]
             assert "int32" in refused[2]
             assert "root=1" in refused[3]
             assert "op=max" in refused[4]
             assert "algorithm=tree" in refused[5]
+            assert "shape=(2, 2)" in refused[6]
+            assert "axis=1" in refused[7]
+            assert "4 elements in [0, 1, 3]" in refused[8]
+            assert "rank 2 sends 1 elements to rank 1, which expects 2" in refused[9]
             assert "sum 3" in mine  # still usable
+
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_handles_that_nobody_waits_for_do_not_fail_the_job(self, transport: str) -> None:
+        outcome, said = in_ranks(transport, 2, "comm_fault_script.py", "drop")
+        assert outcome.failure is None, said.lines
+        assert outcome.exit_code == 0
+        assert said.of("out").count("done") == 2
+        (words,) = [line for line in said.of("err") if line.startswith("tilemesh")]
+        head = "tilemesh: rank 0 ended without wait() for "
+        assert words.startswith(head)
+        names = sorted(words.removeprefix(head).split(", "))
+        assert names == ["all_reduce #2 of world", "recv from rank 1", "send to rank 1"]
+
+    @pytest.mark.parametrize("sizes", [pytest.param("34"), pytest.param("43", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_a_message_of_another_size_than_expected(self, transport: str, sizes: str) -> None:
+        outcome, _ = self.fault(transport, 2, "sizes", sizes)
+        assert outcome.failure is not None
+        sent, expected = (8 * int(size) for size in sizes)
+        reason = f"raised RunError: rank 0 sent {sent} bytes to rank 1, which expected {expected}"
+        if transport == "mpi" and sent > expected:  # MPI does not say how much more
+            reason = f"raised RunError: rank 0 sent more to rank 1 than the {expected} bytes expected"
+        assert outcome.failure.reason == reason
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_a_rank_that_never_connects(self, transport: str) -> None:
+        start = time.monotonic()
+        outcome, said = in_ranks(transport, 3, "comm_fault_script.py", "absent")
+        assert time.monotonic() - start < START_S + 2 * ENDS_WITHIN_S
+        assert outcome.exit_code == 1
+        words = [line for line in said.of("err") if line.startswith("tilemesh: rank")]
+        assert words
+        for line in words:
+            assert re.match(r"tilemesh: rank [02] has waited 20 s in connect\(\) for 3 ranks; not arrived: 1;", line)
+        assert "not arrived: 1" in outcome.sentence(3)
 
     @pytest.mark.parametrize("transport", PROCESSES)
     def test_random_kills(self, transport: str) -> None:

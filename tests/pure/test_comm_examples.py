@@ -75,6 +75,10 @@ def test_the_notebook_runs_from_top_to_bottom() -> None:
                 assert cell["outputs"] == []
                 exec("".join(cell["source"]), names)
     assert "rank 7 of 8: the ranks add up to 28" in said.getvalue()
+    assert "rank 0 heard from rank 7" in said.getvalue()
+    assert "row (tensor parallel): (0, 1, 2, 3) (4, 5, 6, 7)" in said.getvalue()
+    assert "column (data parallel): (0, 4) (1, 5) (2, 6) (3, 7)" in said.getvalue()
+    assert "alone: (0,) (1,) (2,)" in said.getvalue()
     assert "ring all_reduce: 8 ranks, 8 chunks" in said.getvalue()
 
 
@@ -84,7 +88,7 @@ def test_the_code_on_the_documentation_page_runs(capsys: pytest.CaptureFixture[s
     exec(first, {})
     exec(schedule, {})
     said = capsys.readouterr().out
-    assert "all_reduce of 64 MiB float32 on 1 ranks over threads: naive (one rank: nothing moves)" in said
+    assert "all_reduce of 64 MiB float32 on 1 rank over threads: naive (one rank: nothing moves)" in said
     assert "line all_reduce: 5 ranks, 1 chunk" in said
 
 

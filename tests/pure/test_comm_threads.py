@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tilemesh.comm import Communicator, connect, minimal, run_threads
 from tilemesh.comm.runtime import watch
 from tilemesh.comm.runtime.call import native_call
+from tilemesh.comm.runtime.debug import compare_calls
 from tilemesh.comm.runtime.records import private_board
-from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.run import Engine, Running
 from tilemesh.comm.runtime.threads import ThreadTransport, World
 from tilemesh.comm.runtime.transport import DONE, Lazy, NativeCall, Token
 from tilemesh.comm.schedules.book import BOOK
@@ -149,9 +150,30 @@ def test_calls_that_differ_raise_on_every_rank_in_debug_mode(monkeypatch: pytest
     results = run_threads(3, main)
     assert results[0] == results[1] == results[2]
     assert results[0][0].startswith("the ranks disagree: rank 2 calls all_gather(")
-    assert results[0][0].endswith("ranks 0, 1 call scatter(root=0)")
+    assert results[0][0].endswith("ranks 0, 1 call scatter(root=0, algorithm=auto, axis=0)")
     assert "rank 2 calls split()" in results[0][1]
-    assert "rank 2 calls all_reduce(3 elements of float64" in results[0][2]
+    assert "rank 2 calls all_reduce(float64, op=sum, algorithm=auto, shape=(3), 3 elements)" in results[0][2]
+
+
+def test_no_difference_hides_behind_the_length_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
+    ranks = 64
+
+    def main(comm: Communicator) -> str:
+        counts = [1_000_000 * rank for rank in range(ranks)]
+        counts[-1 if comm.rank == 5 else -2] += 1
+        with pytest.raises(UsageError) as caught:
+            comm._caller.engine.run(
+                Running(compare_calls(comm.transport, f"all_gather(float32, {counts})", 2_000_000), lambda: None)
+            )
+        return str(caught.value)
+
+    told = set(run_threads(ranks, main))
+    assert len(told) == 1
+    words = told.pop()
+    assert words.startswith("the ranks disagree: rank 5 calls all_gather(… ")
+    assert "63000001" in words.partition("; ranks 0, 1")[0]
+    assert len(words) < 900
 
 
 def test_what_is_wrong_at_the_root_of_a_scatter_is_raised_everywhere() -> None:

@@ -10,6 +10,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tilemesh.cli.bench_collective import bench_collective
+from tilemesh.comm.schedules import draw as drawing
+from tilemesh.comm.schedules.book import build
 from tilemesh.comm.schedules.draw import LEGEND
 from tilemesh.core.errors import RunError, UsageError
 
@@ -22,6 +24,47 @@ def test_the_schedule_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     image = ET.parse(tmp_path / "ring.svg")
     arrows = [line for line in image.iter("{http://www.w3.org/2000/svg}line") if line.get("marker-end")]
     assert len(arrows) == 14 * 8
+
+
+def labels(picture: str) -> list[tuple[float, float, float, float]]:
+    """The boxes of the labels beside the arrows: (left, top, right, bottom), at 6.5 × 11 pixels a letter."""
+    boxes = []
+    for one in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
+        x, y, anchor = float(one.get("x", 0)), float(one.get("y", 0)), one.get("text-anchor")
+        width = 6.5 * len(one.text or "")
+        if anchor in ("start", "end"):
+            left = x if anchor == "start" else x - width
+            boxes.append((left, y - 9, left + width, y + 2))
+    return boxes
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm"), [("all_reduce", "ring"), ("all_to_all", "naive"), ("all_to_all", "bruck")]
+)
+def test_no_label_covers_another(collective: str, algorithm: str) -> None:
+    boxes = labels(drawing.svg(build(collective, algorithm, 9)))
+    assert len(boxes) > 20
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        for other in boxes[:number]:
+            apart = right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+            assert apart, (other, boxes[number])
+
+
+def test_a_thousand_ranks_are_more_than_a_drawing_holds() -> None:
+    for draw in (drawing.text, drawing.svg):
+        with pytest.raises(UsageError, match="a drawing of 1000 ranks: nobody can read one of more than 128"):
+            draw(build("all_reduce", "ring", 1000))
+
+
+def test_nodes_of_a_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_collective("all_reduce", draw="hierarchical", ranks=4, node_size=2)
+    first = capsys.readouterr().out
+    bench_collective("all_reduce", draw="hierarchical", ranks=4)
+    assert first != capsys.readouterr().out
+    with pytest.raises(UsageError, match="nodes of 0 ranks"):
+        bench_collective("all_reduce", draw="hierarchical", ranks=4, node_size=0)
+    bench_collective("all_reduce", draw="ring", ranks=1)
+    assert capsys.readouterr().out.startswith("ring all_reduce: 1 rank, 1 chunk\n")
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ def bench_collective(
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="How many ranks the schedule is for.")] = 8,
     root: Annotated[int, typer.Option("--root", help="Root of a broadcast, reduce, scatter or gather.")] = 0,
+    node_size: Annotated[
+        int | None, typer.Option("--node-size", help="Ranks a node, for the hierarchical schedules. [default: 8]")
+    ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
 ) -> None:
     """Draw the schedule of a collective."""
@@ -25,7 +28,7 @@ def bench_collective(
     if draw is None:
         known = ", ".join(algorithms(collective))
         raise UsageError(f"nothing to do: give --draw ALGORITHM; for {collective} there are {known}")
-    schedule = build(collective, draw, ranks, root)
+    schedule = build(collective, draw, ranks, root, node_size=node_size)
     print(drawing.text(schedule))
     if svg is not None:
         try:

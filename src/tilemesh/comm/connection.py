@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from tilemesh.comm.runtime.arguments import seconds, whole
 from tilemesh.comm.runtime.call import native_call
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.comm.runtime.debug import spread_text
+from tilemesh.comm.runtime.meeting import meeting
 from tilemesh.comm.runtime.records import leave_verdict, private_board, shared_board
-from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.run import Engine, Running
+from tilemesh.comm.runtime.texts import Steps, spread
 from tilemesh.comm.runtime.threads import ThreadTransport, World, run_ranks
-from tilemesh.comm.runtime.transport import Transport
+from tilemesh.comm.runtime.transport import TAG_KINDS, Token, Transport
 from tilemesh.comm.runtime.watch import TIMEOUT_S, Process, Watch
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership, torch_environment
 from tilemesh.core.errors import UsageError, unknown
 
+_LAST_S = 0.5  # for what is still under way when the program ends
 TRANSPORTS = ("auto", "mpi", "torch", "alone")
-_RECORDS_TAG = 5_000_000
 
 T = TypeVar("T")
 
@@ -36,23 +40,25 @@ def connect(transport: str = "auto", *, timeout_s: float = TIMEOUT_S, node_size:
     """
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
-    _require_timeout(timeout_s)
-    _require_node_size(node_size)
+    timeout_s = seconds(timeout_s, "timeout_s")
+    node_size = _node_size(node_size)
     member = membership()
     name = _found(member) if transport == "auto" else transport
     if node_size is None and member is not None and member.local_size > 1:
         node_size = member.local_size
     if name == "alone":
         return _over(ThreadTransport(World(), 0, 1), timeout_s, node_size)
-    if name == "mpi":
-        from tilemesh.comm.runtime.mpi import MpiTransport
-
-        return _over(MpiTransport.world(), timeout_s, node_size)
-    if member is None:
+    if name == "torch" and member is None:
         raise UsageError(
             "transport 'torch' in a process that nobody started as a rank: use torchrun or `tilemesh launch`"
         )
-    return _over(_torch_world(member, timeout_s), timeout_s, node_size)
+    with meeting(member, timeout_s, is_first_mpi=name == "mpi" and "mpi4py.MPI" not in sys.modules):
+        if name == "mpi":
+            from tilemesh.comm.runtime.mpi import MpiTransport
+
+            return _over(MpiTransport.world(), timeout_s, node_size)
+        assert member is not None
+        return _over(_torch_world(member, timeout_s), timeout_s, node_size)
 
 
 def run_threads(
@@ -62,18 +68,24 @@ def run_threads(
 
     `node_size`: how many ranks the hierarchical schedules take for one node.
     """
+    ranks = whole(ranks, "ranks")
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: expected at least 1")
-    _require_timeout(timeout_s)
-    _require_node_size(node_size)
+    if not callable(main):
+        raise UsageError(f"main is {main!r}: expected a function of a communicator")
+    timeout_s = seconds(timeout_s, "timeout_s")
+    node_size = _node_size(node_size)
     board = private_board(ranks)
 
     def body(transport: ThreadTransport) -> T:
         process = Process(transport.rank, board, transport.world.fail, pids=False)
         watch = Watch(process, range(ranks), timeout_s=timeout_s)
+        engine = Engine()
         process.start()
         try:
-            return main(Communicator(transport, Engine(), watch, node_size))
+            result = main(Communicator(transport, engine, watch, node_size))
+            say_dropped(transport.rank, engine)
+            return result
         finally:
             process.stop()
 
@@ -89,7 +101,21 @@ def _over(transport: Transport, timeout_s: float, node_size: int | None) -> Comm
     process.worlds += 1
     label = "world" if process.worlds == 1 else f"world:{process.worlds}"
     watch = Watch(process, range(transport.size), label, timeout_s)
-    return Communicator(transport, Engine(), watch, node_size)
+    engine = Engine()
+    if transport.size > 1:
+        atexit.register(say_dropped, transport.rank, engine)
+    return Communicator(transport, engine, watch, node_size)
+
+
+def say_dropped(rank: int, engine: Engine) -> None:
+    """A program may end without waiting for what it began; but that is seldom what was meant."""
+    end = time.monotonic() + _LAST_S
+    while engine.pending and time.monotonic() < end:
+        if not engine.progress():
+            time.sleep(0.01)
+    if engine.dropped:
+        names = ", ".join(engine.dropped)
+        print(f"tilemesh: rank {rank} ended without wait() for {names}", file=sys.stderr, flush=True)
 
 
 def _watchdog_of(transport: Transport) -> Process:
@@ -99,7 +125,7 @@ def _watchdog_of(transport: Transport) -> Process:
     if _watchdog is None:
 
         def tell(text: str) -> str:
-            return spread_text(transport, text, 0, _RECORDS_TAG)
+            return str(Engine().run(_told(spread(transport, text, 0, (TAG_KINDS - 1) * transport.tags))))
 
         def end(reason: str) -> NoReturn:
             leave_verdict(reason)
@@ -110,6 +136,15 @@ def _watchdog_of(transport: Transport) -> Process:
         _watchdog.start()
         atexit.register(_watchdog.stop)
     return _watchdog
+
+
+def _told(steps: Steps[str]) -> Running:
+    heard: list[str] = []
+
+    def keep() -> Iterator[Token]:
+        heard.append((yield from steps))
+
+    return Running(keep(), lambda: heard[0])
 
 
 def _found(member: Membership | None) -> str:
@@ -150,18 +185,18 @@ def _torch_world(member: Membership, timeout_s: float) -> Transport:
 def _leave_torch() -> None:
     import torch.distributed as dist
 
-    from tilemesh.comm.runtime.torchdist import let_go
+    from tilemesh.comm.runtime.torchdist import end_waiting, let_go
 
+    end_waiting()
     let_go()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _require_node_size(node_size: int | None) -> None:
-    if node_size is not None and node_size < 1:
+def _node_size(value: Any) -> int | None:
+    if value is None:
+        return None
+    node_size = whole(value, "node_size")
+    if node_size < 1:
         raise UsageError(f"node_size {node_size}: expected at least 1 rank a node")
-
-
-def _require_timeout(timeout_s: float) -> None:
-    if not timeout_s > 0:
-        raise UsageError(f"timeout_s {timeout_s}: expected a number of seconds above 0")
+    return node_size

@@ -31,12 +31,14 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return folded[best] if scores.get(best, 0) >= 0.5 else None
 
 
-def unknown(kind: str, given: str, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:
+def unknown(kind: str, given: object, known: Iterable[str], near: Iterable[str] | None = None) -> UsageError:
     """The error for a name that does not exist: names what was given, the nearest and all that are known.
 
     `near`: the names to look for the nearest in, where those are more than are worth listing.
     """
     names = list(known)
+    if not isinstance(given, str):
+        return UsageError(f"{kind} is {given!r}: expected one of {', '.join(names) or 'none'}")
     close = nearest(given, names if near is None else near)
     hint = f"did you mean '{close}'? " if close else ""
     return UsageError(f"unknown {kind} '{given}': {hint}known are {', '.join(names) or 'none'}")

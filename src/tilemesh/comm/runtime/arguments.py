@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tilemesh.comm.runtime.memory import Like, opened
+import numpy as np
+
+from tilemesh.comm.runtime.arithmetic import BF16
+from tilemesh.comm.runtime.memory import Like, described, opened
 from tilemesh.comm.runtime.transport import Array
 from tilemesh.core.errors import UsageError
-
-TAGS = 1_000_000  # a user's tags lie below, those of collectives above
 
 
 def whole(value: Any, what: str) -> int:
@@ -28,11 +29,41 @@ def rank_of(value: Any, size: int, what: str) -> int:
     return rank
 
 
-def tag_of(value: Any) -> int:
+def tag_of(value: Any, tags: int) -> int:
     tag = whole(value, "tag")
-    if not 0 <= tag < TAGS:
-        raise UsageError(f"tag {tag}: expected 0 to {TAGS - 1}")
+    if not 0 <= tag < tags:
+        raise UsageError(f"tag {tag}: expected 0 to {tags - 1}")
     return tag
+
+
+def seconds(value: Any, what: str) -> float:
+    """A time above 0; infinity is one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not value > 0:
+        raise UsageError(f"{what} {value!r}: expected a number of seconds above 0")
+    return float(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    lengths = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    shape = tuple(whole(length, "shape") for length in lengths)
+    if any(length < 0 for length in shape):
+        raise UsageError(f"shape {shape}: expected lengths of 0 or more")
+    return shape
+
+
+def dtype_of(value: Any) -> Like:
+    """A dtype of numpy or torch, or the name of either's (bfloat16 is torch's)."""
+    if value == BF16:
+        return Like(BF16, "cpu")
+    if type(value).__module__ == "torch":
+        import torch
+
+        return described(torch.empty(0, dtype=value), "array")[1]
+    try:
+        dtype = np.dtype(value)
+    except TypeError:
+        raise UsageError(f"dtype {value!r}: expected one of numpy's or torch's, or its name") from None
+    return described(np.empty(0, dtype), "array")[1]
 
 
 def axis_of(axis: Any, shape: tuple[int, ...], what: str = "axis") -> int:
@@ -47,6 +78,8 @@ def axis_of(axis: Any, shape: tuple[int, ...], what: str = "axis") -> int:
 def counts_of(counts: Sequence[int] | None, size: int, what: str) -> tuple[int, ...] | None:
     if counts is None:
         return None
+    if not isinstance(counts, Iterable) or getattr(counts, "ndim", 1) != 1:
+        raise UsageError(f"{what} {counts!r}: expected one length for each of {size} ranks")
     result = tuple(whole(count, what) for count in counts)
     if len(result) != size or min(result) < 0:
         raise UsageError(f"{what} {list(result)}: expected one length of 0 or more for each of {size} ranks")

@@ -2,7 +2,8 @@
 
 One function a pair: `combine(held, arrived)` leaves the result in `held`. 16-bit floats are added in float32 and
 rounded once a combination (bf16 through torch, which numpy does not know); bool is logic: sum and max are "or", prod
-and min are "and". An average is a sum divided once, at the end.
+and min are "and". An average is a sum divided once, at the end. The smaller and the larger of two floats are always
+the same bits, whoever comes first: -0.0 is below 0.0, and a NaN wins and becomes the one NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tilemesh.core.errors import UsageError, unknown
 
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
 BF16 = "bfloat16"
+
+_BLOCK = 1 << 14  # elements
 
 Combine = Callable[[Array, Array], Any]
 
@@ -37,14 +40,51 @@ def is_floating(dtype: str) -> bool:
 
 def combiner(op: str, dtype: str) -> Combine:
     """The function that combines two flat arrays of that dtype (bf16: their 16-bit patterns) into the first."""
+    function = UFUNCS[op]
+    if op in ("min", "max") and is_floating(dtype):
+        return _bf16_extremes(op) if dtype == BF16 else _extremes(op)
     if dtype == BF16:
         return _bf16_combiner(op)
-    function = UFUNCS[op]
 
     def combine(held: Array, arrived: Array) -> None:
         function(held, arrived, out=held)
 
     return combine
+
+
+def _extremes(op: str) -> Combine:
+    """Min or max of floats. numpy's own leaves open which of two zeros or NaNs it takes, and ranks would differ."""
+    function: Any = UFUNCS[op]
+    both: Any = np.logical_or if op == "min" else np.logical_and  # a zero is negative if either one, or both are
+
+    def combine(held: Array, arrived: Array) -> None:
+        for at in range(0, held.size, _BLOCK):  # in parts that stay in the cache
+            mine, other = held[at : at + _BLOCK], arrived[at : at + _BLOCK]
+            result = function(mine, other)
+            doubtful = np.flatnonzero((result == 0) | (result != result))
+            if doubtful.size:
+                few = result[doubtful]
+                is_negative = both(np.signbit(mine[doubtful]), np.signbit(other[doubtful]))
+                zeros = np.where(is_negative, few.dtype.type(-0.0), few.dtype.type(0.0))
+                result[doubtful] = np.where(np.isnan(few), few.dtype.type(np.nan), zeros)
+            mine[:] = result
+
+    return combine
+
+
+def _bf16_extremes(op: str) -> Combine:
+    in_float32 = _extremes(op)
+
+    def combine(held: Array, arrived: Array) -> None:
+        mine, other = bf16_as_float32(held), bf16_as_float32(arrived)
+        in_float32(mine, other)
+        held[:] = mine.view(np.uint32) >> 16  # exact: it is one of the two, or the NaN
+
+    return combine
+
+
+def bf16_as_float32(patterns: Array) -> Array:
+    return (patterns.astype(np.uint32) << 16).view(np.float32)
 
 
 def divide(total: Array, dtype: str, by: int) -> None:
@@ -65,13 +105,7 @@ def as_torch_bf16(patterns: Array) -> Any:
 def _bf16_combiner(op: str) -> Combine:
     import torch
 
-    function: Any = {
-        "sum": torch.add,
-        "avg": torch.add,
-        "prod": torch.mul,
-        "min": torch.minimum,
-        "max": torch.maximum,
-    }[op]
+    function: Any = {"sum": torch.add, "avg": torch.add, "prod": torch.mul}[op]
 
     def combine(held: Array, arrived: Array) -> None:
         target = as_torch_bf16(held)

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from tilemesh.comm.runtime import debug
 from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
 from tilemesh.comm.runtime.arena import Shape as Placing
-from tilemesh.comm.runtime.arguments import TAGS, out_array
+from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
 from tilemesh.comm.runtime.choose import Choice, Request, choose
 from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
-from tilemesh.comm.runtime.native import native_steps
+from tilemesh.comm.runtime.native import WIDENED, narrow, native_steps, widened
 from tilemesh.comm.runtime.plan import Planner, Shape
-from tilemesh.comm.runtime.run import Engine, Running
+from tilemesh.comm.runtime.run import Engine, Running, Turns
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
-from tilemesh.comm.runtime.transport import Array, Message, NativeCall, Token, Transport
+from tilemesh.comm.runtime.texts import Steps, exchange, spread
+from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
+from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED
 from tilemesh.comm.schedules.schedule import DATA
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import memory_bytes
 
-_ARENA_TAG = 6 * TAGS
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
+T = TypeVar("T")
+_FLOAT32 = Like("float32")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,12 @@ class Call:
     private: bool = False
 
     @property
+    def wire(self) -> Like:
+        """What is combined: of 16-bit floats an average is one in float32, or their sum could be too large to hold."""
+        is_wide = self.op == "avg" and self.like.dtype in WIDENED
+        return _FLOAT32 if is_wide else self.like
+
+    @property
     def nbytes(self) -> int:
         """The payload that all ranks agree on: the whole vector, or all blocks together."""
         total = sum(self.received) if self.private else sum(self.sizes)
@@ -63,10 +71,55 @@ class Call:
         return math.prod(self.shape)
 
     def words(self, algorithm: str) -> str:
-        sizes = "any sizes" if self.private else f"{sum(self.sizes)} elements"
-        if len(set(self.sizes)) > 1 and not self.private:
-            sizes += f" in {list(self.sizes)}"
-        return f"{self.collective}({sizes} of {self.like.dtype}, op={self.op}, root={self.root}, algorithm={algorithm})"
+        """What must be the same on every rank, as text; the sizes, which can be long, last."""
+        parts = [self.like.dtype]
+        if self.collective in REDUCING:
+            parts.append(f"op={self.op}")
+        if self.collective in ROOTED:
+            parts.append(f"root={self.root}")
+        parts.append(f"algorithm={algorithm}")
+        lengths = [str(length) for length in self.shape]
+        if self.collective in BLOCKED:
+            parts.append(f"axis={self.axis}")
+            lengths[self.axis] = "*"  # each rank's own
+        parts.append(f"shape=({', '.join(lengths)})")
+        if not self.private:
+            parts.append(f"{sum(self.sizes)} elements")
+            if len(set(self.sizes)) > 1:
+                parts[-1] += f" in {list(self.sizes)}"
+        return f"{self.collective}({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A call with all that was decided about it. `device`: what runs it on GPU memory, if anything does."""
+
+    call: Call
+    x: Any
+    choice: Choice
+    device: Any
+    target: Array | None
+    has_result: bool
+    wait: bool
+
+    @property
+    def name(self) -> str:
+        return self.choice.algorithm
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """What every rank of a scatter knows before the root has spoken."""
+
+    root: int
+    axis: int
+    counts: tuple[int, ...] | None
+    algorithm: str
+    wait: bool
+
+    def words(self) -> str:
+        counts = "" if self.counts is None else f", counts={list(self.counts)}"
+        return f"scatter(root={self.root}, algorithm={self.algorithm}, axis={self.axis}{counts})"
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -82,15 +135,48 @@ class Caller:
         self.engine = engine
         self.watch = watch
         self.planner = Planner(transport, node_size)
+        self.is_debugging = debug.is_on()
+        self.turns = Turns()
+        self.kept = ReadyCalls()
         arena = self._arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program)
-        if arena is not None:
-            arena.flags.watch = watch
-        self.ready = ReadyCalls()
-        self.is_debugging = debug.is_on()
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
-        """`x`: what this rank contributes; None: nothing. `key`: under which later calls like it may be kept ready."""
+        """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
+        ready = self._ready(call, x, algorithm, wait)
+        if key is not None and wait and ready.device is None:
+            self.kept.keep(key, ready_call(self, call, x, ready.choice))
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
+        is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
+        if self.is_debugging or not self.turns.is_free:
+            first = self._compared(call, algorithm, sequence)
+            running = self._later(first, lambda _: self._running(ready, sequence))
+        else:
+            running = self._running(ready, sequence)
+        if wait and is_native:
+            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
+        return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
+
+    def scatter(self, told: Callable[[], str], made: Callable[[str], tuple[Call, Any]], given: Scatter) -> Any:
+        """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
+
+        def first() -> Steps[str]:
+            if self.is_debugging:
+                yield from debug.compare_calls(self.transport, given.words(), self._tag(2, sequence))
+            text = told() if self.transport.rank == given.root else ""
+            return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
+
+        def running(text: str) -> Running:
+            call, x = made(text)
+            return self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+
+        return self._carried_out(self._later(first(), running), (sequence, "scatter", 0), given.wait)
+
+    def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
+        """All that can be refused has been when this returns, and nothing has been sent."""
         has_result = call.collective not in ("reduce", "gather") or self.transport.rank == call.root
         target = self._target(call) if has_result else None
         uneven = len(set(call.sizes)) > 1
@@ -98,28 +184,24 @@ class Caller:
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
         choice = choose(request, algorithm, self.transport)
-        name = choice.algorithm
-        if key is not None and wait:
-            self.ready.keep(key, ready_call(self, call, x, choice))
-        self._begin(call.collective, call.words(algorithm) if self.is_debugging else "")
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
-        is_native = device is not None or name == "native"
-        if device is not None:
-            running = device.running(call, x, has_result)
-        else:
-            given = np.empty(0, call.like.carrier) if x is None else flattened(opened(x)[0], call.axis)
-            if self.sharing is not None and (
-                is_shared(name) or (choice.direct is not None and self.sharing.arena.live)
-            ):
-                running = self._shared(call, choice, given, target, has_result)
-                is_native = False
-            elif is_native:
-                running = self._native(call, given, target, has_result)
-            else:
-                running = self._scheduled(call, name, given, target, has_result, wait)
-        if wait and is_native:
-            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
-        doing = (self.watch.sequence, call.collective, call.nbytes)
+        return Ready(call, x, choice, device, target, has_result, wait)
+
+    def _running(self, ready: Ready, sequence: int) -> Running:
+        call = ready.call
+        if ready.device is not None:
+            running: Running = ready.device.running(call, ready.x, ready.has_result)
+            return running
+        given = np.empty(0, call.like.carrier) if ready.x is None else flattened(opened(ready.x)[0], call.axis)
+        if call.wire is not call.like:
+            given = widened(given, call.like.dtype)
+        if self._goes_shared(ready.choice):
+            return self._shared(ready, given)
+        if ready.name == "native":
+            return self._native(ready, given)
+        return self._scheduled(ready, given, self._tag(1, sequence))
+
+    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool) -> Any:
         if not wait:
             return self._start(running, doing)
         self.watch.enter(*doing)
@@ -128,19 +210,42 @@ class Caller:
         finally:
             self.watch.leave()
 
-    def _begin(self, name: str, words: str) -> None:
-        """One more call of this communicator; in debug mode the ranks compare theirs first."""
-        self.watch.sequence += 1
-        if self.is_debugging:
-            with self.watch.during(self.watch.sequence, name, 0):
-                debug.compare_calls(self.transport, words, self._tag(2))
+    def _compared(self, call: Call, algorithm: str, sequence: int) -> Steps[None]:
+        """In debug mode the ranks compare their calls first."""
+        if not self.is_debugging:
+            return
+        counts = (call.sizes, call.received) if call.private else ((), ())
+        yield from debug.compare_calls(self.transport, call.words(algorithm), self._tag(2, sequence), *counts)
 
-    def _tag(self, kind: int) -> int:
+    def _later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
+        """A call that begins when `first` is through and those made before it have begun."""
+        turn = self.turns.take()
+        begun: list[Running] = []
+
+        def steps() -> Iterator[Token]:
+            try:
+                heard = yield from first
+                yield turn
+                begun.append(then(heard))
+                token = next(begun[0].steps, None)
+                if isinstance(token, Lazy):
+                    token.test()  # which starts it: before the next one's turn
+            finally:
+                turn.release()
+            if token is not None:
+                yield token
+                yield from begun[0].steps
+
+        return Running(steps(), lambda: begun[0].finish())
+
+    def _tag(self, kind: int, sequence: int) -> int:
         """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words."""
-        return kind * TAGS + self.watch.sequence % TAGS
+        tags = self.transport.tags
+        return kind * tags + sequence % tags
 
     def _start(self, running: Running, doing: tuple[int, str, int]) -> Handle:
         running.owner = self
+        running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
         self.engine.start(running)
         return Handle(self.engine, running, self.watch, doing)
 
@@ -152,24 +257,24 @@ class Caller:
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
         array = out_array(call.out, call.shape, call.like)
-        if array is None or not array.flags.c_contiguous:
+        if array is None or not array.flags.c_contiguous or call.wire is not call.like:
             return None
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(self, call: Call, given: Array, target: Array | None, has_result: bool) -> Running:
-        length = call.length if has_result else 0
-        result = target if target is not None else np.empty(length, call.like.carrier)
+    def _native(self, ready: Ready, given: Array) -> Running:
+        call, target = ready.call, ready.target
+        length = call.length if ready.has_result else 0
+        result = target if target is not None else np.empty(length, call.wire.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
         native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
-        steps = native_steps(self.transport, native, call.like.dtype)
-        return Running(steps, lambda: self._finish(call, result if has_result else None))
+        steps = native_steps(self.transport, native, call.wire.dtype)
+        return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
 
-    def _scheduled(
-        self, call: Call, name: str, given: Array, target: Array | None, has_result: bool, wait: bool
-    ) -> Running:
-        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
+    def _scheduled(self, ready: Ready, given: Array, tag: int) -> Running:
+        call, target = ready.call, ready.target
+        shape = Shape(call.collective, ready.name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
         bound = self.planner.bound(shape, given, None if is_block else target)
@@ -178,7 +283,7 @@ class Caller:
 
         def finish() -> Any:
             result = None
-            if has_result:
+            if ready.has_result:
                 part = data[lo : lo + call.length]
                 result = part if is_ours else target
                 if result is None:
@@ -188,7 +293,7 @@ class Caller:
             self.planner.done(shape, bound)
             return self._finish(call, result)
 
-        return Running(bound.steps(self._tag(1)), finish)
+        return Running(bound.steps(tag), finish)
 
     def _goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
@@ -196,16 +301,19 @@ class Caller:
             return False
         return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
 
-    def _shared(self, call: Call, choice: Choice, given: Array, target: Array | None, has_result: bool) -> Running:
+    def _shared(self, ready: Ready, given: Array) -> Running:
         assert self.sharing is not None
-        result = np.empty(call.length if has_result else 0, call.like.carrier) if target is None else target
-        steps = self.sharing.steps(self.shared_call(call, choice), given, result)
+        call, has_result = ready.call, ready.has_result
+        result = ready.target
+        if result is None:
+            result = np.empty(call.length if has_result else 0, call.wire.carrier)
+        steps = self.sharing.steps(self.shared_call(call, ready.choice), given, result)
         return Running(steps, lambda: self._finish(call, result if has_result else None))
 
     def shared_call(self, call: Call, choice: Choice) -> SharedCall:
         """What all calls like this one have in common."""
-        name, dtype = choice.algorithm, call.like.dtype
-        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.like, call.op)
+        name, dtype = choice.algorithm, call.wire.dtype
+        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
 
@@ -219,43 +327,49 @@ class Caller:
 
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""
-        self._begin("empty", f"empty({shape} of {like.dtype})")
         if self.sharing is None:
             return like.back(np.empty(shape, like.carrier))
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
         steps, made = self.sharing.empty(shape, like.carrier)
-        with self.watch.during(self.watch.sequence, "empty", 0):
-            self.engine.run(Running(steps, lambda: None))
+        self._carried_out(Running(steps, lambda: None), (sequence, "empty", 0), wait=True)
         return like.back(made[0])
 
     def _arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
         if transport.caps.arena:  # threads
-            shape = Placing(transport.size, _THREADS_BYTES)
-            held: Any = transport.arena(shape.nbytes)
-            memory = held.of(0)
+            held: Any = transport.arena(Placing(transport.size, _THREADS_BYTES).nbytes)
 
             def pause() -> None:
                 held.shared.world.require_whole()
                 time.sleep(0)
 
-            return private_arena(memory, transport.size, transport.rank, _THREADS_BYTES, pause)
-        numbers = itertools.count(_ARENA_TAG)
-
-        def exchange(text: str) -> list[str]:
-            with self.watch.during(self.watch.sequence, "connect", 0):
-                return debug.exchange_text(transport, text, next(numbers))
-
-        arena = open_arena(transport.rank, transport.size, exchange, blocks_bytes=memory_bytes() // 2)
+            return private_arena(held.of(0), transport.size, transport.rank, _THREADS_BYTES, pause)
+        arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
         if arena is not None:
+            arena.flags.watch = self.watch
             transport.caps = replace(transport.caps, arena=True)
         return arena
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's text before any call has been made."""
+        told: list[str] = []
+
+        def steps() -> Iterator[Token]:
+            told.extend((yield from exchange(self.transport, text, self._tag(3, 0))))
+
+        self._carried_out(Running(steps(), lambda: None), (0, "connect", 0), wait=True)
+        return told
 
     def _finish(self, call: Call, result: Array | None) -> Any:
         if result is None or call.collective == "barrier":
             return None
         if call.op == "avg":
-            divide(result, call.like.dtype, self.transport.size)
+            divide(result, call.wire.dtype, self.transport.size)
+        if call.wire is not call.like:
+            total, result = result, np.empty(result.shape, call.like.carrier)
+            narrow(total, result, call.like.dtype)
         if call.axis == 0:
             shaped = result.reshape(call.shape)
         else:
@@ -270,26 +384,35 @@ class Caller:
 
     def start_message(self, name: str, message: Message, tag: int, finish: Callable[[], Any]) -> Handle:
         def steps() -> Iterator[Token]:
-            if message.nbytes:
-                yield self.transport.post([message], tag)
+            if not self.transport.caps.tells_sizes:
+                size = np.array([message.nbytes], np.int64)
+                header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
+                yield self.transport.post([header], tag)
+                if size[0] != message.nbytes:
+                    words = wrong_size(message.peer, int(size[0]), self.transport.rank, message.nbytes)
+                    raise RunError(words)
+                if message.nbytes == 0:
+                    return
+            yield self.transport.post([message], tag, exact=True)
 
         return self._start(Running(steps(), finish), (-1, name, message.nbytes))
 
-    def tell(self, text: str, root: int) -> str:
-        """The root's text, to everybody."""
-        self._begin("scatter", f"scatter(root={root})")
-        with self.watch.during(self.watch.sequence, "scatter", 0):
-            return debug.spread_text(self.transport, text, root, self._tag(3))
-
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
-        self._begin(name, f"{name}()")
-        with self.watch.during(self.watch.sequence, name, 0):
-            return debug.exchange_text(self.transport, text, self._tag(3))
+        self.watch.sequence += 1
+        sequence, told = self.watch.sequence, []
+
+        def steps() -> Iterator[Token]:
+            if self.is_debugging:
+                yield from debug.compare_calls(self.transport, f"{name}()", self._tag(2, sequence))
+            told.extend((yield from exchange(self.transport, text, self._tag(3, sequence))))
+
+        self._carried_out(Running(steps(), lambda: None), (sequence, name, 0), wait=True)
+        return told
 
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among the members, for which they wait for one another."""
-        with self.watch.during(self.watch.sequence, "split", 0):
+        with self.watch.during(self.watch.sequence, "split", 0):  # all have been heard of: nobody is waited for long
             return self.transport.split(members, label)
 
 

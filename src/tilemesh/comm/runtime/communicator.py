@@ -8,22 +8,23 @@ before anything is sent, so the communicator stays usable. Ranks must make the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arithmetic import require_operation
-from tilemesh.comm.runtime.call import Call, Caller, Closed, flattened
+from tilemesh.comm.runtime.call import Call, Caller, Closed, Scatter, flattened
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
 from tilemesh.comm.runtime.handle import Handle
-from tilemesh.comm.runtime.memory import Like, described, here, like_of, opened, store
+from tilemesh.comm.runtime.memory import Like, described, here, opened, store
 from tilemesh.comm.runtime.run import Engine
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
-from tilemesh.comm.schedules.collectives import cut, require_collective
+from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
+from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
 
 
@@ -35,13 +36,22 @@ class Communicator:
     parts that differ by at most one unless `counts` says how long each rank's part is.
     """
 
-    def __init__(self, transport: Transport, engine: Engine, watch: Watch, node_size: int | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        engine: Engine,
+        watch: Watch,
+        node_size: int | None = None,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is."""
+        self.nodes = tuple(nodes or [rank // (node_size or NODE_SIZE) for rank in range(transport.size)])
         self.transport = transport
         self.engine = engine
         self.watch = watch
         self.label = watch.label
         self._caller = Caller(transport, engine, watch, node_size)
-        self._ready = self._caller.ready
+        self._ready = self._caller.kept
         self._splits = 0
         self._is_closed = False
 
@@ -195,18 +205,37 @@ class Communicator:
     ) -> Any:
         """Rank r gets part r of the root's array. Only the root's `x` is looked at; the others may give None."""
         root = check.rank_of(root, self.size, "root")
-        axis, counts = check.whole(axis, "axis"), check.counts_of(counts, self.size, "counts")
+        axis, parts = check.whole(axis, "axis"), check.counts_of(counts, self.size, "counts")
         choose(Request("scatter", 0, "uint8", "sum"), algorithm, self.transport)  # refused by name, whatever the array
 
         def prepared(shape: tuple[int, ...], like: Like) -> Call:
             along = check.axis_of(axis, shape)
-            parts = self._parts(counts, shape[along], along)
-            mine = check.with_length(shape, along, parts[self.rank])
+            lengths = self._parts(parts, shape[along], along)
+            mine = check.with_length(shape, along, lengths[self.rank])
             check.out_array(out, mine, like)
-            return Call("scatter", like, mine, check.elements(parts, shape, along), root=root, axis=along, out=out)
+            return Call("scatter", like, mine, check.elements(lengths, shape, along), root=root, axis=along, out=out)
 
-        call = self._root_says(root, x, prepared)
-        return self._caller.run(call, x if self.rank == root else None, algorithm, wait)
+        def told() -> str:
+            """What the root tells the others: kind, dtype and shape; or what is wrong, for all of them to raise."""
+            try:
+                shape, like = described(x)
+                prepared(shape, like)
+            except UsageError as error:
+                return f"refused {error}"
+            kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
+            return f"{kind} {like.dtype} {','.join(map(str, shape))}"
+
+        def made(text: str) -> tuple[Call, Any]:
+            kind, rest = text.split(" ", 1)
+            if kind == "refused":
+                raise UsageError(f"scatter from rank {root}: {rest}")
+            if self.rank == root:
+                return prepared(*described(x)), x
+            dtype, lengths = rest.split(" ")
+            shape = tuple(int(length) for length in lengths.split(",") if length)
+            return prepared(shape, Like(dtype, here(kind))), None
+
+        return self._caller.scatter(told, made, Scatter(root, axis, parts, algorithm, wait))
 
     def all_to_all(
         self,
@@ -237,6 +266,11 @@ class Communicator:
             raise UsageError("all_to_all takes send_counts and recv_counts together, or neither")
         sends = self._parts(send_counts, shape[axis], axis, "send_counts")
         receives = check.counts_of(recv_counts, self.size, "recv_counts") or (sends[self.rank],) * self.size
+        if sends[self.rank] != receives[self.rank]:
+            raise UsageError(
+                f"send_counts and recv_counts give rank {self.rank} {sends[self.rank]} and {receives[self.rank]} for "
+                "what it sends to itself: expected the same"
+            )
         call = Call(
             "all_to_all",
             like,
@@ -282,12 +316,12 @@ class Communicator:
 
     def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any) -> Handle:
         peer = check.rank_of(peer, self.size, "to" if is_send else "source")
-        tag = check.tag_of(tag)
+        tag = check.tag_of(tag, self.transport.tags)
         if peer == self.rank:
             raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
         region = as_bytes(flat)
         message = Message(is_send, peer, self.transport.view(region), region.nbytes)
-        name = f"{'send to' if is_send else 'recv from'} rank {peer}"
+        name = f"{'send to' if is_send else 'recv from'} rank {self.watch.members[peer]}"
         return self._caller.start_message(name, message, tag, finish)
 
     # Groups and the rest ------------------------------------------------------------------------------------------
@@ -306,8 +340,21 @@ class Communicator:
             return None
         places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
         members = [rank for _, rank in sorted(places)]
-        label = f"{self.label}/{self._splits}.{wanted}"
-        return Communicator(self._caller.split(members, label), self.engine, self.watch.of(members, label))
+        return self._group(members, f"{self.label}/{self._splits}.{wanted}")
+
+    def duplicate(self) -> Communicator:
+        """A communicator of the same ranks whose messages do not meet those of this one (a collective call).
+
+        What a second thread needs: calls of one communicator must follow one another, those of two may overlap.
+        """
+        self._splits += 1
+        self._caller.ask("duplicate", "")
+        return self._group(range(self.size), f"{self.label}/{self._splits}")
+
+    def _group(self, members: Sequence[int], label: str) -> Communicator:
+        transport = self._caller.split(members, label)
+        nodes = [self.nodes[member] for member in members]
+        return Communicator(transport, self.engine, self.watch.of(members, label), largest_block(nodes), nodes)
 
     def close(self) -> None:
         """Give back what the library keeps for this communicator (a collective call). Twice is as good as once.
@@ -338,15 +385,18 @@ class Communicator:
         Every rank gives the same shape and dtype (numpy's or torch's; "bfloat16" by torch's). The memory is the node's
         and goes back when all ranks have dropped their arrays. Ranks that share no memory get an ordinary array.
         """
-        lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(check.whole(length, "shape") < 0 for length in lengths):
-            raise UsageError(f"empty({shape}): expected lengths of 0 or more")
-        return self._caller.empty(lengths, like_of(dtype))
+        return self._caller.empty(check.shape_of(shape), check.dtype_of(dtype))
 
     def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
         """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
         require_collective(collective)
-        request = Request(collective, check.whole(nbytes, "nbytes"), dtype, op)
+        size = check.whole(nbytes, "nbytes")
+        if size < 0:
+            raise UsageError(f"nbytes {size}: expected 0 or more")
+        kind = check.dtype_of(dtype).dtype
+        if collective in REDUCING:
+            require_operation(op, kind)
+        request = Request(collective, size, kind, op)
         return explanation(self.transport, request, self._caller.planner.node_size)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
@@ -369,22 +419,3 @@ class Communicator:
         if parts[self.rank] != mine:
             raise UsageError(f"counts {list(parts)} give rank {self.rank} {parts[self.rank]}: its array has {mine}")
         return parts
-
-    def _root_says(self, root: int, x: Any, prepared: Callable[[tuple[int, ...], Like], Call]) -> Call:
-        """The call, from the shape and kind that the root tells all; what is wrong there is raised on every rank."""
-        text = ""
-        if self.rank == root:
-            try:
-                shape, like = described(x)
-                call = prepared(shape, like)
-                kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
-                text = f"{kind} {like.dtype} {','.join(map(str, shape))}"
-            except UsageError as error:
-                text = f"refused {error}"
-        kind, rest = self._caller.tell(text, root).split(" ", 1)
-        if kind == "refused":
-            raise UsageError(f"scatter from rank {root}: {rest}")
-        if self.rank == root:
-            return call
-        dtype, lengths = rest.split(" ")
-        return prepared(tuple(int(length) for length in lengths.split(",") if length), Like(dtype, here(kind)))

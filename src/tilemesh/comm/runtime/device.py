@@ -65,13 +65,19 @@ class Device:
         if is_logic:
             source, result = source.view(torch.uint8), result.view(torch.uint8)
         op = (_LOGIC if is_logic else OPS)[call.op]
-        work = self._start(call, source, result, op)
+        if call.wire is not call.like:  # an average of 16-bit floats: their sum could be too large for them
+            source, result = source.float(), result.float()
 
         def steps() -> Iterator[Token]:
+            work = self._start(call, source, result, op)
             if work is not None:
                 yield Work(work)
 
-        return Running(steps(), lambda: _shaped(call, result.view(dtype), self.group.size(), has_result))
+        def finish() -> Any:
+            typed = result.view(dtype) if is_logic else result
+            return _shaped(call, typed, self.group.size(), has_result, dtype)
+
+        return Running(steps(), finish)
 
     def _start(self, call: Call, source: Any, result: Any, op: Any) -> Any:
         options: dict[str, Any] = {"group": self.group, "async_op": True}
@@ -99,11 +105,11 @@ class Device:
         return dist.all_to_all_single(result, source, list(call.received), list(call.sizes), **options)
 
 
-def _shaped(call: Call, result: Any, ranks: int, has_result: bool) -> Any:
+def _shaped(call: Call, result: Any, ranks: int, has_result: bool, dtype: Any) -> Any:
     if not has_result:
         return None
     if call.op == "avg" and call.collective in REDUCING:
-        result = result / ranks
+        result = (result / ranks).to(dtype)
     if call.shape:
         rest = (*call.shape[: call.axis], *call.shape[call.axis + 1 :])
         result = result.reshape(call.shape[call.axis], *rest).movedim(0, call.axis)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import UFUNCS
-from tilemesh.comm.runtime.shared import STACK_BYTES
+from tilemesh.comm.runtime.shared import STACK_BYTES, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -42,14 +41,14 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
     if type(x) is not np.ndarray or caller.is_debugging or call.private or caller.transport.size == 1:
         return None
-    if call.axis or not x.flags.c_contiguous or not x.size or call.like.dtype == "float16":
+    if call.axis or not x.flags.c_contiguous or not x.size or call.wire is not call.like:
         return None
     if name == "native" and (choice.direct is None or caller.sharing is None):
         make = getattr(caller.transport, "ready", None)
         return None if make is None else make(caller, call, x)
     if caller.sharing is None or not (is_shared(name) or choice.direct):
         return None
-    even = len(set(call.sizes)) == 1
+    even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
         return _SMALL[call.collective](caller, call, x)
     return _large(caller, call, x, choice)
@@ -68,7 +67,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     nbytes = call.length * dtype.itemsize
     mine = [arena.staged_by(arena.rank, half)[: x.nbytes].view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
-    reduce, empty = UFUNCS[call.op].reduce, np.empty
+    reduce, empty = ufunc_of(call.op, call.like.dtype).reduce, np.empty
     is_average = call.op == "avg"
     doing = (call.collective, call.nbytes)
 

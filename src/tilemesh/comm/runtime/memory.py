@@ -55,6 +55,8 @@ class Like:
 def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
     """Shape and kind of x. Refuses what no transport could carry."""
     if isinstance(x, np.ndarray):
+        if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+            raise UsageError(f"{what} is a {type(x).__name__}: give np.asarray of it, or what stands for masked values")
         return x.shape, _numpy_like(x.dtype, what)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
@@ -85,18 +87,6 @@ def _torch_like(dtype: Any, device: Any, what: str) -> Like:
     return Like(name, str(device))
 
 
-def like_of(dtype: Any) -> Like:
-    """What an array of that dtype is: torch's dtypes mean a CPU tensor, all others numpy."""
-    if type(dtype).__module__ == "torch":
-        import torch
-
-        return _torch_like(dtype, torch.device("cpu"), "empty")
-    try:
-        return _numpy_like(np.dtype(dtype), "empty")
-    except TypeError:
-        raise UsageError(f"dtype {dtype!r}: expected a dtype of numpy or torch, such as 'float32'") from None
-
-
 def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
     """A numpy array over x's memory (CUDA: a copy of it on the host), and what x is."""
     _, like = described(x, what)
@@ -104,7 +94,7 @@ def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
         return x, like
     import torch
 
-    host = x.detach()
+    host = x.detach().resolve_neg()
     if x.is_cuda:
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)

@@ -7,18 +7,33 @@ MPI by itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from tilemesh.comm.runtime.transport import Arena, Array, Bytes, Caps, Message, NativeCall, Sent, Token, as_bytes
+from tilemesh.comm.runtime.transport import (
+    TAG_KINDS,
+    TAGS,
+    Arena,
+    Array,
+    Bytes,
+    Caps,
+    Message,
+    NativeCall,
+    Sent,
+    Token,
+    as_bytes,
+    wrong_size,
+)
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
 from tilemesh.core.errors import RunError
 
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # MPI does not add bools
+
+_LONG_DOUBLES = ("longdouble", "float128", "float96")  # numpy names it after its bits, which differ by machine
 
 _isend, _irecv = MPI.Comm.Isend, MPI.Comm.Irecv
 _waitall, _testall = MPI.Request.Waitall, MPI.Request.Testall
@@ -35,6 +50,38 @@ class _Requests:
         _waitall(self.requests)
 
 
+class _Receipt:
+    """A message whose size only its sender knows: what came must be what was expected."""
+
+    def __init__(self, request: Any, message: Message, rank: int) -> None:
+        self.request = request
+        self.message = message
+        self.rank = rank
+        self.status = MPI.Status()
+        self.is_done = False
+
+    def test(self) -> bool:
+        return self.is_done or self._ask(lambda: self.request.Test(self.status))
+
+    def wait(self) -> None:
+        if not self.is_done:
+            self._ask(lambda: self.request.Wait(self.status))
+
+    def _ask(self, ask: Callable[[], bool]) -> bool:
+        expected, source = self.message.nbytes, self.message.peer
+        try:
+            self.is_done = ask()
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise RunError(f"rank {source} sent more to rank {self.rank} than the {expected} bytes expected") from None
+        if self.is_done:
+            got = self.status.Get_count(MPI.BYTE)  # asked once: a request that is over has forgotten it
+            if got != expected:
+                raise RunError(wrong_size(source, got, self.rank, expected))
+        return self.is_done
+
+
 class MpiTransport:
     name = "mpi"
     caps = Caps(native=frozenset(COLLECTIVES))
@@ -46,6 +93,7 @@ class MpiTransport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.sent = Sent()
+        self.tags = tags_below(comm.Get_attr(MPI.TAG_UB))
 
     @classmethod
     def world(cls) -> MpiTransport:
@@ -54,8 +102,11 @@ class MpiTransport:
     def view(self, region: Bytes) -> Any:
         return (region, region.nbytes, MPI.BYTE)
 
-    def post(self, messages: Sequence[Message], tag: int) -> Token:
+    def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
         comm, sent = self.comm, self.sent
+        if exact and not messages[0].is_send:
+            (message,) = messages
+            return _Receipt(_irecv(comm, message.view, message.peer, tag), message, self.rank)
         requests = []
         for is_send, peer, view, nbytes in messages:
             if is_send:
@@ -67,7 +118,7 @@ class MpiTransport:
         return _Requests(requests)
 
     def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
-        if collective in REDUCING and dtype == "longdouble":
+        if collective in REDUCING and dtype in _LONG_DOUBLES:
             return "MPI libraries disagree about long double"
         return None
 
@@ -96,6 +147,11 @@ class MpiTransport:
         print(f"tilemesh: {reason}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(1)
         raise RunError(reason)  # Abort does not return
+
+
+def tags_below(limit: int | None) -> int:
+    """How many tags each kind of message may have, where the library's largest is `limit` (MPI promises 32,767)."""
+    return min(TAGS, (1 + (32_767 if limit is None else limit)) // TAG_KINDS)
 
 
 def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:

@@ -1,4 +1,8 @@
-"""The library's own collectives, with what they lack put around them: 16-bit floats are widened to float32."""
+"""The library's own collectives, with what they lack put around them.
+
+16-bit floats are widened to float32. The smallest and largest of floats travel as whole numbers of the same order:
+a library compares with `<`, so which of two zeros wins, and whether a NaN does, would differ from rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16
+from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16, bf16_as_float32, is_floating
 from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
 from tilemesh.comm.schedules.collectives import REDUCING
 
@@ -19,20 +23,52 @@ def widens(collective: str, dtype: str) -> bool:
     return collective in REDUCING and dtype in WIDENED
 
 
+def orders(collective: str, dtype: str, op: str) -> bool:
+    """Whether the wire carries whole numbers in place of floats."""
+    return collective in REDUCING and op in ("min", "max") and is_floating(dtype)
+
+
 def native_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
-    if not widens(call.collective, dtype):
+    is_wide, is_ordered = widens(call.collective, dtype), orders(call.collective, dtype, call.op)
+    if not is_wide and not is_ordered:
         yield transport.native(call)
         return
-    source = widened(call.source, dtype)
-    target = np.empty(call.target.shape, np.float32)
-    yield transport.native(replace(call, source=source, target=target))
-    narrow(target, call.target, dtype)
+    source = widened(call.source, dtype) if is_wide else call.source
+    target: Array = np.empty(call.target.shape, source.dtype)
+    if is_ordered:
+        keys = np.empty(target.shape, _whole(target.dtype))
+        yield transport.native(replace(call, source=ordered(source, call.op), target=keys))
+        target = disordered(keys, target.dtype)
+    else:
+        yield transport.native(replace(call, source=source, target=target))
+    if is_wide:
+        narrow(target, call.target, dtype)
+    else:
+        call.target[:] = target
+
+
+def ordered(values: Array, op: str) -> Array:
+    """Whole numbers in the order of the floats, -0.0 below 0.0, and NaN where it wins: below all, or above all."""
+    kind = _whole(values.dtype)
+    bits = values.view(kind)
+    keys = np.where(bits < 0, bits ^ np.iinfo(kind).max, bits)
+    limits = np.iinfo(kind)
+    return np.where(np.isnan(values), kind.type(limits.min if op == "min" else limits.max), keys)
+
+
+def disordered(keys: Array, dtype: np.dtype[np.floating]) -> Array:
+    """The floats again. Both ends of the whole numbers stand for a NaN, and for the same one."""
+    bits = np.where(keys < 0, keys ^ np.iinfo(keys.dtype).max, keys)
+    values = bits.view(dtype)
+    return np.where(np.isnan(values), dtype.type(np.nan), values)
+
+
+def _whole(dtype: np.dtype[np.floating]) -> np.dtype[np.signedinteger]:
+    return np.dtype(f"int{8 * dtype.itemsize}")
 
 
 def widened(array: Array, dtype: str) -> Array:
-    if dtype == BF16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
+    return bf16_as_float32(array) if dtype == BF16 else array.astype(np.float32)
 
 
 def narrow(values: Array, target: Array, dtype: str) -> None:
@@ -42,4 +78,5 @@ def narrow(values: Array, target: Array, dtype: str) -> None:
 
         as_torch_bf16(target).copy_(torch.from_numpy(values))
     else:
-        np.copyto(target, values, casting="same_kind")
+        with np.errstate(over="ignore"):  # what is too large for 16 bits is infinite there, as everywhere
+            np.copyto(target, values, casting="same_kind")

@@ -13,16 +13,19 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tilemesh.core.context import JOB_VARIABLE, VERDICT_FILE
 
 FILE = "calls"
 
-_BYTES = 2048
-_LENGTH = struct.Struct("<H")
+_BYTES = 32 << 10  # of which only what is written is ever memory
+_LENGTH = struct.Struct("<I")
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,19 @@ class Doing:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank last published: its call, how far it has come in each communicator, and where its program is."""
+    """What a rank last published: its call, how far it has come in each communicator, and where its program is.
+
+    `seen`: the communicators used last come last. `is_cut`: there were more of them than a record holds.
+    `is_over`: the rank's program has returned.
+    """
 
     pid: int
     at_ns: int
     where: str = ""
     doing: Doing | None = None
     seen: dict[str, int] = field(default_factory=dict)
+    is_cut: bool = False
+    is_over: bool = False
 
 
 class Board:
@@ -56,21 +65,29 @@ class Board:
 
     def write(self, rank: int, record: Record) -> None:
         raw = json.dumps(asdict(record)).encode()
-        if len(raw) > _BYTES - _LENGTH.size:  # very many groups: the present call matters most
-            raw = json.dumps(asdict(Record(record.pid, record.at_ns, record.where[:200], record.doing))).encode()
+        while len(raw) > _BYTES - _LENGTH.size:  # very many groups: the later half, until it fits
+            kept = list(record.seen.items())[(len(record.seen) + 1) // 2 :]
+            record = replace(record, where=record.where[:200], seen=dict(kept), is_cut=True)
+            raw = json.dumps(asdict(record)).encode()
         at = rank * _BYTES
         self.memory[at : at + _LENGTH.size + len(raw)] = _LENGTH.pack(len(raw)) + raw
 
     def read(self, rank: int) -> Record | None:
-        at = rank * _BYTES
-        raw = bytes(self.memory[at : at + _BYTES])
-        (length,) = _LENGTH.unpack_from(raw)
-        try:
-            fields = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
-        except ValueError:  # nothing there yet, or caught in the middle of a write
-            return None
-        doing = fields.pop("doing")
-        return Record(**fields, doing=Doing(**doing) if doing else None)
+        """None: nothing there yet, or on another node."""
+        for _ in range(_TRIES):
+            raw = bytes(self.memory[rank * _BYTES : (rank + 1) * _BYTES])
+            (length,) = _LENGTH.unpack_from(raw)
+            if length == 0:
+                return None
+            with contextlib.suppress(ValueError):  # caught in the middle of a write
+                return _record(json.loads(raw[_LENGTH.size : _LENGTH.size + length]))
+            time.sleep(0.001)
+        return None
+
+
+def _record(fields: dict[str, Any]) -> Record:
+    doing = fields.pop("doing")
+    return Record(**fields, doing=Doing(**doing) if doing else None)
 
 
 def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board:

@@ -7,6 +7,7 @@ whenever somebody waits, because two ranks may wait for their handles in differe
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from tilemesh.comm.runtime.arithmetic import Combine
 from tilemesh.comm.runtime.lower import LANDING, Local, Meet, Post, Program, Span, Wait
 from tilemesh.comm.runtime.transport import Arena, Array, Message, Token, Transport, as_bytes
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
+from tilemesh.core.errors import RunError
 
 _POST, _WAIT, _COPY, _REDUCE, _MEET = range(5)
 _LINE = 64  # bytes of a cache line: spaces in an arena start on one
@@ -125,13 +127,15 @@ class Running:
         self.steps = steps
         self.finish = finish
         self.owner: object = None  # whoever started it in the background
+        self.name = ""  # what to call it when nobody waits for it
         self.token: Token | None = None
+        self.is_claimed = False  # a thread is blocked in its token: nobody else may touch it
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; True when anything moved."""
+        """Go on as far as possible without waiting; True when anything moved. What goes wrong is kept for `wait`."""
         moved = False
         try:
             while not self.is_done and (self.token is None or self.token.test()):
@@ -139,9 +143,8 @@ class Running:
                 moved = True
                 if self.token is None:
                     self.complete()
-        except BaseException as error:
-            self.error, self.is_done = error, True
-            raise
+        except Exception as error:
+            self.error, self.is_done, moved = error, True, True
         return moved
 
     def complete(self) -> None:
@@ -150,10 +153,16 @@ class Running:
 
 
 class Engine:
-    """All that is under way in the communicators that came from one `connect`."""
+    """All that is under way in the communicators that came from one `connect`.
+
+    Several threads may be in here at once, each in calls of a communicator of its own: the lock is held while things
+    are moved, never while anybody waits.
+    """
 
     def __init__(self) -> None:
         self.pending: list[Running] = []
+        self.unheard: list[Running] = []  # went wrong in the background, and nobody has waited for them yet
+        self.lock = threading.Lock()
 
     def run(self, running: Running) -> Any:
         """To its end, blocking."""
@@ -167,25 +176,93 @@ class Engine:
 
     def start(self, running: Running) -> None:
         running.advance()
-        if not running.is_done:
-            self.pending.append(running)
+        with self.lock:
+            if running.error is not None:
+                self.unheard.append(running)
+            elif not running.is_done:
+                self.pending.append(running)
 
     def progress(self) -> bool:
         """Move all that is under way as far as it goes; True when anything moved."""
-        try:
-            return sum(running.advance() for running in self.pending) > 0  # all of them, not up to the first
-        finally:
+        with self.lock:
+            # All of them, not up to the first.
+            moved = sum(running.advance() for running in self.pending if not running.is_claimed)
+            self.unheard += [running for running in self.pending if running.error is not None]
             self.pending = [running for running in self.pending if not running.is_done]
+        return moved > 0
 
     def wait(self, running: Running) -> Any:
         while not running.is_done:
-            if self.pending == [running] and running.token is not None:
-                running.token.wait()  # the only one: no need to keep asking
+            if self._claims(running):
+                try:
+                    running.token.wait()  # type: ignore[union-attr]  # the only one: no need to keep asking
+                except Exception as error:
+                    running.error, running.is_done = error, True
+                finally:
+                    running.is_claimed = False
             if not self.progress() and not running.is_done:
                 time.sleep(0)
         if running.error is not None:
+            with self.lock:
+                self.unheard = [other for other in self.unheard if other is not running]
             raise running.error
         return running.result
+
+    @property
+    def dropped(self) -> list[str]:
+        """What was begun and has neither ended well nor been waited for."""
+        return [running.name for running in (*self.unheard, *self.pending)]
+
+    def _claims(self, running: Running) -> bool:
+        """Whether nothing else is under way, so that this thread may block; until it is back, it alone has it."""
+        with self.lock:
+            if self.pending != [running] or running.token is None or running.is_claimed:
+                return False
+            running.is_claimed = True
+            return True
+
+
+class Turns:
+    """Calls that cannot begin at once begin in the order in which they were made, as the library underneath demands.
+
+    Every rank makes its calls in the same order, but what they must hear from the others first may come in any.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.next = 0
+        self.over: set[int] = set()
+
+    @property
+    def is_free(self) -> bool:
+        return self.next == self.taken
+
+    def take(self) -> Turn:
+        self.taken += 1
+        return Turn(self, self.taken - 1)
+
+
+class Turn:
+    """A token: its call may begin, because all before it have."""
+
+    def __init__(self, turns: Turns, number: int) -> None:
+        self.turns = turns
+        self.number = number
+
+    def test(self) -> bool:
+        return self.turns.next == self.number
+
+    def wait(self) -> None:
+        """Only the engine can move those before, and it waits for one alone only when there are none."""
+        if not self.test():
+            raise RunError(f"call {self.number} of a communicator waits for its turn, and nothing else is under way")
+
+    def release(self) -> None:
+        turns = self.turns
+        turns.over.add(self.number)
+        while turns.next in turns.over:
+            turns.over.remove(turns.next)
+            turns.next += 1
 
 
 def _line_up(nbytes: int) -> int:

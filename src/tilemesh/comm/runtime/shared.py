@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, Meeting
-from tilemesh.comm.runtime.arithmetic import BF16, UFUNCS, combiner
+from tilemesh.comm.runtime.arithmetic import BF16, UFUNCS, combiner, is_floating
 from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
@@ -161,18 +161,23 @@ class Bound:
         return stacked
 
 
+def ufunc_of(op: str, dtype: str) -> Any:
+    """numpy's own function for the operation, where it gives every rank the same bits; else None."""
+    return None if dtype == BF16 or (op in ("min", "max") and is_floating(dtype)) else UFUNCS[op]
+
+
 class Reducer:
     """Combines several arrays into one, in order, in pieces that stay in the cache."""
 
     def __init__(self, op: str, dtype: str, carrier: np.dtype[Any]) -> None:
-        self.function = None if dtype == BF16 else UFUNCS[op]
+        self.function = ufunc_of(op, dtype)
         self.combine = combiner(op, dtype)
         self.carrier = carrier
         self.piece = PIECE_BYTES // carrier.itemsize
 
     def __call__(self, target: Array, sources: Any) -> None:
         if not isinstance(sources, list):
-            self.function.reduce(sources, 0, self.carrier, target)  # type: ignore[union-attr]
+            self.function.reduce(sources, 0, self.carrier, target)
             return
         if target.size <= self.piece:
             self._chain(target, sources)

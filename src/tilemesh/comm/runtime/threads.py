@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from tilemesh.comm.runtime.transport import Arena, Bytes, Caps, Message, NativeCall, Sent, Token
+from tilemesh.comm.runtime.transport import TAGS, Arena, Bytes, Caps, Message, NativeCall, Sent, Token, wrong_size
 from tilemesh.core.errors import RunError
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class ThreadTransport:
     name = "threads"
     caps = Caps(arena=True)
     device = None
+    tags = TAGS
 
     def __init__(self, world: World, rank: int, size: int, label: str = "world") -> None:
         self.world = world
@@ -78,7 +79,7 @@ class ThreadTransport:
     def view(self, region: Bytes) -> Bytes:
         return region
 
-    def post(self, messages: Sequence[Message], tag: int) -> Token:
+    def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
         pending = _Pending(self.world, len(messages))
         with self.world.changed:
             self.world.require_whole()
@@ -102,9 +103,7 @@ class ThreadTransport:
             del self.world.posted[mailbox]  # tags go on and on: empty mailboxes would pile up
         source, target = (message, other) if message.is_send else (other, message)
         if source.nbytes != target.nbytes:
-            self.world.fail(
-                f"rank {pair[0]} sent {source.nbytes} bytes to rank {pair[1]}, which expected {target.nbytes}"
-            )
+            self.world.fail(wrong_size(pair[0], source.nbytes, pair[1], target.nbytes))
             self.world.require_whole()
         target.view[:] = source.view
         pending.left -= 1
@@ -193,12 +192,21 @@ def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:
             world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and not (world.failed_at and time.monotonic() > world.failed_at + _GRACE_S):
-            thread.join(0.5)
+    try:
+        for thread in threads:
+            thread.start()
+        _join(threads, world)
+    except BaseException as error:  # Ctrl-C, while the ranks run on: they end at their next call
+        world.fail(f"interrupted by {type(error).__name__}")
+        _join(threads, world)
+        raise
     if errors:
         raise errors[0][1]
     world.require_whole()
     return results
+
+
+def _join(threads: Sequence[threading.Thread], world: World) -> None:
+    for thread in threads:
+        while thread.is_alive() and not (world.failed_at and time.monotonic() > world.failed_at + _GRACE_S):
+            thread.join(0.1)

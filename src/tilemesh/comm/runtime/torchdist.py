@@ -7,6 +7,7 @@ call must not block, a helper thread does the waiting.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from tilemesh.comm.runtime.device import OPS, Device, Work
 from tilemesh.comm.runtime.transport import (
+    TAGS,
     Arena,
     Bytes,
     Caps,
@@ -38,7 +40,9 @@ from tilemesh.comm.schedules.collectives import REDUCING
 # process cuts off, and C++ then ends with an abort.
 _open: set[Any] = set()
 _transports: WeakSet[TorchTransport] = WeakSet()
+_under_way: WeakSet[_Works] = WeakSet()
 _worlds = count(2)  # the first world is torch's own group
+_END_S = 1.0
 _NATIVE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "barrier"})
 # float16 and bfloat16 arrive widened.
 _GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64", "float16", "bfloat16")
@@ -49,6 +53,7 @@ class _Works:
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
+        _under_way.add(self)
         self.waiter: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -82,7 +87,8 @@ class _Works:
 
 
 class TorchTransport:
-    caps = Caps(native=_NATIVE)
+    caps = Caps(native=_NATIVE, tells_sizes=False)
+    tags = TAGS
 
     def __init__(self, group: Any, has_nccl: bool, timeout: timedelta) -> None:
         """`timeout`: torch's own, for this group and those split from it."""
@@ -109,7 +115,7 @@ class TorchTransport:
         # torch warns of memory it may not write to, and a send only reads it: our own copy is as good.
         return torch.from_numpy(region if region.flags.writeable else region.copy())
 
-    def post(self, messages: Sequence[Message], tag: int) -> Token:
+    def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
         group, sent = self.group, self.sent
         works = []
         for is_send, peer, view, nbytes in messages:
@@ -198,6 +204,19 @@ def _new_group(label: str, rank: int, size: int, has_nccl: bool, timeout: timede
     group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
     _open.add(group)
     return group
+
+
+def end_waiting() -> None:
+    """End the threads that wait for messages nobody will send: one that the end of the process cuts off aborts it.
+
+    gloo gives a message up only when a wait for it runs out, and closes the connection then.
+    """
+    for one in list(_under_way):
+        if one.waiter is not None and one.waiter.is_alive():
+            for work in one.works:
+                with contextlib.suppress(Exception):
+                    work.wait(timedelta(milliseconds=1))
+            one.waiter.join(_END_S)
 
 
 def let_go() -> None:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+TAGS = 1_000_000
+TAG_KINDS = 6  # of messages that a communicator's own tags keep apart
+
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
 
@@ -37,10 +40,14 @@ class Token(Protocol):
 
 @dataclass(frozen=True)
 class Caps:
-    """What a transport has beyond messages. `native`: collectives of its library; `arena`: shared memory."""
+    """What a transport has beyond messages. `native`: collectives of its library; `arena`: shared memory.
+
+    `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
+    """
 
     native: frozenset[str] = frozenset()
     arena: bool = False
+    tells_sizes: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,12 @@ class Transport(Protocol):
     caps: Caps
     sent: Sent
     device: Any  # collectives on GPU memory (`device.Device`), or None
+    tags: int  # a user's tags lie below this, those of collectives in a few times as many above
 
     def view(self, region: Bytes) -> Any: ...
 
-    def post(self, messages: Sequence[Message], tag: int) -> Token: ...
+    def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
+        """Start messages. `exact`: nobody has proved that both sides agree on the size, so that must be checked."""
 
     def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
         """Why the library's own collective cannot serve such a call; None when it can. The same on every rank."""
@@ -137,6 +146,10 @@ class Done:
 
 
 DONE = Done()
+
+
+def wrong_size(source: int, sent: int, to: int, expected: int) -> str:
+    return f"rank {source} sent {sent} bytes to rank {to}, which expected {expected}"
 
 
 def as_bytes(array: Array) -> Bytes:

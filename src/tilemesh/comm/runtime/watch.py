@@ -56,6 +56,7 @@ class Process:
         self.worlds = 0  # how often this rank has connected
         self.watches: dict[str, Watch] = {}
         self.found: dict[Watch, Note] = {}
+        self.seen: dict[str, int] = {}
         self.owner = threading.get_ident()
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
@@ -71,6 +72,8 @@ class Process:
         self.stopped.set()
         if self.thread is not None:
             self.thread.join(_STOP_S)
+        # Whoever waits for this rank from now on waits for nothing.
+        self.board.write(self.rank, Record(os.getpid(), time.monotonic_ns(), seen=self._seen(), is_over=True))
 
     def _watch(self) -> None:
         while not self.stopped.wait(self._tick_s()):
@@ -100,9 +103,15 @@ class Process:
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
         waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
-        seen = {watch.label: watch.sequence for watch in watches}
-        self.board.write(self.rank, Record(os.getpid(), now, _where(frames.get(self.owner)), doing, seen))
+        self.board.write(self.rank, Record(os.getpid(), now, _where(frames.get(self.owner)), doing, self._seen()))
         return waiting
+
+    def _seen(self) -> dict[str, int]:
+        """How far this rank has come in each communicator, those that moved last at the end."""
+        now = {watch.label: watch.sequence for watch in self._open()}
+        still = {label: number for label, number in self.seen.items() if now.get(label) == number}
+        self.seen = still | {label: number for label, number in now.items() if label not in still}
+        return self.seen
 
     def _natives(self, frames: Iterable[FrameType], now: int) -> dict[Watch, Note]:
         """The library's collectives that this rank is inside of, since the look that first saw them."""
@@ -177,38 +186,56 @@ class Watch:
 
     def report(self, note: Note, waited_s: float) -> str:
         """What to tell the user about a call that never ends."""
-        label, (sequence, name, nbytes, _) = self.label, note
-        me = self.members.index(self.process.rank)
+        sequence, name, nbytes, _ = note
+        me = self.process.rank
         what = f"{name} #{sequence}" if sequence >= 0 else name
-        head = f"rank {me} has waited {waited_s:.1f} s in {what} of {label} ({format_bytes(nbytes)})"
-        records = [self.process.board.read(rank) for rank in self.members]
+        size = f" ({format_bytes(nbytes)})" if nbytes else ""
+        group = f" (ranks {ranges(self.members)})" if len(self.members) < self.process.board.ranks else ""
         missing, here = [], []
-        for rank, record in enumerate(records):
+        for rank in self.members:
+            record = self.process.board.read(rank)
             if rank == me:
                 continue
-            if record is not None and sequence >= 0 and record.seen.get(label, -1) >= sequence:
-                here.append(str(rank))
+            if record is not None and sequence >= 0 and record.seen.get(self.label, -1) >= sequence:
+                here.append(rank)
             else:
                 missing.append(f"rank {rank} {self._instead(record)}")
-        parts = [head, "no rank is missing: the network, or a rank that died, holds it up"]
+        parts = [
+            f"rank {me} has waited {waited_s:.1f} s in {what} of {self.label}{group}{size}",
+            "no rank is missing: the network, or a rank that died, holds it up",
+        ]
         if missing:
             parts[1] = f"{'not arrived' if sequence >= 0 else 'meanwhile'}: {'; '.join(missing)}"
         if here:
-            parts.append(f"arrived: {', '.join(here)}")
+            parts.append(f"arrived: {ranges(here)}")
         return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
 
     def _instead(self, record: Record | None) -> str:
         if record is None:
             return "(no word from it: not connected yet, or on another node)"
+        if record.is_over:
+            return "has ended: its program returned without this call"
         if self.process.pids and not _is_alive(record.pid):
             return f"(its process {record.pid} is gone)"
         at = f", at {record.where}" if record.where else ""
+        maybe = " (it may have arrived: it has too many groups to tell)" if record.is_cut else ""
         if record.doing is not None:
             doing = record.doing
             for_s = (time.monotonic_ns() - doing.since_ns) / 1e9
             number = f" #{doing.sequence}" if doing.sequence >= 0 else ""
-            return f"is in {doing.name}{number} of {doing.label} for {for_s:.1f} s{at}"
-        return f"is in no collective{at}"
+            return f"is in {doing.name}{number} of {doing.label} for {for_s:.1f} s{at}{maybe}"
+        return f"is in no collective{at}{maybe}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """0, 1, 2, 3, 7 as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def _where(frame: FrameType | None) -> str:

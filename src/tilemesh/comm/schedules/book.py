@@ -129,6 +129,9 @@ def build(
     `stage_segments`: in how many the shared-memory ones pass over the stage.
     """
     require_algorithm(collective, algorithm)
+    for what, value in (("ranks", ranks), ("root", root), ("segments", segments), ("node_size", node_size)):
+        if value is not None and not isinstance(value, int):
+            raise UsageError(f"{what} is {value!r}: expected a whole number")
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: expected at least 1")
     if not 0 <= root < ranks:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import get_args
 
-from tilemesh.comm.schedules.collectives import ends, starts
+from tilemesh.comm.schedules.collectives import BLOCKED, ends, require_collective, starts
 from tilemesh.comm.schedules.schedule import DATA, INPUT, NOBODY, SPACES, TEMP, Kind, Round, Schedule, Sparse, Step
 from tilemesh.core.errors import UsageError
 
@@ -30,6 +30,7 @@ class BrokenScheduleError(UsageError):
 
 def check(schedule: Schedule) -> int:
     """Prove a schedule and return its number of rounds; or raise, naming the first thing that is wrong."""
+    _require_sense(schedule)
     proof = _Proof(schedule)
     rounds = 0
     for _ in range(3 if TEMP in schedule.shared else 1):
@@ -41,6 +42,18 @@ def check(schedule: Schedule) -> int:
             rounds += 1
         proof.end()
     return rounds
+
+
+def _require_sense(schedule: Schedule) -> None:
+    """What a proof takes for granted."""
+    require_collective(schedule.collective)
+    s, name = schedule, f"{schedule.algorithm} {schedule.collective}"
+    if s.ranks < 1 or not 0 <= s.root < s.ranks:
+        raise BrokenScheduleError(f"{name} of {s.ranks} ranks with root {s.root}: expected 1 or more, and one of them")
+    if s.chunks < 1 or s.temp < 0:
+        raise BrokenScheduleError(f"{name} of {s.chunks} chunks and {s.temp} temp slots: expected 1 or more, 0 or more")
+    if s.collective in BLOCKED and s.chunks % s.ranks:
+        raise BrokenScheduleError(f"{name} of {s.chunks} chunks for {s.ranks} ranks: expected as many for each rank")
 
 
 class _Proof:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import islice
 
 from tilemesh.comm.schedules.collectives import COLLECTIVES, ends, require_collective, starts
-from tilemesh.comm.schedules.schedule import DATA, SPACES, Move, Schedule, moves
+from tilemesh.comm.schedules.schedule import DATA, SPACES, Move, Round, Schedule, moves
+from tilemesh.core.errors import UsageError
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
@@ -16,10 +18,14 @@ LEGEND = (
 )
 
 MAX_ROUNDS = 400  # of a drawing: beyond that nobody can read it
+MAX_RANKS = 128
+
+_LINE = 13  # pixels from one label to the next below it
 
 
 def text(schedule: Schedule) -> str:
     """One line a round, one column a rank: →2 is a send to rank 2, ←1 a receipt from it (+ adds), with the slots."""
+    _require_legible(schedule)
     rows = [["round", *(f"rank {rank}" for rank in range(schedule.ranks))]]
     for number, round_ in enumerate(schedule.rounds()):
         if number == MAX_ROUNDS:
@@ -34,14 +40,16 @@ def text(schedule: Schedule) -> str:
 
 def svg(schedule: Schedule) -> str:
     """Ranks side by side, time downwards; an arrow a message, coloured by chunk, dashed where it is only copied."""
-    left, top, column, line = 60, 60, 110, 34
-    rounds = []
-    for number, round_ in enumerate(schedule.rounds()):
-        if number == MAX_ROUNDS:
-            break
-        rounds.append(round_)
-    width, height = left + column * schedule.ranks, top + line * (len(rounds) + 1)
-    parts = [
+    _require_legible(schedule)
+    left, top, column = 60, 60, 110
+    rounds = list(islice(schedule.rounds(), MAX_ROUNDS))
+    parts, y = [], top
+    for number, round_ in enumerate(rounds):
+        drawn, height = _round(round_, schedule.ranks, left, y, column)
+        parts += [f'<text x="8" y="{y + 6}" fill="#666">{number}</text>', *drawn]
+        y += height
+    width, height = left + column * schedule.ranks, y + 20
+    head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
@@ -51,15 +59,55 @@ def svg(schedule: Schedule) -> str:
     ]
     for rank in range(schedule.ranks):
         x = left + column * rank
-        parts.append(f'<text x="{x}" y="44" text-anchor="middle">rank {rank}</text>')
-        parts.append(f'<line x1="{x}" y1="50" x2="{x}" y2="{height - 8}" stroke="#ddd"/>')
-    for number, round_ in enumerate(rounds):
-        y = top + line * number
-        parts.append(f'<text x="8" y="{y + 6}" fill="#666">{number}</text>')
-        for rank in range(schedule.ranks):
-            for move in moves(round_, rank):
-                parts.append(_mark(move, rank, left, y, column, line))
-    return "\n".join([*parts, "</svg>", ""])
+        head.append(f'<text x="{x}" y="44" text-anchor="middle">rank {rank}</text>')
+        head.append(f'<line x1="{x}" y1="50" x2="{x}" y2="{height - 8}" stroke="#ddd"/>')
+    return "\n".join([*head, *parts, "</svg>", ""])
+
+
+def _round(round_: Round, ranks: int, left: int, y: int, column: int) -> tuple[list[str], int]:
+    """The marks of one round, and how high it has to be for its labels to stand clear of one another.
+
+    A label stands beside its arrow's tip, where only the arrows to one rank meet: those are put one under the other.
+    """
+    marks: list[str] = []
+    most = 1
+    for rank in range(ranks):
+        x = left + column * rank
+        row = 0
+        for move in moves(round_, rank):
+            if move.kind == "recv":
+                marks.append(_arrow(move, x, left + column * move.peer, y, y + 24 + _LINE * row))
+                row += 1
+            elif move.kind == "sync":
+                marks.append(
+                    f'<line x1="{x - 40}" y1="{y - 6}" x2="{x + 40}" y2="{y - 6}" stroke="#888" stroke-width="3"/>'
+                )
+            elif move.kind in ("copy", "read"):
+                colour = _COLOURS[move.at % len(_COLOURS)]
+                words = escape(_words(move, rank))
+                marks.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{words}</title></circle>')
+        most = max(most, row)
+    return marks, 34 + _LINE * (most - 1)
+
+
+def _arrow(move: Move, x: int, peer_x: int, y: int, tip: int) -> str:
+    colour = _COLOURS[move.at % len(_COLOURS)]
+    dash = "" if move.reduce else ' stroke-dasharray="4 3"'
+    label = _slots(move, move.at, move.space) + ("+" if move.reduce else "")
+    # On the far side of the tip, where no arrow to this rank passes: those from left and right have a side each.
+    side, anchor = (6, "start") if peer_x < x else (-6, "end")
+    return (
+        f'<line x1="{peer_x}" y1="{y}" x2="{x}" y2="{tip}" stroke="{colour}" stroke-width="2"{dash} '
+        f'marker-end="url(#tip)"/><text x="{x + side}" y="{tip + 4}" text-anchor="{anchor}">{label}</text>'
+    )
+
+
+def _require_legible(schedule: Schedule) -> None:
+    if schedule.ranks > MAX_RANKS:
+        raise UsageError(
+            f"a drawing of {schedule.ranks} ranks: nobody can read one of more than {MAX_RANKS}; "
+            "the rounds look alike for fewer"
+        )
 
 
 def picture(collective: str, ranks: int, root: int = 0) -> str:
@@ -87,7 +135,8 @@ def pictures(ranks: int) -> str:
 def _title(schedule: Schedule) -> str:
     s = schedule
     shared = ", through shared memory" if s.shared else ""
-    return f"{s.algorithm} {s.collective}: {s.ranks} ranks, {s.chunks} chunk{'s' if s.chunks > 1 else ''}{shared}"
+    ranks = f"{s.ranks} rank{'s' if s.ranks > 1 else ''}"
+    return f"{s.algorithm} {s.collective}: {ranks}, {s.chunks} chunk{'s' if s.chunks > 1 else ''}{shared}"
 
 
 def _slots(move: Move, at: int, space: int) -> str:
@@ -108,25 +157,6 @@ def _words(move: Move, rank: int) -> str:
     if move.kind == "read" and move.peer != rank:
         return f"{move.peer}[{source}]⇒{_slots(move, move.at, move.space)}{sign}"
     return f"{source}⇒{_slots(move, move.at, move.space)}{sign}"
-
-
-def _mark(move: Move, rank: int, left: int, y: int, column: int, line: int) -> str:
-    x = left + column * rank
-    colour = _COLOURS[move.at % len(_COLOURS)]
-    if move.kind == "recv":
-        peer_x = left + column * move.peer
-        dash = "" if move.reduce else ' stroke-dasharray="4 3"'
-        middle = (x + peer_x) / 2
-        label = _slots(move, move.at, move.space) + ("+" if move.reduce else "")
-        return (
-            f'<line x1="{peer_x}" y1="{y}" x2="{x}" y2="{y + line - 10}" stroke="{colour}" stroke-width="2"{dash} '
-            f'marker-end="url(#tip)"/><text x="{middle}" y="{y + line / 2 - 8}" text-anchor="middle">{label}</text>'
-        )
-    if move.kind == "sync":
-        return f'<line x1="{x - 40}" y1="{y - 6}" x2="{x + 40}" y2="{y - 6}" stroke="#888" stroke-width="3"/>'
-    if move.kind in ("copy", "read"):
-        return f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"><title>{escape(_words(move, rank))}</title></circle>'
-    return ""
 
 
 def _name(label: int, whose: frozenset[int] | set[int], ranks: int) -> str:

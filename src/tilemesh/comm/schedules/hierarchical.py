@@ -7,7 +7,7 @@ reduce-scatter inside, a ring between the ranks of equal place, all-gather insid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tilemesh.comm.schedules import ring, tree
@@ -133,3 +133,12 @@ def reduce_scatter(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Sch
 
 def _even(chunks: int, parts: int) -> list[int]:
     return [chunks // parts] * parts
+
+
+def largest_block(nodes: Sequence[int]) -> int:
+    """The most neighbouring ranks that can be taken for a node, for ranks that lie on these nodes: none spans two."""
+    first = next((at for at, node in enumerate(nodes) if node != nodes[0]), len(nodes))
+    for size in range(first, 1, -1):
+        if all(len(set(nodes[at : at + size])) == 1 for at in range(0, len(nodes), size)):
+            return size
+    return 1

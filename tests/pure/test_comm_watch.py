@@ -1,0 +1,160 @@
+"""What the watchdog says: by world rank, whatever the group; and of ranks that have gone, or have many groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.comm.runtime import watch
+from tilemesh.comm.runtime.records import Record, private_board
+from tilemesh.comm.schedules.hierarchical import largest_block
+from tilemesh.core.errors import RunError
+
+
+def words_of(ranks: int, main: object) -> str:
+    with pytest.raises(RunError) as caught:
+        run_threads(ranks, main, timeout_s=0.4)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world() -> None:
+    def main(comm: Communicator) -> None:
+        group = comm.split(comm.rank % 2, key=-comm.rank)
+        assert group is not None
+        if comm.rank in (1, 5):
+            group.all_reduce(np.ones(4), algorithm="ring")
+        else:
+            time.sleep(1.5)
+
+    words = words_of(6, main)
+    assert "rank 1 has waited 0." in words
+    assert "in all_reduce #1 of world/1.1 (ranks 1, 3, 5) (32 B); not arrived: rank 3 is in no collective" in words
+    assert "arrived: 5;" in words
+
+
+def test_messages_in_a_group_name_the_rank_of_the_world() -> None:
+    def main(comm: Communicator) -> None:
+        group = comm.split(comm.rank // 2)
+        assert group is not None
+        if comm.rank == 3:
+            group.recv(np.empty(1), source=0)
+
+    words = words_of(4, main)
+    assert "rank 3 has waited" in words
+    assert "in recv from rank 2 of world/1.1 (ranks 2, 3)" in words
+    assert "meanwhile: rank 2 has ended: its program returned" in words
+
+
+def test_a_rank_that_has_returned_is_said_to_have() -> None:
+    def main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.barrier(algorithm="tree")
+
+    words = words_of(3, main)
+    assert "not arrived: rank 1 has ended: its program returned without this call; rank 2 has ended" in words
+
+
+def test_three_hundred_groups_fit_a_record() -> None:
+    def main(comm: Communicator) -> None:
+        groups = [comm.split(0) for _ in range(300)]
+        assert all(groups)
+        if comm.rank < 2:
+            groups[7].barrier()  # type: ignore[union-attr]
+        else:
+            time.sleep(1.5)
+
+    assert "in barrier #1 of world/8.0 (1 B); not arrived: rank 2 is in no collective" in words_of(3, main)
+
+
+def test_of_too_many_groups_those_that_moved_last_are_kept() -> None:
+    process = watch.Process(0, private_board(2), lambda reason: None)
+    watches = [watch.Watch(process, [0, 1], f"world/{number}.0") for number in range(3000)]
+    process.look()
+    watches[5].sequence = 4
+    process.look()
+    record = process.board.read(0)
+    assert record is not None
+    assert record.is_cut
+    assert record.seen["world/5.0"] == 4
+    assert 100 < len(record.seen) < 3000
+    process.board.write(1, Record(1, 0, is_cut=True))
+    assert "it may have arrived: it has too many groups to tell" in watches[0].report((1, "barrier", 0, 0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [((), ""), ((3,), "3"), ((0, 1), "0, 1"), ((0, 1, 2, 3, 7, 9, 8), "0-3, 7-9")]
+)
+def test_ranges(ranks: tuple[int, ...], text: str) -> None:
+    assert watch.ranges(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [
+        ([0, 0, 1, 1], 2),
+        ([0, 0, 0, 1], 3),
+        ([0, 0, 0, 1, 1], 3),
+        ([0, 0, 0, 1, 1, 2], 1),
+        ([0, 0, 0, 1, 1, 1, 2], 3),
+        ([0] * 5, 5),
+        ([0, 1, 0, 1], 1),
+        ([3], 1),
+    ],
+)
+def test_blocks_that_span_no_two_nodes(nodes: list[int], size: int) -> None:
+    assert largest_block(nodes) == size
+
+
+def test_a_group_knows_its_nodes_from_its_parent() -> None:
+    def main(comm: Communicator) -> tuple[int | None, ...]:
+        rows, columns = comm.split(comm.rank // 4), comm.split(comm.rank % 4)
+        assert rows is not None
+        assert columns is not None
+        pairs = rows.split(rows.rank // 2)
+        assert pairs is not None
+        x = np.ones(3)
+        for group in (rows, columns, pairs):
+            assert group.all_reduce(x, algorithm="hierarchical")[0] == group.size
+        return tuple(group._caller.planner.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
+
+    assert run_threads(8, main, node_size=2) == [(2, 2, 1, 2, 2)] * 8
+
+
+MEETING = """
+import sys, time
+from tilemesh.comm.runtime import meeting
+from tilemesh.core.context import Membership
+meeting.START_S = 0.5
+with meeting.meeting(Membership("mpiexec", 2, 4, 2, 4), 0.1, is_first_mpi=sys.argv[1] == "guarded"):
+    time.sleep(float(sys.argv[2]))
+print("met", flush=True)
+time.sleep(float(sys.argv[2]))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["guarded", "thread"])
+def test_connect_ends_when_a_rank_never_comes(how: str, tmp_path: Path) -> None:
+    environ = os.environ | {"TILEMESH_JOB": str(tmp_path)}
+    (tmp_path / "connecting-1").mkdir()
+    (tmp_path / "connecting-1" / "0").touch()
+    line = [sys.executable, "-c", MEETING, how]
+    done = subprocess.run([*line, "30"], env=environ, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode != 0
+    words = "rank 2 has waited 0.5 s in connect() for 4 ranks; not arrived: 1, 3; ending the job"
+    assert done.stderr == f"tilemesh: {words}\n"
+    assert (tmp_path / "verdict").read_text() == f"{words}\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("how", ["guarded", "thread"])
+def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", MEETING, how, "0.4"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "met\ndone\n", "")
