@@ -36,7 +36,8 @@ from tilemesh.comm.schedules.schedule import (
     sync,
     vector,
 )
-from tilemesh.comm.schedules.simulate import Flat, Memory, TwoLevel, Wire, simulate
+from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.topology import Flat, TwoLevel, Wire
 from tilemesh.core.errors import UsageError
 
 PAIRS = [(collective, algorithm) for collective, row in BOOK.items() for algorithm in row]

@@ -22,7 +22,7 @@ from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
-from tilemesh.measure.machine import Machine
+from tilemesh.measure.machine import Machine, last_cache_bytes
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare, settle
 
@@ -200,20 +200,6 @@ def vector_bytes(cpuinfo: Path = Path("/proc/cpuinfo"), arch: str | None = None)
         return 64 if "avx512f" in cpuinfo.read_text().split() else AVX2_BYTES
     except OSError:
         return AVX2_BYTES
-
-
-def last_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """The last level of cache of all cores together; 32 MiB where the kernel does not say."""
-    levels: dict[int, dict[str, int]] = {}
-    for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
-        try:
-            level = int((index / "level").read_text())
-            size = (index / "size").read_text().strip()
-            shared = (index / "shared_cpu_list").read_text().strip()
-            levels.setdefault(level, {})[shared] = int(size.removesuffix("K")) * 1024
-        except (OSError, ValueError):
-            continue
-    return sum(levels[max(levels)].values()) if levels else 32 << 20
 
 
 @contextmanager

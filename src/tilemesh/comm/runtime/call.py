@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
 from tilemesh.comm.runtime.choose import Choice, Request, choose
 from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
+from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import WIDENED, narrow, native_steps, widened
@@ -140,6 +142,7 @@ class Caller:
         self.kept = ReadyCalls()
         arena = self._arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program)
+        self.fit = self._fit()
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
@@ -183,7 +186,7 @@ class Caller:
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        choice = choose(request, algorithm, self.transport)
+        choice = choose(request, algorithm, self.transport, self.fit)
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
         return Ready(call, x, choice, device, target, has_result, wait)
 
@@ -351,6 +354,14 @@ class Caller:
             arena.flags.watch = self.watch
             transport.caps = replace(transport.caps, arena=True)
         return arena
+
+    def _fit(self) -> Fit | None:
+        """The machine's fit for this many ranks, read by one of them for all: they must choose alike."""
+        transport = self.transport
+        if transport.size == 1 or transport.name == "threads":
+            return None
+        text = self._texts(stored_fit(transport.name, transport.size) if transport.rank == 0 else "")[0]
+        return Fit.from_dict(json.loads(text)) if text else None
 
     def _texts(self, text: str) -> list[str]:
         """Every rank's text before any call has been made."""

@@ -1,17 +1,19 @@
-"""Which algorithm a call uses. `auto` is a rule of thumb by size until values are fitted on the machine.
+"""Which algorithm a call uses. `auto` takes what the machine's fit predicts to be quickest, else a rule of thumb.
 
-The answer depends only on what all ranks know alike (collective, bytes, rank count, dtype, transport): ranks that
-disagreed here would wait for one another for ever.
+The answer depends only on what all ranks know alike (collective, bytes, rank count, dtype, transport, and a fit that
+one rank has read for all): ranks that disagreed here would wait for one another for ever.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.transport import Transport
-from tilemesh.comm.schedules.book import BOOK, is_shared, require_algorithm
+from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
 from tilemesh.core.errors import UsageError
-from tilemesh.core.units import format_bytes
+from tilemesh.core.units import format_bytes, format_seconds
 
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
@@ -59,10 +61,10 @@ class Choice:
     direct: str | None = None
 
 
-def choose(request: Request, algorithm: str, transport: Transport) -> Choice:
+def choose(request: Request, algorithm: str, transport: Transport, fit: Fit | None = None) -> Choice:
     """The algorithm to use; what was asked for by name is checked and kept."""
     if algorithm == "auto":
-        return _auto(request, transport)
+        return _auto(request, transport, fit)
     require_algorithm(request.collective, algorithm, ("native", "auto"))
     refusal = refuses(request, algorithm, transport)
     if refusal:
@@ -95,9 +97,28 @@ def candidates(request: Request, transport: Transport) -> dict[str, str | None]:
     return {name: refuses(request, name, transport) for name in names}
 
 
-def _auto(request: Request, transport: Transport) -> Choice:
+def predicted(request: Request, transport: Transport, fit: Fit) -> dict[str, float]:
+    """Seconds of every algorithm that can serve the call and that the fit tells something of."""
+    known = {}
+    for name, refusal in candidates(request, transport).items():
+        seconds = None if refusal else fit.seconds(request.collective, name, request.nbytes)
+        if seconds is not None:
+            known[name] = seconds
+    return known
+
+
+def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
     if transport.size == 1:
         return Choice("naive", "one rank: nothing moves")
+    if fit is not None and not request.private:
+        known = predicted(request, transport, fit)
+        ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
+        if ordinary:
+            name = min(ordinary, key=lambda one: ordinary[one])
+            direct = direct_way(request.collective, request.nbytes, transport.size)
+            there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)
+            why = f"{format_seconds(ordinary[name])} predicted from this machine's fit"
+            return Choice(name, why, direct if there < ordinary[name] else None)
     if transport.caps.arena and not request.private and request.collective in _SHARED:
         direct = direct_way(request.collective, request.nbytes, transport.size)
         name = _SHARED[request.collective] if request.nbytes > FLAT_BYTES else "flat"

@@ -397,7 +397,7 @@ class Communicator:
         if collective in REDUCING:
             require_operation(op, kind)
         request = Request(collective, size, kind, op)
-        return explanation(self.transport, request, self._caller.planner.node_size)
+        return explanation(self.transport, request, self._caller.planner.node_size, self._caller.fit)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""

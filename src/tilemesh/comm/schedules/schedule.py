@@ -59,6 +59,33 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks in rows of `size`: `offset + across · ((column + right) mod size) + down · ((row + below) mod rows)`.
+
+    What Shift is to a ring, this is to nodes of equal size: rings inside them and rings between them, without a table.
+    """
+
+    ranks: int
+    size: int
+    across: int = 1
+    right: int = 0
+    down: int = 0
+    below: int = 0
+    offset: int = 0
+
+    def __getitem__(self, rank: int, /) -> int:
+        row, column = divmod(rank, self.size)
+        at = self.offset + self.across * ((column + self.right) % self.size)
+        return at + self.down * ((row + self.below) % (self.ranks // self.size))
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[rank] for rank in range(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
 class Sparse:
     """A few ranks have a value, all others NOBODY."""
 

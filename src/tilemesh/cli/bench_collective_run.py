@@ -1,0 +1,236 @@
+"""What `tilemesh bench collective` does: starts the ranks that measure, and prints what they wrote."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json as json_format
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tilemesh.comm.bench_job import Job
+from tilemesh.comm.cells import COLLECTIVES, crossovers, parse_ranks, parse_sizes
+from tilemesh.comm.runtime.fit import SECTION, Fit, key_of
+from tilemesh.comm.schedules import draw as drawing
+from tilemesh.comm.schedules.book import ALGORITHMS, algorithms, build
+from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.topology import Flat, Ring, Topology, TwoLevel, Wire
+from tilemesh.core.calibration import Calibration, find
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.launch.job import launch
+from tilemesh.measure.machine import command, stamp, this_machine
+from tilemesh.measure.row import Row, write_rows
+from tilemesh.measure.table import print_rows
+
+TRANSPORTS = {"auto": "auto", "mpi": "mpi", "gloo": "torch", "nccl": "torch"}
+TOPOLOGIES = ("flat", "ring", "two-level")
+
+# Without these the library's large collectives lose a third of their time to fresh pages at each call.
+MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2000000000:glibc.malloc.top_pad=268435456"
+
+# NVLink inside nodes of eight, InfiniBand between them: latency and bytes a second each way.
+NVLINK, INFINIBAND = Wire(1e-6, 450e9), Wire(3e-6, 50e9)
+NODE = 8
+GPU = Memory(reduce_bytes_per_s=1e12, copy_bytes_per_s=1.5e12, sync_s=2e-6)
+
+
+def measure(
+    collectives: Sequence[str] | None,
+    ranks: str,
+    sizes: str,
+    transport: str,
+    names: str,
+    *,
+    quick: bool,
+    json: str | None,
+    chart: str | None,
+) -> None:
+    wanted = _known(collectives)
+    chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
+    for name in chosen:
+        if name not in ALGORITHMS:
+            raise unknown("algorithm", name, ALGORITHMS)
+    if names == "none":
+        chosen = ("none",)
+    if chart is not None and not chart.endswith(".svg"):
+        raise UsageError(f"chart '{chart}': expected a file that ends in .svg")
+    repeats, seconds = (5, 0.1) if quick else (15, 0.5)
+    rows: list[Row] = []
+    for count in parse_ranks(ranks):
+        job = Job(
+            out="",
+            command=command(),
+            collectives=tuple(wanted),
+            sizes=tuple(parse_sizes(sizes)),
+            algorithms=chosen,
+            repeats=repeats,
+            seconds=seconds,
+        )
+        rows += [Row.from_json(line) for line in _in_ranks(job, count, transport).splitlines()]
+    console = Console(stderr=json == "-", highlight=False)
+    print_rows(rows, console)
+    for line in _summary(rows):
+        console.print(line, soft_wrap=True)
+    if json is not None:
+        write_rows(rows, json)
+    if chart is not None:
+        from tilemesh.comm.chart import draw
+
+        draw(rows, chart)
+        console.print(f"chart: {chart}", soft_wrap=True)
+
+
+def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
+    """Measure, show and store fits; what was stored before for other ranks or transports stays."""
+    most = max(parse_sizes(sizes))
+    for count in parse_ranks(ranks):
+        if count < 2:
+            raise UsageError(f"--fit with {count} rank: expected at least 2, since one has nobody to talk to")
+        job = Job(out="", command=command(), sizes=(most,), fit=True, seconds=0.1 if quick else 0.4)
+        text = _in_ranks(job, count, transport)
+        fit = Fit.from_dict(json_format.loads(text))
+        path = _store(fit)
+        _print_fit(fit)
+        print(f"stored in {path}")
+
+
+def draw_schedule(collectives: Sequence[str], algorithm: str, ranks: str, root: int, svg: Path | None) -> None:
+    if len(collectives) != 1:
+        raise UsageError(f"--draw with {len(collectives)} collectives: expected one")
+    counts = parse_ranks("8" if ranks == "2,4,8" else ranks)
+    if len(counts) != 1:
+        raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
+    schedule = build(collectives[0], algorithm, counts[0], root)
+    print(drawing.text(schedule))
+    if svg is not None:
+        try:
+            svg.write_text(drawing.svg(schedule), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{svg} could not be written: {error.strerror}") from None
+
+
+def simulate_scale(collectives: Sequence[str], topology: str, ranks: str, sizes: str) -> None:
+    """Predicted seconds of ring, tree and hierarchical over sizes, and where the quickest changes."""
+    if topology not in TOPOLOGIES:
+        raise unknown("topology", topology, TOPOLOGIES)
+    counts = parse_ranks("64,1024,16384" if ranks == "2,4,8" else ranks)
+    for collective in collectives:
+        known = [name for name in ("ring", "tree", "hierarchical") if name in algorithms(collective)]
+        for count in counts:
+            times: dict[str, Any] = {name: [] for name in known}
+            for size in parse_sizes(sizes):
+                for name in known:
+                    schedule = build(collective, name, count, node_size=NODE)
+                    seconds = simulate(schedule, size, topology_of(topology, count), GPU).seconds
+                    times[name].append((size, seconds))
+            print(f"{collective}, {count} ranks, {topology}: seconds as simulated")
+            print("  " + "size".rjust(10) + "".join(name.rjust(14) for name in known) + "   quickest")
+            for i, size in enumerate(parse_sizes(sizes)):
+                here = {name: times[name][i][1] for name in known}
+                best = min(here, key=lambda name: here[name])
+                cells = "".join(format_seconds(here[name]).rjust(14) for name in known)
+                print(f"  {format_bytes(size):>10}{cells}   {best}")
+            for last, first, one, other in crossovers(times):
+                print(f"  {one} to {other} between {format_bytes(last)} and {format_bytes(first)}")
+
+
+def topology_of(name: str, ranks: int) -> Topology:
+    if name == "flat":
+        return Flat(ranks, INFINIBAND)
+    if name == "ring":
+        return Ring(ranks, INFINIBAND)
+    return TwoLevel(ranks, NODE, NVLINK, INFINIBAND)
+
+
+def _known(collectives: Sequence[str] | None) -> list[str]:
+    for name in collectives or ():
+        if name not in COLLECTIVES:
+            raise unknown("collective to bench", name, COLLECTIVES)
+    return list(collectives or COLLECTIVES)
+
+
+def _in_ranks(job: Job, ranks: int, transport: str) -> str:
+    """What rank 0 wrote."""
+    if transport not in TRANSPORTS:
+        raise unknown("transport", transport, TRANSPORTS)
+    if transport == "nccl":
+        _require_gpus(ranks)
+    with tempfile.TemporaryDirectory(prefix="tilemesh-bench-") as folder:
+        out, order = Path(folder, "rows.jsonl"), Path(folder, "job.json")
+        order.write_text(job.with_out(str(out)).to_json(), encoding="utf-8")
+        environ = dict(os.environ)
+        environ.setdefault("GLIBC_TUNABLES", MALLOC)
+
+        def sink(rank: int, stream: str, line: bytes) -> None:
+            if stream == "err":
+                sys.stderr.write(line.decode(errors="replace") + "\n")
+                sys.stderr.flush()
+
+        outcome = launch(
+            ["-m", "tilemesh.comm.bench_ranks", str(order)],
+            ranks=ranks,
+            transport=TRANSPORTS[transport],
+            environ=environ,
+            sink=sink,
+        )
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if outcome.failure is not None or not out.exists():
+            raise RunError(outcome.sentence(ranks))
+        return out.read_text(encoding="utf-8")
+
+
+def _require_gpus(ranks: int) -> None:
+    import torch
+
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if have < ranks:
+        raise UsageError(f"--transport nccl with {ranks} ranks: it needs a GPU for each, and there are {have}")
+
+
+def _store(fit: Fit) -> Path:
+    machine = this_machine()
+    found = find(machine.id)
+    if found is None:
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        found = Calibration(machine.id, machine.words, now, stamp()["versions"])
+    section = dict(found.extra.get(SECTION, {}))
+    section[key_of(fit.transport, fit.ranks)] = fit.to_dict()
+    return found.with_section(SECTION, section).save()
+
+
+def _print_fit(fit: Fit) -> None:
+    print(f"{fit.transport}, {fit.ranks} ranks, all busy: a meeting takes {format_seconds(fit.sync_s)}")
+    for name, curve in sorted(fit.curves.items()):
+        pieces = ", ".join(
+            f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()
+        )
+        print(f"  {name:<28} α {format_seconds(curve.latency_s):>9}   β {pieces or 'none'}")
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    """How good auto's choices and the predictions were, over all rows."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    errors = []
+    for row in rows:
+        if row.unit != "s" or row.measured is None:
+            continue
+        case = row.case
+        key = (row.name, case["ranks"], case["bytes"], case["buffers"])
+        cells.setdefault(key, {})[str(case["algorithm"])] = row.measured.median
+        if row.predicted is not None:
+            errors.append(abs(row.predicted - row.measured.median) / row.measured.median)
+    lines = []
+    judged = [cell for cell in cells.values() if "auto" in cell and len(cell) > 2]
+    if judged:
+        good = sum(cell["auto"] <= 1.1 * min(cell.values()) for cell in judged)
+        lines.append(f"auto within 10 % of the quickest measured in {good} of {len(judged)} cells")
+    if errors:
+        lines.append(f"median error of {len(errors)} predictions: {sorted(errors)[len(errors) // 2]:.0%}")
+    return lines
