@@ -84,11 +84,14 @@ class Bench:
         method = getattr(comm, cell.collective)
         calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
         for name, refusal in candidates(request, comm.transport).items():
+            # The library's own is the peer, called without us; as called by us it is what auto may pick.
             wanted = name != "native" and (not self.job.algorithms or name in self.job.algorithms)
             hopeless = name in ("naive", "ring_segmented") and cell.payload > LARGEST_NAIVE
             cannot = is_direct(name) and cell.buffers != "empty"
             if refusal is None and wanted and not hopeless and not cannot:
                 calls[name] = lambda _, name=name: method(x, out=out, algorithm=name)  # type: ignore[misc]
+        if not self.job.algorithms and candidates(request, comm.transport)["native"] is None:
+            calls["native_by_us"] = lambda _: method(x, out=out, algorithm="native")
         missing = {}
         x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory
         try:
@@ -119,9 +122,9 @@ class Bench:
 
     def _predicted(self, cell: Cell, name: str, picked: str, direct: str | None) -> float | None:
         fit = self.comm._caller.fit
-        if fit is None:
-            return None
-        names = [name]
+        if fit is None or name == "native":
+            return None  # what a call of the library's costs without us is measured, never predicted
+        names = ["native" if name == "native_by_us" else name]
         if name == "auto":
             names = [picked]
             if direct is not None and cell.buffers == "empty":
@@ -141,7 +144,7 @@ class Bench:
         limit, why = cell.limit_s(self.calibration, self.cache_bytes)
         absent = dict(missing)
         if predicted is None:
-            absent["predicted"] = "not fitted: run with --fit first"
+            absent["predicted"] = "a peer" if name == "native" else "not fitted: run with --fit first"
         if limit is None:
             absent["limit"] = why
         if name == "native" or "native" not in result:
@@ -173,7 +176,7 @@ class Bench:
 
     def _sent(self, cell: Cell, name: str) -> int | None:
         """The most that a rank sends in one call of ours; the library's own does not say."""
-        if name == "native":
+        if name.startswith("native"):
             return None
         size = self.comm._caller.planner.node_size or NODE_SIZE
         each = [

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.cells import COLLECTIVES, ITEM, Cell
-from tilemesh.comm.native_calls import native_call
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.comm.runtime.transport import Message, as_bytes
 from tilemesh.comm.schedules.book import is_direct, is_shared
-from tilemesh.core.errors import UsageError
 from tilemesh.measure.ranks import rank_timer
 from tilemesh.measure.timing import compare
 
@@ -57,13 +55,7 @@ def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
     for name, refusal in candidates(request, comm.transport).items():
         if refusal is not None:
             continue
-        if name == "native":
-            try:
-                native = native_call(comm, cell.collective, x, out)
-            except UsageError:
-                continue
-            calls[name] = lambda _, call=native: call()  # type: ignore[misc]
-        elif is_shared(name):
+        if name == "native" or is_shared(name):  # the library's own as called by us: that is what auto would do
             calls[name] = _ours(comm, cell, name, x, out)
     if not calls:
         return {}

@@ -34,6 +34,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes
 
 SEGMENT_BYTES = 512 << 10  # of a large payload that passes over the stage at once: stays in the caches of all ranks
+DIRECT_SEGMENT_BYTES = 4 << 20  # of one that is read where it is: each rank reduces its share of this at once
 HALF_BYTES = 4 * SEGMENT_BYTES
 # Not powers of two apart: the same slot of all ranks would fall into the same few places of every cache.
 _HALF_STRIDE = HALF_BYTES + 17 * 128

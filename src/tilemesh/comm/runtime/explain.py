@@ -16,9 +16,10 @@ def explanation(transport: Transport, request: Request, node_size: int | None, f
     """One line for the choice, one an algorithm: its predicted cost, and the most that any rank sends."""
     choice = choose(request, "auto", transport, fit)
     ranks = transport.size
+    those = f"{ranks} rank{'s' if ranks > 1 else ''}"
     seconds = {} if fit is None else predicted(request, transport, fit)
     lines = [
-        f"{request.collective} of {format_bytes(request.nbytes)} {request.dtype} on {ranks} ranks "
+        f"{request.collective} of {format_bytes(request.nbytes)} {request.dtype} on {those} "
         f"over {transport.name}: {choice.algorithm} ({choice.why})"
     ]
     if choice.direct is not None:

@@ -44,8 +44,11 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
     if call.axis or not x.flags.c_contiguous or not x.size or call.wire is not call.like:
         return None
     if name == "native" and (choice.direct is None or caller.sharing is None):
-        make = getattr(caller.transport, "ready", None)
-        return None if make is None else make(caller, call, x)
+        if caller.transport.name != "mpi":
+            return None
+        from tilemesh.comm.runtime.mpi_ready import ready_native
+
+        return ready_native(caller, call, x)
     if caller.sharing is None or not (is_shared(name) or choice.direct):
         return None
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
@@ -54,7 +57,7 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
     return _large(caller, call, x, choice)
 
 
-def _fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     return type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.writeable
 
 
@@ -76,7 +79,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not _fits(out, result, dtype):
+        elif not fits(out, result, dtype):
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing
@@ -110,7 +113,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not _fits(out, result, dtype) or not out.flags.c_contiguous:
+        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing
@@ -135,7 +138,7 @@ def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
     def ready(x: Any, out: Any) -> Any:
         if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
             return NotImplemented
-        if out is not None and not _fits(out, shape, dtype):
+        if out is not None and not fits(out, shape, dtype):
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing
@@ -180,7 +183,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             return NotImplemented
         if out is None:
             out = np.empty(result, dtype)
-        elif not _fits(out, result, dtype) or not out.flags.c_contiguous:
+        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing

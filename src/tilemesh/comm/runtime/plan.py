@@ -12,13 +12,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from tilemesh.comm.runtime.arena import HALF_BYTES, SEGMENT_BYTES
+from tilemesh.comm.runtime.arena import DIRECT_SEGMENT_BYTES, HALF_BYTES, SEGMENT_BYTES
 from tilemesh.comm.runtime.arithmetic import combiner
 from tilemesh.comm.runtime.lower import Program, lower
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.run import Bound, Memory
 from tilemesh.comm.runtime.transport import Array, Transport
-from tilemesh.comm.schedules.book import build, is_shared
+from tilemesh.comm.schedules.book import build, is_direct, is_shared
 from tilemesh.comm.schedules.collectives import REDUCING, Layout, layout
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
@@ -71,12 +71,13 @@ class Planner:
 
     def _over_the_stage(self, shape: Shape) -> Program:
         """In as many segments as the stage asks for: the same number on every rank."""
-        size, ranks = shape.like.carrier.itemsize, self.transport.size
+        size = shape.like.carrier.itemsize
         blocks = {"all_gather": 1, "gather": 1}.get(shape.collective, len(shape.sizes))
         staged = max(shape.sizes, default=0) * blocks * size
-        if shape.algorithm == "direct":
-            staged //= ranks  # only what is reduced passes over the stage
-        segments = max(1, -(-staged // SEGMENT_BYTES))
+        segment = SEGMENT_BYTES
+        if is_direct(shape.algorithm):  # what is reduced passes over the stage, or at least through the caches
+            segment = DIRECT_SEGMENT_BYTES
+        segments = max(1, -(-staged // segment))
         while True:
             program = self._lowered(shape, segments)
             if program.lengths[TEMP] * size <= HALF_BYTES or not program.shared:

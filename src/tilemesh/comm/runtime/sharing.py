@@ -85,7 +85,7 @@ class Sharing:
     def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """Tell the others where this rank's arrays lie, and go the way that is open to all."""
         arena, flags, shape = self.arena, self.arena.flags, call.shape
-        source, target = self._place(given), self._place(data)
+        source, target = self._place(given, 1), self._place(data, 2)
         if np.may_share_memory(given, data) and not self._harmless(shape, source, target):
             source = target = 0  # a neighbour would read what is being overwritten
         flags.put(SOURCE, source)
@@ -142,8 +142,9 @@ class Sharing:
             return shape.sizes[self.arena.rank]
         return program.lengths[1]
 
-    def _place(self, array: Array) -> int:
-        return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else 0
+    def _place(self, array: Array, of_nothing: int) -> int:
+        """Where the array lies in the arena; 0: elsewhere. An empty array is nowhere, and in nobody's way."""
+        return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else of_nothing
 
     def empty(self, shape: tuple[int, ...], carrier: np.dtype[Any]) -> tuple[Iterator[Token], list[Array]]:
         """The steps of an allocation, and the list into which they put the array."""

@@ -169,21 +169,28 @@ def direct_all_reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
     return Schedule("all_reduce", "direct", ranks, root, ranks * segments, rounds, 2, shared)
 
 
-def direct_all_reduce_slices(ranks: int, root: int = 0) -> Schedule:
-    """Input and result may be the same memory: a rank writes only what it alone reads, then what nobody reads."""
+def direct_all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
+    """Input and result may be the same memory: a rank writes only what it alone reads, then what nobody reads.
+
+    In segments, so that what others have reduced is still in a cache when it is read.
+    """
     if ranks == 1:
-        return _alone("all_reduce", "direct_slices", root, 1)
-    one, mine = same(ranks, 1), Shift(ranks)
+        return _alone("all_reduce", "direct_slices", root, segments)
+    one = same(ranks, 1)
 
     def rounds() -> Iterator[Round]:
-        steps = [read(same(ranks, p), INPUT, mine, mine, one, reduce=p > 0) for p in range(ranks)]
-        yield (sync(same(ranks, 0)), *steps)
-        places = [Shift(ranks, k) for k in range(1, ranks)]
-        yield (sync(same(ranks, 0)), *(read(place, DATA, place, place, one) for place in places))
-        yield (sync(same(ranks, 0)),)
+        for k in range(segments + 2):
+            steps: list[Step] = []
+            if 1 <= k <= segments:
+                places = [Shift(ranks, j, 1, (k - 1) * ranks) for j in range(1, ranks)]
+                steps += [read(Shift(ranks, j + 1), DATA, at, at, one) for j, at in enumerate(places)]
+            if k < segments:
+                mine = Shift(ranks, 0, 1, k * ranks)
+                steps += [read(same(ranks, p), INPUT, mine, mine, one, reduce=p > 0) for p in range(ranks)]
+            yield (sync(same(ranks, 0)), *steps)
 
     shared = frozenset({INPUT, DATA})
-    return Schedule("all_reduce", "direct_slices", ranks, root, ranks, rounds, 0, shared)
+    return Schedule("all_reduce", "direct_slices", ranks, root, ranks * segments, rounds, 0, shared)
 
 
 def direct_reduce_scatter(ranks: int, root: int = 0) -> Schedule:
