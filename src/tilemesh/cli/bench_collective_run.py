@@ -26,9 +26,9 @@ from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.launch.job import launch
 from tilemesh.measure.machine import command, stamp, this_machine
 from tilemesh.measure.row import Row, write_rows
-from tilemesh.measure.table import print_rows
 
 TRANSPORTS = {"auto": "auto", "mpi": "mpi", "gloo": "torch", "nccl": "torch"}
+PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 TOPOLOGIES = ("flat", "ring", "two-level")
 
 # Without these the library's large collectives lose a third of their time to fresh pages at each call.
@@ -74,9 +74,8 @@ def measure(
         )
         rows += [Row.from_json(line) for line in _in_ranks(job, count, transport).splitlines()]
     console = Console(stderr=json == "-", highlight=False)
-    print_rows(rows, console)
-    for line in _summary(rows):
-        console.print(line, soft_wrap=True)
+    for line in [*_table(rows), *_summary(rows)]:
+        console.print(line, soft_wrap=True, markup=False)
     if json is not None:
         write_rows(rows, json)
     if chart is not None:
@@ -214,6 +213,62 @@ def _print_fit(fit: Fit) -> None:
         print(f"  {name:<28} α {format_seconds(curve.latency_s):>9}   β {pieces or 'none'}")
 
 
+def _table(rows: Sequence[Row]) -> list[str]:
+    """A line a cell: auto with its neighbours, where its time went, and every other algorithm's time."""
+    lines: list[str] = []
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.unit == "s" and row.measured is not None:
+            key = (row.name, row.case["transport"], row.case["ranks"], row.case["buffers"], row.case["bytes"])
+            cells.setdefault(key, {})[str(row.case["algorithm"])] = row
+    before: tuple[Any, ...] = ()
+    for key, cell in cells.items():
+        if key[:4] != before:
+            before = key[:4]
+            auto = cell["auto"].case
+            crowd = ", more ranks than cores" if auto["oversubscribed"] else ""
+            lines += ["", f"{key[0]}, {key[2]} ranks over {key[1]} on {auto['cores']} cores{crowd}, {key[3]} arrays"]
+            lines.append(
+                f"{'size':>9} {'auto picks':<19}{'predicted':>10}{'measured':>10}{'limit':>10}{'native':>10}"
+                f"{'native/ours':>12}{'algorithm':>12}{'bus':>11}{'sent':>10}  set-up copy wire reduce wait | others"
+            )
+        lines.append(_cell(int(str(key[4])), cell))
+    reasons = {why for row in rows for column, why in row.missing.items() if column in ("predicted", "limit", "native")}
+    lines += ["", *(f"a missing figure: {why}" for why in sorted(reasons))]
+    for row in rows:
+        if row.name == "overlap" and row.measured is not None:
+            lines.append(
+                f"overlap: {row.measured.median:.0%} of an all_reduce of {format_bytes(float(str(row.case['bytes'])))} "
+                f"by {row.case['algorithm']} on {row.case['ranks']} ranks hidden behind compute"
+            )
+    return lines
+
+
+def _cell(size: int, cell: dict[str, Row]) -> str:
+    auto = cell["auto"]
+    case, measured = auto.case, auto.measured
+    assert measured is not None
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else format_seconds(value)
+
+    native = auto.peers.get("native")
+    ratio = f"{auto.speedup['native']:.2f}" if native is not None else "-"
+    parts = " ".join(f"{float(str(case.get(f'in_{part}', 0))):.2f}" for part in PARTS)
+    others = [
+        f"{name} {format_seconds(row.measured.median)}"
+        for name, row in cell.items()
+        if name not in ("auto", "native") and row.measured is not None
+    ]
+    return (
+        f"{format_bytes(size):>9} {case['picked']!s:<19}{seconds(auto.predicted):>10}{seconds(measured.median):>10}"
+        f"{seconds(auto.limit):>10}{seconds(native.median if native else None):>10}{ratio:>12}"
+        f"{format_rate(float(str(case['algorithm_bytes_per_s'])), 'B/s'):>12}"
+        f"{format_rate(float(str(case['bus_bytes_per_s'])), 'B/s'):>11}"
+        f"{format_bytes(float(str(case['sent_bytes']))):>10}  {parts} | {', '.join(others)}"
+    )
+
+
 def _summary(rows: Sequence[Row]) -> list[str]:
     """How good auto's choices and the predictions were, over all rows."""
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -229,8 +284,8 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     lines = []
     judged = [cell for cell in cells.values() if "auto" in cell and len(cell) > 2]
     if judged:
-        good = sum(cell["auto"] <= 1.1 * min(cell.values()) for cell in judged)
-        lines.append(f"auto within 10 % of the quickest measured in {good} of {len(judged)} cells")
+        good = sum(cell["auto"] <= 1.1 * min(s for name, s in cell.items() if name != "native") for cell in judged)
+        lines.append(f"auto within 10 % of the quickest it could have picked in {good} of {len(judged)} cells")
     if errors:
         lines.append(f"median error of {len(errors)} predictions: {sorted(errors)[len(errors) // 2]:.0%}")
     return lines

@@ -29,9 +29,9 @@ import numpy as np
 from tilemesh.comm.runtime.flags import ANSWER, LINE, Flags, can_fence
 from tilemesh.comm.runtime.transport import Bytes, Token
 from tilemesh.core.context import JOB_VARIABLE
-from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes
+from tilemesh.measure.machine import granted_cores
 
 SEGMENT_BYTES = 512 << 10  # of a large payload that passes over the stage at once: stays in the caches of all ranks
 DIRECT_SEGMENT_BYTES = 4 << 20  # of one that is read where it is: each rank reduces its share of this at once
@@ -92,7 +92,7 @@ class Arena:
             memoryview(self.memory[: self.ranks * LINE]),  # type: ignore[arg-type]
             rank,
             self.ranks,
-            outnumber=self.ranks > available_cores(),
+            outnumber=self.ranks > granted_cores(),
             pids=pids,
             pause=pause,
         )

@@ -172,7 +172,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
         return None
     engine, watch, arena = caller.engine, caller.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
-    shared = caller.shared_call(call, choice)
+    run = sharing.ready(caller.shared_call(call, choice))
     contributes = call.collective != "broadcast" or caller.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average = call.op == "avg"
@@ -187,7 +187,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing
-        sharing.run(shared, x.reshape(-1) if contributes else nothing, out.reshape(-1))
+        run(x.reshape(-1) if contributes else nothing, out.reshape(-1))
         if is_average:
             np.divide(out, ranks, out)
         return out

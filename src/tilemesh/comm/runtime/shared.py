@@ -67,12 +67,14 @@ class Bound:
             else:
                 self._do(code, one, two, given, data)
 
-    def run(self, given: Array, data: Array) -> None:
+    def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         """The same, blocking."""
         meet, do = self.arena.flags.meet, self._do
         for code, one, two in self.code[self.arena.half() if self.uses_stage else 0]:
             if code == _MEET:
-                meet()
+                if not is_met:
+                    meet()
+                is_met = False
             else:
                 do(code, one, two, given, data)
 

@@ -55,17 +55,50 @@ class Sharing:
         """The call's steps; its turn is taken now."""
         return self._steps(self.arena.turn(), call, given, data)
 
-    def run(self, call: SharedCall, given: Array, data: Array) -> None:
-        """The same, blocking; only when nothing is under way."""
-        for token in self._steps(self.arena.turn(), call, given, data):
-            token.wait()
+    def ready(self, call: SharedCall) -> Callable[[Array, Array], None]:
+        """The same, blocking, for calls like this one; only when nothing is under way."""
+        arena, flags, shape = self.arena, self.arena.flags, call.shape
+        staged = None if call.natively is not None or is_direct(shape.algorithm) else self.bound(shape, call.lo)
+        ways: dict[Places, Bound | None] = {}
+        wanted = shape.algorithm if is_direct(shape.algorithm) else call.direct
+        ranks = range(arena.ranks)
+
+        def run(given: Array, data: Array) -> None:
+            if wanted is None or not arena.live:
+                if staged is not None and (staged.meets == 1 or not np.may_share_memory(given, data)):
+                    staged.run(given, data)
+                    return
+            elif not np.may_share_memory(given, data):
+                flags.put(SOURCE, self._place(given, 1))
+                flags.put(TARGET, self._place(data, 2))
+                flags.meet()
+                places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in ranks)
+                bound = ways.get(places)
+                if bound is None and (name := self._way(shape, places, wanted)) is not None:
+                    if len(ways) > KEPT:
+                        ways.clear()
+                    bound = ways[places] = self.bound(replace(shape, algorithm=name), call.lo, places)
+                if bound is not None:
+                    bound.run(given, data, is_met=True)
+                    return
+                for token in self._refused(call, places, given, data):
+                    token.wait()
+                return
+            for token in self.steps(call, given, data):
+                token.wait()
+
+        return run
 
     def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
         if arena.done != turn - 1:
             yield Turn(arena, turn)
         if is_direct(call.shape.algorithm) or (call.direct is not None and arena.live and arena.ranks > 1):
-            yield from self._agreed(call, given, data)
+            try:
+                yield from self._agreed(call, given, data)
+            except UsageError:  # on every rank alike: this call is over, and those after it have their turn
+                arena.done = turn
+                raise
         else:
             yield from self._otherwise(call, given, data)
         arena.done = turn
@@ -97,10 +130,13 @@ class Sharing:
             shape = replace(shape, algorithm=name)
             yield from self.bound(shape, call.lo, places).steps(given, data, is_met=arena.ranks > 1)
             return
-        yield Meeting(arena)  # the places must not change while somebody still looks at them
-        if is_direct(shape.algorithm):
-            arena.done += 1
-            raise UsageError(_why(shape, places))
+        yield from self._refused(call, places, given, data)
+
+    def _refused(self, call: SharedCall, places: Places, given: Array, data: Array) -> Iterator[Token]:
+        """Not every rank's arrays lie there."""
+        yield Meeting(self.arena)  # the places must not change while somebody still looks at them
+        if is_direct(call.shape.algorithm):
+            raise UsageError(_why(call.shape, places))
         yield from self._otherwise(call, given, data)
 
     def _harmless(self, shape: Shape, source: int, target: int) -> bool:

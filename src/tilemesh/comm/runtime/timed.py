@@ -1,7 +1,7 @@
 """Where the time of one call went: the same program, with the clock read between its instructions.
 
-A call's time is split into set-up (everything before and after the program), copy, wire (messages, or the library's own
-collective), reduce, and wait (meetings). Reading the clock costs about 0.1 µs an instruction, so this is for reports.
+What is left of a call's whole time after copy, wire (messages, or the library's own collective), reduce and wait
+(meetings) is set-up. Reading the clock costs about 0.1 µs an instruction, so this is for reports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilemesh.comm.runtime import run, shared
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
 
-PARTS = ("set-up", "copy", "wire", "reduce", "wait")
+PARTS = ("copy", "wire", "reduce", "wait")
 
 _SHARED = {
     shared._MEET: "wait",
@@ -29,7 +29,7 @@ _MESSAGES = {run._POST: "wire", run._WAIT: "wire", run._COPY: "copy", run._REDUC
 
 
 def where(comm: Communicator, call: Callable[[], object]) -> dict[str, float]:
-    """Seconds of one call by part, on this rank. The call must be one that was made before, and blocking."""
+    """Seconds inside one call's program by part, on this rank. The call must have been made before, and be blocking."""
     spent = dict.fromkeys(PARTS, 0.0)
     programs = 0
 
@@ -77,6 +77,4 @@ def where(comm: Communicator, call: Callable[[], object]) -> dict[str, float]:
         comm._ready.update(kept[2])
     if not programs:
         spent["wire"] = total  # the library's own: it does not say
-        return spent
-    spent["set-up"] = total - sum(spent.values())
     return spent
