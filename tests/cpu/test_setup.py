@@ -240,32 +240,37 @@ def make_pip_wheel(package: Path, folder: Path) -> None:
         wheel.writestr(f"{info}/RECORD", "".join(f"{row},,\n" for row in rows))
 
 
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_real_thing_killed_half_way_then_moved(tmp_path: Path) -> None:
-    """This checkout with the real torch: `make setup` killed while torch installs, run again, moved, run again."""
-    clone = tmp_path / "clone"
+def test_the_real_thing_moved_then_killed_half_way(tmp_path: Path) -> None:
+    """This checkout's own environment in another place, then `make setup` killed while torch installs, then again."""
+    clone = tmp_path / "moved"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    # The same files under a second name are as good as moved: set-up takes a folder away, it changes nothing in it.
+    shutil.copytree(ROOT / ".venv", clone / ".venv", symlinks=True, copy_function=link_or_copy)
     environ = {name: value for name, value in os.environ.items() if name != "TORCH"} | {"TORCH": "cpu"}
     process = subprocess.Popen(
         ["make", "setup"], cwd=clone, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
+    said = []
     for text in process.stdout:
+        said.append(text)
         if "Installing collected packages: torch" in text:
             break
+    assert any("building it anew" in text for text in said), said
     time.sleep(2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
     assert not (clone / ".venv" / setup.STAMP).exists()
     subprocess.run(["make", "setup"], cwd=clone, env=environ, check=True)
-    doctor = subprocess.run([clone / ".venv" / "bin" / "tilemesh", "doctor"], check=False)
-    assert doctor.returncode == 0
-    moved = clone.with_name("moved")
-    clone.rename(moved)
-    subprocess.run(["make", "setup"], cwd=moved, env=environ, check=True)
-    done = subprocess.run(
-        [moved / ".venv" / "bin" / "tilemesh", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("tilemesh ")
+    assert subprocess.run([clone / ".venv" / "bin" / "tilemesh", "doctor"], check=False).returncode == 0
+    assert (ROOT / ".venv" / setup.STAMP).exists()

@@ -1,4 +1,4 @@
-"""The communicator's cases, as a rank: comm_script.py [full | nodes SIZE]."""
+"""The communicator's cases, as a rank: comm_script.py [full | surface | nodes SIZE]."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tilemesh.comm import connect
 if sys.argv[1:2] == ["nodes"]:
     comm = connect(timeout_s=60.0, node_size=int(sys.argv[2]))
     done, failures = comm_cases.run_hierarchical(comm, int(sys.argv[2]))
+elif sys.argv[1:2] == ["surface"]:
+    comm = connect(timeout_s=60.0)
+    done, failures = comm_cases.run_surface(comm)
 else:
     comm = connect(timeout_s=60.0)
     done, failures = comm_cases.run_all(comm, full="full" in sys.argv[1:])

@@ -108,6 +108,16 @@ class TestEveryTransport:
     def test_a_sample(self, transport: str, ranks: int) -> None:
         self.run(transport, ranks, full=False)
 
+    def test_in_debug_mode_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
+        run_threads(3, comm_cases.run_surface, timeout_s=20.0)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_processes_in_debug_mode_too(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
+        assert self.cases_right(transport, 3, "surface") > 10
+
     @pytest.mark.slow
     @pytest.mark.timeout(1200)
     @pytest.mark.parametrize("transport", ["threads", *PROCESSES])

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 
 from tilemesh.comm import Communicator, connect, run_threads
+from tilemesh.comm.runtime import watch
+from tilemesh.comm.runtime.records import private_board
+from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.threads import ThreadTransport, run_ranks
+from tilemesh.comm.runtime.transport import TAG_KINDS, tags_below
 from tilemesh.comm.schedules.book import build
 from tilemesh.comm.schedules.check import BrokenScheduleError, check
 from tilemesh.comm.schedules.schedule import Schedule
@@ -88,6 +93,31 @@ def test_a_proof_of_nonsense_is_refused(collective: str, ranks: int, chunks: int
 def test_a_proof_for_an_unknown_collective_names_those_there_are() -> None:
     with pytest.raises(UsageError, match="unknown collective 'all_reduse': did you mean 'all_reduce'"):
         check(Schedule("all_reduse", "odd", 2, 0, 1, lambda: iter(())))
+
+
+@pytest.mark.parametrize(
+    ("limit", "tags"), [(2**31 - 1, 1_000_000), (None, 5461), (32_767, 5461), (5_999_999, 1_000_000), (600, 100)]
+)
+def test_tags_end_where_the_library_s_do(limit: int | None, tags: int) -> None:
+    assert tags_below(limit) == tags
+    assert tags * TAG_KINDS - 1 <= (limit or 32_767)
+
+
+def test_a_communicator_over_few_tags_works_on_and_refuses_others() -> None:
+    class Few(ThreadTransport):
+        tags = 3
+
+    def main(transport: ThreadTransport) -> None:
+        few = Few(transport.world, transport.rank, transport.size)
+        process = watch.Process(few.rank, private_board(2), lambda reason: None)
+        comm = Communicator(few, Engine(), watch.Watch(process, [0, 1]))
+        handles = [comm.all_reduce(np.ones(3), algorithm="ring", wait=False) for _ in range(3)]
+        assert [handle.wait()[0] for handle in handles] == [2] * 3
+        assert comm.split(0).all_reduce(np.ones(1))[0] == 2  # type: ignore[union-attr]
+        with pytest.raises(UsageError, match="tag 3: expected 0 to 2"):
+            comm.isend(np.ones(1), to=1 - comm.rank, tag=3)
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(3, 4), (4, 3), (0, 3), (3, 0)])

@@ -31,7 +31,7 @@ def test_ranks_of_a_group_are_named_by_their_numbers_in_the_world() -> None:
         if comm.rank in (1, 5):
             group.all_reduce(np.ones(4), algorithm="ring")
         else:
-            time.sleep(1.5)
+            time.sleep(0.9)
 
     words = words_of(6, main)
     assert "rank 1 has waited 0." in words
@@ -68,7 +68,7 @@ def test_three_hundred_groups_fit_a_record() -> None:
         if comm.rank < 2:
             groups[7].barrier()  # type: ignore[union-attr]
         else:
-            time.sleep(1.5)
+            time.sleep(0.9)
 
     assert "in barrier #1 of world/8.0 (1 B); not arrived: rank 2 is in no collective" in words_of(3, main)
 

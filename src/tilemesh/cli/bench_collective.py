@@ -32,6 +32,9 @@ def bench_collective(
         str | None, typer.Option("--draw", metavar="ALGORITHM", help="Draw this algorithm's schedule, round by round.")
     ] = None,
     root: Annotated[int, typer.Option("--root", help="Of a drawn broadcast, reduce, scatter or gather.")] = 0,
+    node_size: Annotated[
+        int | None, typer.Option("--node-size", help="Ranks a node, for the hierarchical schedules. [default: 8]")
+    ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size, as .svg.")] = None,
@@ -40,9 +43,9 @@ def bench_collective(
     from tilemesh.cli import bench_collective_run as run
 
     if draw is not None:
-        run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, svg)
+        run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, node_size, svg)
     elif simulate is not None:
-        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes)
+        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes, node_size)
     elif fit:
         run.fit_machine(ranks, sizes, transport, quick)
     else:

@@ -99,13 +99,15 @@ def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
         print(f"stored in {path}")
 
 
-def draw_schedule(collectives: Sequence[str], algorithm: str, ranks: str, root: int, svg: Path | None) -> None:
+def draw_schedule(
+    collectives: Sequence[str], algorithm: str, ranks: str, root: int, node_size: int | None, svg: Path | None
+) -> None:
     if len(collectives) != 1:
         raise UsageError(f"--draw with {len(collectives)} collectives: expected one")
     counts = parse_ranks("8" if ranks == "2,4,8" else ranks)
     if len(counts) != 1:
         raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
-    schedule = build(collectives[0], algorithm, counts[0], root)
+    schedule = build(collectives[0], algorithm, counts[0], root, node_size=node_size)
     print(drawing.text(schedule))
     if svg is not None:
         try:
@@ -114,19 +116,22 @@ def draw_schedule(collectives: Sequence[str], algorithm: str, ranks: str, root: 
             raise RunError(f"{svg} could not be written: {error.strerror}") from None
 
 
-def simulate_scale(collectives: Sequence[str], topology: str, ranks: str, sizes: str) -> None:
+def simulate_scale(
+    collectives: Sequence[str], topology: str, ranks: str, sizes: str, node_size: int | None = None
+) -> None:
     """Predicted seconds of ring, tree and hierarchical over sizes, and where the quickest changes."""
     if topology not in TOPOLOGIES:
         raise unknown("topology", topology, TOPOLOGIES)
     counts = parse_ranks("64,1024,16384" if ranks == "2,4,8" else ranks)
+    size_of_node = node_size or NODE
     for collective in collectives:
         known = [name for name in ("ring", "tree", "hierarchical") if name in algorithms(collective)]
         for count in counts:
             times: dict[str, Any] = {name: [] for name in known}
             for size in parse_sizes(sizes):
                 for name in known:
-                    schedule = build(collective, name, count, node_size=NODE)
-                    seconds = simulate(schedule, size, topology_of(topology, count), GPU).seconds
+                    schedule = build(collective, name, count, node_size=size_of_node)
+                    seconds = simulate(schedule, size, topology_of(topology, count, size_of_node), GPU).seconds
                     times[name].append((size, seconds))
             print(f"{collective}, {count} ranks, {topology}: seconds as simulated")
             print("  " + "size".rjust(10) + "".join(name.rjust(14) for name in known) + "   quickest")
@@ -139,12 +144,12 @@ def simulate_scale(collectives: Sequence[str], topology: str, ranks: str, sizes:
                 print(f"  {one} to {other} between {format_bytes(last)} and {format_bytes(first)}")
 
 
-def topology_of(name: str, ranks: int) -> Topology:
+def topology_of(name: str, ranks: int, node_size: int = NODE) -> Topology:
     if name == "flat":
         return Flat(ranks, INFINIBAND)
     if name == "ring":
         return Ring(ranks, INFINIBAND)
-    return TwoLevel(ranks, NODE, NVLINK, INFINIBAND)
+    return TwoLevel(ranks, node_size, NVLINK, INFINIBAND)
 
 
 def _known(collectives: Sequence[str] | None) -> list[str]:

@@ -34,7 +34,8 @@ T = TypeVar("T")
 def connect(transport: str = "auto", *, timeout_s: float = TIMEOUT_S, node_size: int | None = None) -> Communicator:
     """The communicator of the ranks that mpiexec, srun, torchrun or `tilemesh launch` started; else of this process.
 
-    `timeout_s`: how long a call may wait for the others before the watchdog says who is missing and ends the job.
+    `timeout_s`: how long a call may wait for the others before the watchdog says who is missing and ends the job;
+    this one is given 20 s at the least.
     `node_size`: for tests and experiments, how many ranks the hierarchical schedules take for one node.
     A collective call; each returns a communicator of its own, whose messages do not meet those of the others.
     """
@@ -109,6 +110,8 @@ def _over(transport: Transport, timeout_s: float, node_size: int | None) -> Comm
 
 def say_dropped(rank: int, engine: Engine) -> None:
     """A program may end without waiting for what it began; but that is seldom what was meant."""
+    if hasattr(sys, "last_value"):  # it ends by an exception, which says more
+        return
     end = time.monotonic() + _LAST_S
     while engine.pending and time.monotonic() < end:
         if not engine.progress():

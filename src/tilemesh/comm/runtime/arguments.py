@@ -53,7 +53,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 def dtype_of(value: Any) -> Like:
     """A dtype of numpy or torch, or the name of either's (bfloat16 is torch's)."""
-    if value == BF16:
+    if isinstance(value, str) and value == BF16:
         return Like(BF16, "cpu")
     if type(value).__module__ == "torch":
         import torch
@@ -61,7 +61,7 @@ def dtype_of(value: Any) -> Like:
         return described(torch.empty(0, dtype=value), "array")[1]
     try:
         dtype = np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         raise UsageError(f"dtype {value!r}: expected one of numpy's or torch's, or its name") from None
     return described(np.empty(0, dtype), "array")[1]
 

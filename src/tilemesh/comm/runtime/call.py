@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -17,12 +16,13 @@ from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
 from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
+from tilemesh.comm.runtime.asked import Call, Ready, Scatter
 from tilemesh.comm.runtime.choose import Choice, Request, choose
 from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
-from tilemesh.comm.runtime.native import WIDENED, narrow, native_steps, widened
+from tilemesh.comm.runtime.native import narrow, native_steps, widened
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running, Turns
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
@@ -30,98 +30,12 @@ from tilemesh.comm.runtime.texts import Steps, exchange, spread
 from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
-from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 T = TypeVar("T")
-_FLOAT32 = Like("float32")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective as asked for. `shape`: of this rank's result; `sizes`, `received`: elements, as for `layout`."""
-
-    collective: str
-    like: Like
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    received: tuple[int, ...] = ()
-    op: str = "sum"
-    root: int = 0
-    axis: int = 0
-    out: Any = None
-    private: bool = False
-
-    @property
-    def wire(self) -> Like:
-        """What is combined: of 16-bit floats an average is one in float32, or their sum could be too large to hold."""
-        is_wide = self.op == "avg" and self.like.dtype in WIDENED
-        return _FLOAT32 if is_wide else self.like
-
-    @property
-    def nbytes(self) -> int:
-        """The payload that all ranks agree on: the whole vector, or all blocks together."""
-        total = sum(self.received) if self.private else sum(self.sizes)
-        return total * self.like.carrier.itemsize
-
-    @property
-    def length(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.shape)
-
-    def words(self, algorithm: str) -> str:
-        """What must be the same on every rank, as text; the sizes, which can be long, last."""
-        parts = [self.like.dtype]
-        if self.collective in REDUCING:
-            parts.append(f"op={self.op}")
-        if self.collective in ROOTED:
-            parts.append(f"root={self.root}")
-        parts.append(f"algorithm={algorithm}")
-        lengths = [str(length) for length in self.shape]
-        if self.collective in BLOCKED:
-            parts.append(f"axis={self.axis}")
-            lengths[self.axis] = "*"  # each rank's own
-        parts.append(f"shape=({', '.join(lengths)})")
-        if not self.private:
-            parts.append(f"{sum(self.sizes)} elements")
-            if len(set(self.sizes)) > 1:
-                parts[-1] += f" in {list(self.sizes)}"
-        return f"{self.collective}({', '.join(parts)})"
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A call with all that was decided about it. `device`: what runs it on GPU memory, if anything does."""
-
-    call: Call
-    x: Any
-    choice: Choice
-    device: Any
-    target: Array | None
-    has_result: bool
-    wait: bool
-
-    @property
-    def name(self) -> str:
-        return self.choice.algorithm
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """What every rank of a scatter knows before the root has spoken."""
-
-    root: int
-    axis: int
-    counts: tuple[int, ...] | None
-    algorithm: str
-    wait: bool
-
-    def words(self) -> str:
-        counts = "" if self.counts is None else f", counts={list(self.counts)}"
-        return f"scatter(root={self.root}, algorithm={self.algorithm}, axis={self.axis}{counts})"
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -398,6 +312,9 @@ class Caller:
             if not self.transport.caps.tells_sizes:
                 size = np.array([message.nbytes], np.int64)
                 header = Message(message.is_send, message.peer, self.transport.view(as_bytes(size)), size.nbytes)
+                if message.is_send:
+                    yield self.transport.post([header, message] if message.nbytes else [header], tag)
+                    return
                 yield self.transport.post([header], tag)
                 if size[0] != message.nbytes:
                     words = wrong_size(message.peer, int(size[0]), self.transport.rank, message.nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.transport import Transport
@@ -40,8 +41,7 @@ _SMALL = {
 _LARGE = _SMALL | {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring", "all_to_all": "pairwise"}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What is known of a call before it starts. `private`: sizes that only the two ranks concerned know."""
 
     collective: str

@@ -15,7 +15,8 @@ import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arithmetic import require_operation
-from tilemesh.comm.runtime.call import Call, Caller, Closed, Scatter, flattened
+from tilemesh.comm.runtime.asked import Call, Scatter
+from tilemesh.comm.runtime.call import Caller, Closed, flattened
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
 from tilemesh.comm.runtime.handle import Handle

@@ -16,7 +16,8 @@ from tilemesh.comm.runtime.shared import STACK_BYTES, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
-    from tilemesh.comm.runtime.call import Call, Caller
+    from tilemesh.comm.runtime.asked import Call
+    from tilemesh.comm.runtime.call import Caller
     from tilemesh.comm.runtime.choose import Choice
 
 Ready = Callable[[Any, Any], Any]

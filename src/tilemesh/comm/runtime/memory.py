@@ -7,9 +7,8 @@ the name "bfloat16". A CUDA tensor is staged through pinned host memory (over nc
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from tilemesh.core.errors import UsageError
 _KINDS = "biufg"  # bool, signed, unsigned, float: what every transport can carry and combine
 
 
-@dataclass(frozen=True)
-class Like:
+class Like(NamedTuple):
     """What came in, so that what goes out is the same: numpy or torch, dtype, device."""
 
     dtype: str

@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from tilemesh.comm.runtime.transport import (
-    TAG_KINDS,
-    TAGS,
     Arena,
     Array,
     Bytes,
@@ -25,6 +23,7 @@ from tilemesh.comm.runtime.transport import (
     Sent,
     Token,
     as_bytes,
+    tags_below,
     wrong_size,
 )
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
@@ -147,11 +146,6 @@ class MpiTransport:
         print(f"tilemesh: {reason}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(1)
         raise RunError(reason)  # Abort does not return
-
-
-def tags_below(limit: int | None) -> int:
-    """How many tags each kind of message may have, where the library's largest is `limit` (MPI promises 32,767)."""
-    return min(TAGS, (1 + (32_767 if limit is None else limit)) // TAG_KINDS)
 
 
 def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:

@@ -17,7 +17,8 @@ from tilemesh.comm.runtime.fast import Ready, fits
 from tilemesh.comm.runtime.native import orders, widens
 
 if TYPE_CHECKING:
-    from tilemesh.comm.runtime.call import Call, Caller
+    from tilemesh.comm.runtime.asked import Call
+    from tilemesh.comm.runtime.call import Caller
 
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 

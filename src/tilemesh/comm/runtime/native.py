@@ -36,8 +36,9 @@ def native_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator
     source = widened(call.source, dtype) if is_wide else call.source
     target: Array = np.empty(call.target.shape, source.dtype)
     if is_ordered:
-        keys = np.empty(target.shape, _whole(target.dtype))
-        yield transport.native(replace(call, source=ordered(source, call.op), target=keys))
+        # Both have names, so that both live until the library is done with them: it keeps neither.
+        given, keys = ordered(source, call.op), np.empty(target.shape, _whole(target.dtype))
+        yield transport.native(replace(call, source=given, target=keys))
         target = disordered(keys, target.dtype)
     else:
         yield transport.native(replace(call, source=source, target=target))

@@ -7,8 +7,8 @@ making the views anew costs nothing that could be noticed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ KEPT_PROGRAMS = 512
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather")
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """All that a program depends on, besides the rank: the key under which it is kept."""
 
     collective: str

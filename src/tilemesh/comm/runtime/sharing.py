@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class Sharing:
                 if bound is None and (name := self._way(shape, places, wanted)) is not None:
                     if len(ways) > KEPT:
                         ways.clear()
-                    bound = ways[places] = self.bound(replace(shape, algorithm=name), call.lo, places)
+                    bound = ways[places] = self.bound(shape._replace(algorithm=name), call.lo, places)
                 if bound is not None:
                     bound.run(given, data, is_met=True)
                     return
@@ -127,7 +127,7 @@ class Sharing:
         places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
         name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else call.direct)
         if name is not None:
-            shape = replace(shape, algorithm=name)
+            shape = shape._replace(algorithm=name)
             yield from self.bound(shape, call.lo, places).steps(given, data, is_met=arena.ranks > 1)
             return
         yield from self._refused(call, places, given, data)

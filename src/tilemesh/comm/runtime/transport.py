@@ -148,6 +148,11 @@ class Done:
 DONE = Done()
 
 
+def tags_below(limit: int | None) -> int:
+    """How many tags each kind of message may have, where the library's largest is `limit` (MPI promises 32,767)."""
+    return min(TAGS, (1 + (32_767 if limit is None else limit)) // TAG_KINDS)
+
+
 def wrong_size(source: int, sent: int, to: int, expected: int) -> str:
     return f"rank {source} sent {sent} bytes to rank {to}, which expected {expected}"
 
