@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ def simulate_scale(
                 best = min(here, key=lambda name: here[name])
                 cells = "".join(format_seconds(here[name]).rjust(14) for name in known)
                 print(f"  {format_bytes(size):>10}{cells}   {best}")
-            for last, first, one, other in crossovers(times):
-                print(f"  {one} to {other} between {format_bytes(last)} and {format_bytes(first)}")
+            for pair in combinations(known, 2):
+                for last, first, one, other in crossovers({name: times[name] for name in pair}):
+                    print(f"  {one} is overtaken by {other} between {format_bytes(last)} and {format_bytes(first)}")
 
 
 def topology_of(name: str, ranks: int, node_size: int = NODE) -> Topology:
