@@ -74,7 +74,7 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
         bench_collective(["all_reduce"], algorithms="rign")
     with pytest.raises(UsageError, match="unknown transport 'tcp'"):
         bench_collective(["all_reduce"], transport="tcp")
-    with pytest.raises(UsageError, match="expected a file that ends in .svg"):
+    with pytest.raises(UsageError, match=r"expected a file that ends in \.svg"):
         bench_collective(["all_reduce"], chart="x.png")
     with pytest.raises(UsageError, match="--fit with 1 rank: expected at least 2"):
         bench_collective(fit=True, ranks="1")

@@ -253,6 +253,7 @@ class Bench:
             on_error="raise",
         )
         computing, together = result["compute"].median, result["both"].median
+        has_room = comm.size < granted_cores()
         hidden = max(0.0, (alone + computing - together) / min(alone, computing))
         return Row(
             name="overlap",
@@ -269,11 +270,9 @@ class Bench:
             unit="fraction",
             predicted=None,
             measured=Sample(hidden, hidden, hidden, result["both"].n),
-            limit=1.0 if comm.size < granted_cores() else 0.0,  # without a free core communication is CPU work
-            missing={
-                "predicted": "no model of overlap",
-                "peers": "native is a row of its own",
-            },
+            limit=1.0 if has_room else None,
+            missing={"predicted": "no model of overlap", "peers": "native is a row of its own"}
+            | ({} if has_room else {"limit": "no core is free: communication is CPU work, as compute is"}),
             **self.stamp,
         )
 
