@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def table_at(self) -> int:
-        return _round_up(self.ranks * LINE + LINE, LINE)
+        return (self.ranks + 1) * LINE
 
     @property
     def stage_at(self) -> int:
@@ -89,7 +89,7 @@ class Arena:
         self.ranks = shape.ranks
         self.memory: Bytes = np.frombuffer(memory, np.uint8)
         self.flags = Flags(
-            memoryview(self.memory[: self.ranks * LINE]),  # type: ignore[arg-type]
+            memoryview(self.memory[: (self.ranks + 1) * LINE]),  # type: ignore[arg-type]
             rank,
             self.ranks,
             outnumber=self.ranks > granted_cores(),
@@ -234,6 +234,27 @@ class Meeting:
 
     def wait(self) -> None:
         self.flags.wait(self.epoch)
+
+
+class Published:
+    """A token: whoever came last to the present meeting has done what was to be done for all."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.flags = arena.flags
+        self.looked_at = 0.0
+
+    def test(self) -> bool:
+        if self.flags.published() >= 0:
+            return True
+        self.flags.pause()
+        now = time.monotonic()
+        if now > self.looked_at + 1.0:
+            self.looked_at = now
+            self.flags.require_alive()
+        return False
+
+    def wait(self) -> None:
+        self.flags.await_published()
 
 
 class Turn:

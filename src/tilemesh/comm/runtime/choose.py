@@ -19,7 +19,7 @@ from tilemesh.core.units import format_bytes, format_seconds
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
-FLAT_BYTES = 32 << 10  # up to this an all_reduce adds everything up on every rank: one meeting less
+FLAT_BYTES = 32 << 10  # up to this whoever comes last adds up for all: one meeting
 _SHARED = {
     "all_reduce": "flat_slices",
     "reduce_scatter": "flat",
@@ -121,7 +121,9 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
             return Choice(name, why, direct if there < ordinary[name] else None)
     if transport.caps.arena and not request.private and request.collective in _SHARED:
         direct = direct_way(request.collective, request.nbytes, transport.size)
-        name = _SHARED[request.collective] if request.nbytes > FLAT_BYTES else "flat"
+        name = _SHARED[request.collective]
+        if request.nbytes <= FLAT_BYTES:
+            name = "flat_one" if "flat_one" in BOOK[request.collective] else "flat"
         return Choice(name, "through shared memory, until this machine is fitted", direct)
     if refuses(request, "native", transport) is None:
         return Choice("native", f"{transport.name}'s own is the safe choice until this machine is fitted")

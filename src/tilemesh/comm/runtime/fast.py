@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.shared import STACK_BYTES, ufunc_of
+from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
         return ready_native(caller, call, x)
     if caller.sharing is None or not (is_shared(name) or choice.direct):
         return None
+    if name == "flat_one" and choice.direct is None:
+        shared = caller.shared_call(call, choice)
+        bound = caller.sharing.bound(shared.shape, shared.lo)
+        if isinstance(bound, ByLast):
+            return _by_last(caller, call, x, bound)
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
         return _SMALL[call.collective](caller, call, x)
@@ -89,6 +94,41 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
         mine[half][...] = x
         flags.meet()
         reduce(rows[half], 0, dtype, out)
+        if is_average:
+            np.divide(out, ranks, out)
+        return out
+
+    return ready
+
+
+def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
+    """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
+    assert caller.sharing is not None
+    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
+    mine = [stage.reshape(x.shape) for stage in bound.mine]
+    parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
+    is_last, published, add = flags.is_last, flags.await_published, bound.add
+    empty, is_average, rank = np.empty, call.op == "avg", arena.rank
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+            return NotImplemented
+        if out is None:
+            out = empty(result, dtype)
+        elif not fits(out, result, dtype):
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        arena.staged = staged = arena.staged + 1
+        half = staged & 1
+        mine[half][...] = x
+        if is_last():
+            add(half)
+            out[...] = parts[half][rank]
+        else:
+            out[...] = parts[half][published()]
         if is_average:
             np.divide(out, ranks, out)
         return out

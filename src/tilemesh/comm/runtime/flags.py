@@ -34,6 +34,8 @@ WORDS = LINE // 8
 # Words of a rank's line.
 EPOCH, PID, SOURCE, TARGET, ARRIVED, ANSWER = range(6)
 
+RANK_BITS = 12  # of the common word: who has published, below the number of the meeting
+
 _SPIN = 2000  # looks before giving the core away, where every rank has one of its own
 _NAP_AFTER_S = 0.004  # a wait this long is no part of a collective: somebody computes, and should have the core
 _NAP_S = 0.0001
@@ -68,7 +70,7 @@ def _sleep_0() -> None:
 
 
 class Flags:
-    """The flags of the ranks of one node. `memory`: a line a rank, zero in the beginning.
+    """The flags of the ranks of one node. `memory`: a line a rank and one more, zero in the beginning.
 
     `pause`: gives the core to whoever needs it; `outnumber`: more ranks than cores, so give it away at once.
     """
@@ -90,6 +92,8 @@ class Flags:
         # Begin with the next rank: ranks that all waited for rank 0 first would all be woken by it alone.
         self.others = [(rank + k) % ranks * WORDS for k in range(1, ranks)]
         self.fence = make_fence()
+        self.full_fence = make_fence("any") or _sleep_0  # also where stores are in order: a load may pass a store there
+        self.common = ranks * WORDS
         yields: Callable[[], object] = getattr(os, "sched_yield", _sleep_0)
         self.pause = yields if pause is None else pause
         self.spin = 0 if outnumber else _SPIN
@@ -137,6 +141,48 @@ class Flags:
                 self._wait(other, epoch)
         if self.fence is not None:
             self.fence()
+
+    # Whoever comes last does something for all -----------------------------------------------------------------------
+
+    def is_last(self) -> bool:
+        """Raise one's flag; True when all others' are up. At least one rank is told so, several that come together may.
+
+        Each must see the other's flag if that was raised first: hence a fence between a store and a load, which no
+        processor orders by itself.
+        """
+        if self.fence is not None:
+            self.fence()
+        epoch = self.epoch = self.epoch + 1
+        words = self.words
+        words[self.mine] = epoch
+        self.full_fence()
+        for other in self.others:
+            if words[other] < epoch:
+                return False
+        if self.fence is not None:
+            self.fence()
+        return True
+
+    def publish(self) -> None:
+        """For a rank that was last: what it wrote is there for all. Of several that were, any will do."""
+        if self.fence is not None:
+            self.fence()
+        self.words[self.common] = self.epoch << RANK_BITS | self.rank
+
+    def published(self) -> int:
+        """Who has published for the present meeting; -1: nobody yet."""
+        word = self.words[self.common]
+        if word >> RANK_BITS < self.epoch:
+            return -1
+        if self.fence is not None:
+            self.fence()
+        return int(word & ((1 << RANK_BITS) - 1))
+
+    def await_published(self) -> int:
+        wanted = self.epoch << RANK_BITS
+        if self.words[self.common] < wanted:
+            self._wait(self.common, wanted)
+        return self.published()
 
     def _wait(self, other: int, epoch: int) -> None:
         words, pause = self.words, self.pause

@@ -20,7 +20,7 @@ from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
 from tilemesh.comm.runtime.flags import SOURCE, TARGET
 from tilemesh.comm.runtime.lower import Program
 from tilemesh.comm.runtime.plan import Shape
-from tilemesh.comm.runtime.shared import Bound, Reducer
+from tilemesh.comm.runtime.shared import STACK_BYTES, Bound, ByLast, Reducer, ufunc_of
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.collectives import REDUCING
@@ -49,7 +49,7 @@ class Sharing:
     def __init__(self, arena: Arena, program: Callable[[Shape], Program]) -> None:
         self.arena = arena
         self.program = program
-        self.kept: OrderedDict[tuple[Shape, int, Places], Bound] = OrderedDict()
+        self.kept: OrderedDict[tuple[Shape, int, Places], Bound | ByLast] = OrderedDict()
 
     def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
@@ -59,7 +59,7 @@ class Sharing:
         """The same, blocking, for calls like this one; only when nothing is under way."""
         arena, flags, shape = self.arena, self.arena.flags, call.shape
         staged = None if call.natively is not None or is_direct(shape.algorithm) else self.bound(shape, call.lo)
-        ways: dict[Places, Bound | None] = {}
+        ways: dict[Places, Bound | ByLast] = {}
         wanted = shape.algorithm if is_direct(shape.algorithm) else call.direct
         ranks = range(arena.ranks)
 
@@ -128,7 +128,9 @@ class Sharing:
         name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else call.direct)
         if name is not None:
             shape = shape._replace(algorithm=name)
-            yield from self.bound(shape, call.lo, places).steps(given, data, is_met=arena.ranks > 1)
+            bound = self.bound(shape, call.lo, places)
+            assert isinstance(bound, Bound)
+            yield from bound.steps(given, data, is_met=arena.ranks > 1)
             return
         yield from self._refused(call, places, given, data)
 
@@ -161,17 +163,24 @@ class Sharing:
             return None  # neighbours would read an input that its owner already overwrites
         return wanted and "direct"
 
-    def bound(self, shape: Shape, lo: int, places: Places = ()) -> Bound:
+    def bound(self, shape: Shape, lo: int, places: Places = ()) -> Bound | ByLast:
         key = (shape, lo, places)
         bound = self.kept.get(key)
         if bound is None:
-            program = self.program(shape)
-            lengths = (program.lengths[0], self._result_length(shape, program))
-            bound = Bound(program, self.arena, shape.like.carrier, _reducer(shape), lengths, lo, places)
-            self.kept[key] = bound
+            bound = self.kept[key] = self._bind(shape, lo, places)
             if len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         return bound
+
+    def _bind(self, shape: Shape, lo: int, places: Places) -> Bound | ByLast:
+        if shape.algorithm == "flat_one" and is_by_last(shape, self.arena.ranks):
+            length = sum(shape.sizes)
+            mine = shape.sizes[self.arena.rank] if shape.collective == "reduce_scatter" else length
+            function = ufunc_of(shape.op, shape.like.dtype)
+            return ByLast(self.arena, shape.like.carrier, function, length, slice(lo, lo + mine), mine)
+        program = self.program(shape)
+        lengths = (program.lengths[0], self._result_length(shape, program))
+        return Bound(program, self.arena, shape.like.carrier, _reducer(shape), lengths, lo, places)
 
     def _result_length(self, shape: Shape, program: Program) -> int:
         if shape.collective in ("reduce_scatter", "scatter"):
@@ -195,6 +204,13 @@ class Sharing:
             made.append(block.view(carrier).reshape(shape))
 
         return steps(), made
+
+
+def is_by_last(shape: Shape, ranks: int) -> bool:
+    """Whether whoever comes last may add up for all: small, with numpy's own function. The same on every rank."""
+    nbytes = sum(shape.sizes) * shape.like.carrier.itemsize
+    is_even = shape.collective == "all_reduce" or len(set(shape.sizes)) == 1
+    return ranks > 1 and is_even and 0 < nbytes <= STACK_BYTES and ufunc_of(shape.op, shape.like.dtype) is not None
 
 
 def _reducer(shape: Shape) -> Reducer | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tilemesh.comm.runtime import run, shared
@@ -65,15 +66,37 @@ def where(comm: Communicator, call: Callable[[], object]) -> dict[str, float]:
             spent[_MESSAGES[code]] += time.perf_counter() - began
         yield from ()
 
-    kept = (shared.Bound.steps, run.Bound.steps, dict(comm._ready))
+    def last_steps(self: Any, given: Any, data: Any) -> Any:
+        nonlocal programs
+        programs += 1
+        flags, half = self.arena.flags, self.arena.half()
+        clock = [time.perf_counter()]
+        self.mine[half][:] = given
+        clock.append(time.perf_counter())
+        is_last = flags.is_last()
+        if not is_last:
+            flags.await_published()
+        clock.append(time.perf_counter())
+        if is_last:
+            self.add(half)
+        clock.append(time.perf_counter())
+        data[:] = self.parts[half][flags.published()]
+        clock.append(time.perf_counter())
+        for part, (began, ended) in zip(("copy", "wait", "reduce", "copy"), pairwise(clock), strict=True):
+            spent[part] += ended - began
+        yield from ()
+
+    kept = (shared.Bound.steps, run.Bound.steps, dict(comm._ready), shared.ByLast.steps)
     comm._ready.clear()  # ready calls have no steps to look at
     shared.Bound.steps, run.Bound.steps = shared_steps, message_steps  # type: ignore[method-assign]
+    shared.ByLast.steps = last_steps  # type: ignore[method-assign]
     try:
         began = time.perf_counter()
         call()
         total = time.perf_counter() - began
     finally:
         shared.Bound.steps, run.Bound.steps = kept[0], kept[1]  # type: ignore[method-assign]
+        shared.ByLast.steps = kept[3]  # type: ignore[method-assign]
         comm._ready.update(kept[2])
     if not programs:
         spent["wire"] = total  # the library's own: it does not say

@@ -1,11 +1,12 @@
 """Through memory that all ranks share: nobody sends, everybody reads what it needs from its neighbours' slots.
 
-Three families, by what lies in shared memory:
+By what lies in shared memory, and who adds:
 
 - `flat` puts the input on the stage (TEMP), meets, and reads. Because the stage's halves are used in turn, one meeting
   a call is enough. A large payload goes over in segments, two slots taking turns: one meeting a segment.
 - `flat_slices` (all_reduce): each rank reduces one slice of a segment and reads the others' slices from the stage. A
   pipeline: while segment k is put on the stage, k-1 is reduced and the result of k-2 is read.
+- `flat_one` (all_reduce, reduce_scatter): one rank adds up for all, for payloads so small that calls are what costs.
 - `direct` reads the neighbours' inputs where they are, which must be arrays of `Communicator.empty`: a meeting before
   (the inputs are there) and one after (nobody reads them any more). `direct_slices` (all_reduce) reads the results so.
 """
@@ -59,6 +60,20 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
         return [read(_only(ranks, root, p), TEMP, slot, at, one, reduce=p > 0) for p in range(ranks)]
 
     return _staged("reduce", ranks, root, segments, segments, 1, put, get)
+
+
+def all_reduce_by_one(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
+    """One rank adds up for all, who then read its result: two meetings, but n times less adding than `flat`.
+
+    Only that rank does anything between the meetings, on the stage alone. So it need not be rank 0: where the payload
+    is small, the runtime lets whoever comes last do it, and the two meetings become one.
+    """
+    return _by_one("all_reduce", ranks, root, segments, segments, lambda k: same(ranks, k), 1)
+
+
+def reduce_scatter_by_one(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
+    """The same, where each rank reads its own block of the result."""
+    return _by_one("reduce_scatter", ranks, root, segments, ranks * segments, None, ranks)
 
 
 def reduce_scatter(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
@@ -241,6 +256,48 @@ def _staged(
             yield (sync(same(ranks, 0)), *steps) if k else tuple(steps)
 
     return Schedule(collective, "flat", ranks, root, chunks, rounds, slots * min(2, segments), ON_STAGE)
+
+
+def _by_one(
+    collective: str,
+    ranks: int,
+    root: int,
+    segments: int,
+    chunks: int,
+    whole: Callable[[int], Vector] | None,
+    slots: int,
+) -> Schedule:
+    """`slots`: of one segment. Those of the result lie behind those of the inputs."""
+    if ranks == 1:
+        return _alone(collective, "flat_one", root, segments)
+    count, first = same(ranks, slots), slots * min(2, segments)
+
+    def put(k: int) -> list[Step]:
+        if whole is not None or segments == 1:
+            source = same(ranks, k) if whole is not None else same(ranks, 0)
+            return [copy(Shift(ranks), INPUT, source, TEMP, same(ranks, k % 2 * slots), count)]
+        return _put_all(ranks, segments)(k)
+
+    def add(k: int) -> list[Step]:
+        slot = same(ranks, k % 2 * slots)
+        return [
+            read(_only(ranks, 0, p), TEMP, slot, same(ranks, first), count, reduce=p > 0, space=TEMP)
+            for p in range(ranks)
+        ]
+
+    def get(k: int) -> list[Step]:
+        if whole is not None:
+            return [read(same(ranks, 0), TEMP, same(ranks, first), whole(k), same(ranks, 1))]
+        mine = Shift(ranks, 0, 1, first)
+        return [read(same(ranks, 0), TEMP, mine, Shift(ranks, 0, segments, k), same(ranks, 1))]
+
+    def rounds() -> Iterator[Round]:
+        yield tuple(put(0))
+        for k in range(segments):
+            yield (sync(same(ranks, 0)), *add(k), *(put(k + 1) if k + 1 < segments else []))
+            yield (sync(same(ranks, 0)), *get(k))
+
+    return Schedule(collective, "flat_one", ranks, root, chunks, rounds, first + slots, ON_STAGE)
 
 
 def _direct(collective: str, ranks: int, root: int, chunks: int, steps: list[Step]) -> Schedule:
