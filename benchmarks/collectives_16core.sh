@@ -7,7 +7,7 @@ OUT=${OUT:-benchmarks/results}
 mkdir -p "$OUT"
 export PYTHONPATH=src XDG_CACHE_HOME="$OUT/cache" COLUMNS=200
 PYTHON=${PYTHON:-python3}
-SIZES=4B,512B,1KiB,8KiB,32KiB,256KiB,1MiB,8MiB,64MiB
+SIZES=${SIZES:-4B,512B,1KiB,8KiB,32KiB,256KiB,1MiB,8MiB,64MiB}
 RANKS=${RANKS:-8}
 tilemesh() { timeout "$1" "$PYTHON" -m tilemesh "${@:2}"; }
 
@@ -19,9 +19,9 @@ tilemesh() { timeout "$1" "$PYTHON" -m tilemesh "${@:2}"; }
     done
     tilemesh 40 calibrate --quick
     tilemesh 70 bench collective --fit --quick --ranks "$RANKS" --transport mpi
-    tilemesh 110 bench collective --quick --ranks "$RANKS" --transport mpi --sizes $SIZES \
+    tilemesh 110 bench collective --quick --ranks "$RANKS" --transport mpi --sizes "$SIZES" \
         --json "$OUT/collectives_mpi_16c.jsonl" --chart "$OUT/collectives_mpi_16c.svg"
     tilemesh 40 bench collective all_reduce --quick --ranks "$RANKS" --transport gloo --algorithms none \
-        --sizes 4B,1KiB,32KiB,1MiB,64MiB --json "$OUT/collectives_gloo_16c.jsonl"
+        --sizes ${GLOO_SIZES:-4B,1KiB,32KiB,1MiB,64MiB} --json "$OUT/collectives_gloo_16c.jsonl"
     "$PYTHON" benchmarks/targets_collectives.py "$OUT"/collectives_*_16c.jsonl
 } 2>&1 | tee "$OUT/collectives_16core.txt"

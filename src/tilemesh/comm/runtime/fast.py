@@ -64,7 +64,9 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    return type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.writeable
+    # Almost always the very same dtype object, which is quicker to see than equality.
+    is_alike = type(out) is np.ndarray and (out.dtype is dtype or out.dtype == dtype)
+    return is_alike and out.shape == shape and out.flags.writeable
 
 
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
