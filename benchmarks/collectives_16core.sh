@@ -5,6 +5,7 @@ set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results}
 mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
 export PYTHONPATH=src XDG_CACHE_HOME="$OUT/cache" COLUMNS=200
 PYTHON=${PYTHON:-python3}
 SIZES=${SIZES:-4B,512B,1KiB,8KiB,32KiB,256KiB,1MiB,8MiB,64MiB}

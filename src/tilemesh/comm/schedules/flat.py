@@ -171,12 +171,12 @@ def direct_all_reduce(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
     one = same(ranks, 1)
 
     def rounds() -> Iterator[Round]:
-        for k in range(segments + 2):
+        for k in range(segments + 1):
             steps: list[Step] = []
             if k < segments:
                 at, slot = Shift(ranks, 0, 1, k * ranks), same(ranks, k % 2)
                 steps += [read(same(ranks, p), INPUT, at, slot, one, reduce=p > 0, space=TEMP) for p in range(ranks)]
-            if 1 <= k <= segments:
+            if k:
                 steps += _read_results(ranks, (k - 1) * ranks, (k - 1) % 2)
             yield (sync(same(ranks, 0)), *steps)
 
