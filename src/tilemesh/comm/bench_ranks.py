@@ -17,7 +17,7 @@ import numpy as np
 from tilemesh.comm.bench_job import Job
 from tilemesh.comm.cells import Cell
 from tilemesh.comm.connection import connect
-from tilemesh.comm.measure_fit import arrays, measure_fit
+from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
 from tilemesh.comm.native_calls import native_call
 from tilemesh.comm.runtime.choose import Request, candidates, choose
 from tilemesh.comm.runtime.communicator import Communicator
@@ -28,7 +28,7 @@ from tilemesh.comm.schedules.hierarchical import NODE_SIZE
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import granted_cores, last_cache_bytes, stamp, this_machine
-from tilemesh.measure.ranks import rank_timer, ranks_case
+from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
@@ -69,7 +69,7 @@ class Bench:
     def __init__(self, comm: Communicator, job: Job) -> None:
         self.comm = comm
         self.job = job
-        self.timer = rank_timer(comm)
+        self.timer = timer_of(comm)
         self.stamp = stamp() | {"command": job.command}
         self.calibration = _calibration()
         self.cache_bytes = last_cache_bytes()

@@ -19,10 +19,11 @@ from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.comm.runtime.transport import Message, as_bytes
 from tilemesh.comm.schedules.book import is_direct, is_shared
 from tilemesh.measure.ranks import rank_timer
-from tilemesh.measure.timing import compare
+from tilemesh.measure.timing import LoopTimer, compare
 
 SIZES = (16, 2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 64 << 20)
 PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+READING_S = 0.01
 _TAG = 7  # a user's, of this communicator alone
 
 Say = Callable[[str], None]
@@ -59,7 +60,7 @@ def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
             calls[name] = _ours(comm, cell, name, x, out)
     if not calls:
         return {}
-    result = compare(calls, timer=rank_timer(comm), repeats=9, warmup=2, seconds=seconds * len(calls), on_error="raise")
+    result = compare(calls, timer=timer_of(comm), repeats=9, warmup=2, seconds=seconds * len(calls), on_error="raise")
     return {name: sample.median for name, sample in result.items()}
 
 
@@ -68,6 +69,20 @@ def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callab
         x, out = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes, "empty"))
     call = getattr(comm, cell.collective)
     return lambda _: call(x, out=out, algorithm=name)
+
+
+class Meeting:
+    """What timing needs of the ranks. They leave a meeting by flags closer together than a barrier of messages."""
+
+    def __init__(self, comm: Communicator) -> None:
+        sharing = comm._caller.sharing
+        self.barrier: Callable[[], None] = comm.barrier if sharing is None else sharing.arena.flags.meet
+        self.max_over_ranks = comm.max_over_ranks
+
+
+def timer_of(comm: Communicator) -> LoopTimer:
+    """Readings so long that it does not matter how far apart ranks begin that share cores."""
+    return rank_timer(Meeting(comm), min_reading_s=READING_S)
 
 
 def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
@@ -82,7 +97,7 @@ def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
 def _meeting(comm: Communicator, seconds: float) -> float:
     sharing = comm._caller.sharing
     meet: Callable[[], object] = comm.barrier if sharing is None else sharing.arena.flags.meet
-    return compare({"meet": lambda _: meet()}, timer=rank_timer(comm), repeats=15, seconds=seconds, on_error="raise")[
+    return compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")[
         "meet"
     ].median
 
@@ -98,7 +113,7 @@ def _parts(comm: Communicator, curves: dict[str, list[tuple[float, float]]], sec
             "reduce": lambda _, a=a, b=b: np.add(a, b, a),  # type: ignore[misc]
             "copy": lambda _, a=a, b=b: np.copyto(a, b),  # type: ignore[misc]
         }
-        result = compare(calls, timer=rank_timer(comm), repeats=9, seconds=seconds * 2, on_error="raise")
+        result = compare(calls, timer=timer_of(comm), repeats=9, seconds=seconds * 2, on_error="raise")
         for name, sample in result.items():
             curves.setdefault(name, []).append((size, sample.median))
 
@@ -107,7 +122,7 @@ def _call(comm: Communicator, seconds: float) -> float:
     """What one of our message schedules costs beyond its rounds: an all_reduce of nothing, which sends nothing."""
     nothing = np.empty(0, np.float32)
     calls = {"call": lambda _: comm.all_reduce(nothing, algorithm="ring")}
-    return compare(calls, timer=rank_timer(comm), repeats=15, seconds=seconds, on_error="raise")["call"].median
+    return compare(calls, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")["call"].median
 
 
 def _round(comm: Communicator, a: Any, b: Any) -> Callable[[int], object]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.flags import ANSWER, LINE, Flags, can_fence
-from tilemesh.comm.runtime.transport import Bytes, Token
+from tilemesh.comm.runtime.transport import Bytes, Common, Token
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes
@@ -295,9 +295,9 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
     return None
 
 
-def private_arena(memory: Any, ranks: int, rank: int, blocks_bytes: int, pause: Callable[[], object]) -> Arena:
+def private_arena(common: Common, ranks: int, rank: int, blocks_bytes: int) -> Arena:
     """Over memory that the ranks share anyway, because they are threads of one process."""
-    return Arena(memory, Shape(ranks, blocks_bytes), rank, pause=pause, pids=False)
+    return Arena(common.memory, Shape(ranks, blocks_bytes), rank, pause=common.pause, pids=False)
 
 
 def _memfd(shape: Shape, token: bytes) -> tuple[int, str, Callable[[], None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -255,14 +254,9 @@ class Caller:
     def _arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
-        if transport.caps.arena:  # threads
-            held: Any = transport.arena(Placing(transport.size, _THREADS_BYTES).nbytes)
-
-            def pause() -> None:
-                held.shared.world.require_whole()
-                time.sleep(0)
-
-            return private_arena(held.of(0), transport.size, transport.rank, _THREADS_BYTES, pause)
+        common = transport.common(Placing(transport.size, _THREADS_BYTES).nbytes)
+        if common is not None:
+            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
         arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
         if arena is not None:
             arena.flags.watch = self.watch

@@ -110,7 +110,8 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
     flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
     mine = [stage.reshape(x.shape) for stage in bound.mine]
     parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
-    is_last, published, add = flags.is_last, flags.await_published, bound.add
+    published, add, words, me = flags.await_published, bound.add, flags.words, flags.mine
+    others, fence, full_fence = flags.others, flags.fence, flags.full_fence
     empty, is_average, rank = np.empty, call.op == "avg", arena.rank
     doing = (call.collective, call.nbytes)
 
@@ -126,11 +127,20 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        if is_last():
+        if fence is not None:  # from here on what `Flags.is_last` does, without the call: cold calls are what costs
+            fence()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        full_fence()
+        for other in others:
+            if words[other] < epoch:
+                out[...] = parts[half][published()]
+                break
+        else:
+            if fence is not None:
+                fence()
             add(half)
             out[...] = parts[half][rank]
-        else:
-            out[...] = parts[half][published()]
         if is_average:
             np.divide(out, ranks, out)
         return out
@@ -148,6 +158,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     mine = [arena.staged_by(arena.rank, half)[: x.nbytes].view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block).view(dtype).reshape(stacked) for half in range(2)]
+    words, me, others, fence, wait = flags.words, flags.mine, flags.others, flags.fence, flags._wait
     empty = np.empty
     doing = (call.collective, call.nbytes)
 
@@ -163,7 +174,15 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        flags.meet()
+        if fence is not None:  # `Flags.meet`, without the call: cold calls are what costs
+            fence()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        for other in others:
+            if words[other] < epoch:
+                wait(other, epoch)
+        if fence is not None:
+            fence()
         out.reshape(stacked)[...] = rows[half]
         return out
 

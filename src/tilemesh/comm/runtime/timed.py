@@ -26,7 +26,7 @@ _SHARED = {
     shared._REDUCE: "reduce",
     shared._REDUCE_ON_STAGE: "reduce",
 }
-_MESSAGES = {run._POST: "wire", run._WAIT: "wire", run._COPY: "copy", run._REDUCE: "reduce", run._MEET: "wait"}
+_MESSAGES = {run._POST: "wire", run._WAIT: "wire", run._COPY: "copy", run._REDUCE: "reduce"}
 
 
 def where(comm: Communicator, call: Callable[[], object]) -> dict[str, float]:
