@@ -59,5 +59,5 @@ def test_input_may_not_be_read_where_only_the_stage_is_shared() -> None:
     zero, one = same(2, 0), same(2, 1)
     steps = (sync(zero), *(read(same(2, p), INPUT, zero, zero, one, reduce=p > 0) for p in range(2)))
     schedule = Schedule("all_reduce", "made up", 2, 0, 1, lambda: iter([steps]), shared=frozenset({TEMP}))
-    with pytest.raises(BrokenScheduleError, match="reads input of rank 1, which others cannot reach"):
+    with pytest.raises(BrokenScheduleError, match="reads input of rank 0, which others cannot reach"):
         check(schedule)

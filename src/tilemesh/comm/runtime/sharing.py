@@ -93,7 +93,8 @@ class Sharing:
         arena = self.arena
         if arena.done != turn - 1:
             yield Turn(arena, turn)
-        if is_direct(call.shape.algorithm) or (call.direct is not None and arena.live and arena.ranks > 1):
+        # Where the arrays of a single rank lie does not matter.
+        if arena.ranks > 1 and (is_direct(call.shape.algorithm) or (call.direct is not None and arena.live)):
             try:
                 yield from self._agreed(call, given, data)
             except UsageError:  # on every rank alike: this call is over, and those after it have their turn

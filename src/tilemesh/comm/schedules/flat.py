@@ -201,7 +201,8 @@ def direct_all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Sc
                 steps += [read(Shift(ranks, j + 1), DATA, at, at, one) for j, at in enumerate(places)]
             if k < segments:
                 mine = Shift(ranks, 0, 1, k * ranks)
-                steps += [read(same(ranks, p), INPUT, mine, mine, one, reduce=p > 0) for p in range(ranks)]
+                # One's own first: in place, adding to it is what overwrites it.
+                steps += [read(Shift(ranks, p), INPUT, mine, mine, one, reduce=p > 0) for p in range(ranks)]
             yield (sync(same(ranks, 0)), *steps)
 
     shared = frozenset({INPUT, DATA})
