@@ -90,6 +90,17 @@ def test_auto_takes_what_is_predicted_to_be_quickest() -> None:
         assert choose(request, "auto", Library(), FIT).algorithm == min(costs, key=lambda name: costs[name])
 
 
+def test_a_call_that_may_go_direct_has_no_messages_to_fall_back_on() -> None:
+    """What only the call itself finds out must leave it a way that needs no more than the arena, or the library."""
+    quick = Fit("mpi", 4, 1e-6, {**FIT.curves, "message": line(1e-9, 1e15), "call": Curve(((1, 1e-9),))})
+    request = Request("all_reduce", 1 << 24, "float32", "sum")
+    assert choose(request, "auto", Library(), quick).direct is None  # messages are quickest of all
+    slower = Fit("mpi", 4, 1e-6, {**FIT.curves, "message": line(1e-6, 2.4e9), "all_reduce/direct": line(1e-6, 1e12)})
+    choice = choose(request, "auto", Library(), slower)
+    assert choice.direct == "direct+"
+    assert choice.algorithm == "flat_slices"
+
+
 def test_without_memory_to_share_nothing_shared_is_taken() -> None:
     library = Library(caps=Caps(frozenset({"all_reduce"})))
     choice = choose(Request("all_reduce", 64, "float32", "sum"), "auto", library, FIT)

@@ -114,11 +114,15 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
         known = predicted(request, transport, fit)
         ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
         if ordinary:
-            name = min(ordinary, key=lambda one: ordinary[one])
             direct = direct_way(request.collective, request.nbytes, transport.size)
             there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)
+            if there >= min(ordinary.values()):
+                direct = None
+            if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
+                ordinary = {one: ordinary[one] for one in ordinary if is_shared(one) or one == "native"}
+            name = min(ordinary, key=lambda one: ordinary[one])
             why = f"{format_seconds(ordinary[name])} predicted from this machine's fit"
-            return Choice(name, why, direct if there < ordinary[name] else None)
+            return Choice(name, why, direct)
     if transport.caps.arena and not request.private and request.collective in _SHARED:
         direct = direct_way(request.collective, request.nbytes, transport.size)
         name = _SHARED[request.collective]

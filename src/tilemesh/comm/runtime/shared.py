@@ -249,7 +249,9 @@ def _runs(program: Program) -> list[list[Local] | None]:
     for instruction in program.instructions:
         if isinstance(instruction, Meet):
             runs.append(None)
-        elif isinstance(instruction, Local):
+        elif not isinstance(instruction, Local):
+            raise TypeError(f"a message in a program for shared memory: {instruction}")
+        else:
             last = runs[-1] if runs else None
             if last is not None and _goes_on(last, instruction):
                 last.append(instruction)
