@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_nothing_has_a_name_once_it_is_mapped(use_memfd: bool, tmp_path: Path, m
     block = allocated(arena, 1000)
     block[:] = 7
     assert block.sum() == 7000
+
+
+def test_an_arena_that_is_dropped_leaves_no_file_open_but_lives_in_its_arrays() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arenas_of = [opened() for _ in range(5)]
+    block = allocated(arenas_of[0], 100)
+    assert len(os.listdir("/proc/self/fd")) == before + 10  # the file, and the copy that a mapping keeps
+    del arenas_of
+    gc.collect()
+    block[:] = 3
+    assert block.sum() == 300
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the block's own arena
+    del block
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_mount_that_is_too_small_is_an_error_and_leaves_nothing(

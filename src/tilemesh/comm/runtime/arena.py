@@ -289,7 +289,10 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
         all_have = all(text == "yes" for text in exchange("yes" if memory is not None else "no"))
         end()
         if all_have:
-            return Arena(memory, shape, rank, reserve=_reserver(handle) if rank == 0 else None)
+            arena = Arena(memory, shape, rank, reserve=_reserver(handle) if rank == 0 else None)
+            if rank == 0:
+                weakref.finalize(arena, os.close, handle)
+            return arena
         if handle >= 0:
             os.close(handle)
     return None
