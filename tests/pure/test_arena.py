@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilemesh.comm.runtime import arena as arenas
-from tilemesh.comm.runtime.arena import HALF_BYTES, STAGE_BYTES, Arena, Shape, Turn, open_arena
+from tilemesh.comm.runtime.arena import HALF_BYTES, SMALL_BYTES, STAGE_BYTES, Arena, Shape, Turn, open_arena
 from tilemesh.comm.runtime.flags import LINE, Flags, can_fence, make_fence
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
@@ -148,15 +148,24 @@ def test_arrays_are_found_by_their_place() -> None:
 def test_stages_do_not_overlap() -> None:
     shape = Shape(3, MIB)
     arena = Arena(bytearray(shape.nbytes), shape, 1, pids=False)
-    for rank in range(3):
+    for nbytes in (
+        8,
+        100,
+        SMALL_BYTES,
+        SMALL_BYTES + 1,
+        HALF_BYTES,
+    ):  # small ones lie side by side, in pages of their own
+        arena.memory[:] = 0
+        for rank in range(3):
+            for half in range(2):
+                stage = arena.staged_by(rank, half, nbytes)
+                assert stage.size == nbytes
+                assert stage.max() == 0
+                stage[:] = 1 + rank + 3 * half
         for half in range(2):
-            stage = arena.staged_by(rank, half)
-            assert stage.size == HALF_BYTES
-            assert stage.max() == 0
-            stage[:] = 1 + rank + 3 * half
-    for half in range(2):
-        rows = arena.rows(half, 100, 50)
-        assert [set(row.tolist()) for row in rows] == [{1 + rank + 3 * half} for rank in range(3)]
+            rows = arena.rows(half, nbytes // 2, nbytes // 4, nbytes)
+            assert [set(row.tolist()) for row in rows] == [{1 + rank + 3 * half} for rank in range(3)]
+        assert arena.memory[: shape.small_at].max() == arena.memory[shape.blocks_at :].max() == 0
     assert shape.blocks_at >= shape.stage_at + 3 * STAGE_BYTES
 
 

@@ -259,6 +259,7 @@ def _cell(size: int, cell: dict[str, Row]) -> str:
     def seconds(value: float | None) -> str:
         return "-" if value is None else format_seconds(value)
 
+    sent = "-" if case["sent_bytes"] is None else format_bytes(float(str(case["sent_bytes"])))
     native = auto.peers.get("native")
     ratio = f"{auto.speedup['native']:.2f}" if native is not None else "-"
     parts = " ".join(f"{float(str(case.get(f'in_{part}', 0))):.2f}" for part in PARTS)
@@ -272,7 +273,7 @@ def _cell(size: int, cell: dict[str, Row]) -> str:
         f"{seconds(auto.limit):>10}{seconds(native.median if native else None):>10}{ratio:>12}"
         f"{format_rate(float(str(case['algorithm_bytes_per_s'])), 'B/s'):>12}"
         f"{format_rate(float(str(case['bus_bytes_per_s'])), 'B/s'):>11}"
-        f"{format_bytes(float(str(case['sent_bytes']))):>10}  {parts} | {', '.join(others)}"
+        f"{sent:>10}  {parts} | {', '.join(others)}"
     )
 
 

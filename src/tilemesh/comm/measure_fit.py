@@ -49,14 +49,15 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
 
 
 def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
-    """The library's own and every shared-memory algorithm, interleaved."""
+    """The library's own and every shared-memory algorithm (without an arena: every other), interleaved."""
     request = Request(cell.collective, cell.payload, "float32", "sum")
     x, out = arrays(comm, cell)
     calls: dict[str, Callable[[int], object]] = {}
     for name, refusal in candidates(request, comm.transport).items():
         if refusal is not None:
             continue
-        if name == "native" or is_shared(name):  # the library's own as called by us: that is what auto would do
+        # The library's own as called by us, which is what auto would do. Messages only where there is nothing to share.
+        if name == "native" or is_shared(name) or (not comm.transport.caps.arena and name != "naive"):
             calls[name] = _ours(comm, cell, name, x, out)
     if not calls:
         return {}

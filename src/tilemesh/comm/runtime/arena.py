@@ -39,6 +39,8 @@ HALF_BYTES = 4 * SEGMENT_BYTES
 # Not powers of two apart: the same slot of all ranks would fall into the same few places of every cache.
 _HALF_STRIDE = HALF_BYTES + 17 * 128
 STAGE_BYTES = 2 * _HALF_STRIDE + 33 * 128
+# Up to this much a rank, all stages lie side by side: a rank that comes back to a core finds few pages to look up.
+SMALL_BYTES = 4 << 10
 _PAGE = 64 << 10  # the largest page of the architectures served
 _MOST_BLOCKS = 4096
 _FULL = (1 << 64) - 1
@@ -58,8 +60,12 @@ class Shape:
         return (self.ranks + 1) * LINE
 
     @property
-    def stage_at(self) -> int:
+    def small_at(self) -> int:
         return _round_up(self.table_at + self.ranks * _MOST_BLOCKS, _PAGE)
+
+    @property
+    def stage_at(self) -> int:
+        return _round_up(self.small_at + 2 * self.ranks * SMALL_BYTES, _PAGE)
 
     @property
     def blocks_at(self) -> int:
@@ -117,16 +123,26 @@ class Arena:
         self.staged += 1
         return self.staged % 2
 
-    def staged_by(self, rank: int, half: int) -> Bytes:
-        at = self.shape.stage_at + rank * STAGE_BYTES + half * _HALF_STRIDE
-        return self.memory[at : at + HALF_BYTES]
+    def staged_by(self, rank: int, half: int, nbytes: int) -> Bytes:
+        """The first `nbytes` of a rank's stage, as a call that puts so many there has it."""
+        at, stride = self._stage(half, nbytes)
+        return self.memory[at + rank * stride :][:nbytes]
 
-    def rows(self, half: int, at: int, nbytes: int) -> Any:
-        """The same bytes of every rank's stage, one row a rank."""
+    def rows(self, half: int, at: int, length: int, nbytes: int) -> Any:
+        """`length` bytes from `at` on of every rank's stage, one row a rank, in a call that puts `nbytes` there."""
+        start, stride = self._stage(half, nbytes)
+        return np.lib.stride_tricks.as_strided(self.memory[start + at :], (self.ranks, length), (stride, 1))
+
+    def _stage(self, half: int, nbytes: int) -> tuple[int, int]:
+        """Where the stages of a call begin, and how far apart they lie: the same on every rank.
+
+        Small calls lay them out by their own size. Those of an earlier call lie elsewhere in the same half, but nobody
+        looks at them any more: who puts something there has met all since.
+        """
         shape = self.shape
-        whole = self.memory[shape.stage_at :][: self.ranks * STAGE_BYTES].reshape(self.ranks, STAGE_BYTES)
-        at += half * _HALF_STRIDE
-        return whole[:, at : at + nbytes]
+        if nbytes <= SMALL_BYTES:
+            return shape.small_at + half * self.ranks * SMALL_BYTES, _round_up(max(nbytes, 1), 64)
+        return shape.stage_at + half * _HALF_STRIDE, STAGE_BYTES
 
     # Blocks -------------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,9 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
     if fit is not None and not request.private:
         known = predicted(request, transport, fit)
         ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
+        # What was only simulated errs to its own favour: it does not know what ranks do to each other's caches.
+        measured = {name: ordinary[name] for name in ordinary if fit.has_measured(request.collective, name)}
+        ordinary = measured or ordinary
         if ordinary:
             direct = direct_way(request.collective, request.nbytes, transport.size)
             there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)

@@ -76,8 +76,8 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
     nbytes = call.length * dtype.itemsize
-    mine = [arena.staged_by(arena.rank, half)[: x.nbytes].view(dtype).reshape(shape) for half in range(2)]
-    rows = [arena.rows(half, at, nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
     reduce, empty = ufunc_of(call.op, call.like.dtype).reduce, np.empty
     is_average = call.op == "avg"
     doing = (call.collective, call.nbytes)
@@ -155,9 +155,9 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
     at = 0 if call.collective == "all_gather" else caller.transport.rank * block
-    mine = [arena.staged_by(arena.rank, half)[: x.nbytes].view(dtype).reshape(shape) for half in range(2)]
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
-    rows = [arena.rows(half, at, block).view(dtype).reshape(stacked) for half in range(2)]
+    rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
     words, me, others, fence, wait = flags.words, flags.mine, flags.others, flags.fence, flags._wait
     empty = np.empty
     doing = (call.collective, call.nbytes)
@@ -194,7 +194,7 @@ def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
     arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
     is_root = caller.transport.rank == root
-    staged_by = [arena.staged_by(root, half)[: x.nbytes].view(dtype).reshape(shape) for half in range(2)]
+    staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:

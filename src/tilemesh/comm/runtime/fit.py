@@ -77,6 +77,9 @@ class Fit:
             return None  # without a curve of its own: no arena when it was fitted
         return float(self._simulated(collective, algorithm, _rounded(nbytes), node_size))
 
+    def has_measured(self, collective: str, algorithm: str) -> bool:
+        return f"{collective}/{algorithm}" in self.curves
+
     @cached_property
     def _simulated(self) -> Any:
         return lru_cache(maxsize=4096)(self._simulate)

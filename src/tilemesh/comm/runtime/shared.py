@@ -52,6 +52,7 @@ class Bound:
         self.lo = lo
         self.bases = bases
         self.uses_stage = TEMP in program.shared
+        self.staged_bytes = program.lengths[TEMP] * carrier.itemsize
         self.meets = sum(isinstance(instruction, Meet) for instruction in program.instructions)
         runs = _runs(program)
         self.code = [[entry for run in runs for entry in self._bind(run, half)] for half in range(2)]
@@ -134,7 +135,8 @@ class Bound:
         rank = self.arena.rank if peer == -1 else peer
         size = self.carrier.itemsize
         if span.space == TEMP:
-            return self.arena.staged_by(rank, half)[span.lo * size : span.hi * size].view(self.carrier)
+            stage = self.arena.staged_by(rank, half, self.staged_bytes)
+            return stage[span.lo * size : span.hi * size].view(self.carrier)
         base = self.bases[rank][span.space]
         return self.arena.memory[base + span.lo * size : base + span.hi * size].view(self.carrier)
 
@@ -159,7 +161,7 @@ class Bound:
             length = source.hi - source.lo
             if starts != [starts[0] + length * place for place in range(len(starts))]:
                 return None
-        stacked: Array = self.arena.rows(half, source.lo * size, nbytes).view(self.carrier)
+        stacked: Array = self.arena.rows(half, source.lo * size, nbytes, self.staged_bytes).view(self.carrier)
         return stacked
 
 
@@ -179,9 +181,10 @@ class ByLast:
         """`elements`: of the input; `part` of the sum is this rank's, `result` elements long."""
         self.arena = arena
         nbytes = elements * carrier.itemsize
-        self.mine = [arena.staged_by(arena.rank, half)[:nbytes].view(carrier) for half in range(2)]
-        self.rows = [arena.rows(half, 0, nbytes).view(carrier) for half in range(2)]
-        self.sums = [arena.rows(half, nbytes, nbytes).view(carrier) for half in range(2)]
+        both = 2 * nbytes  # the input, and behind it the sum
+        self.mine = [arena.staged_by(arena.rank, half, both)[:nbytes].view(carrier) for half in range(2)]
+        self.rows = [arena.rows(half, 0, nbytes, both).view(carrier) for half in range(2)]
+        self.sums = [arena.rows(half, nbytes, nbytes, both).view(carrier) for half in range(2)]
         self.parts = [[sums[rank][part] for rank in range(arena.ranks)] for sums in self.sums]
         self.own = [sums[arena.rank] for sums in self.sums]
         self.function = function

@@ -81,6 +81,10 @@ class Sharing:
                 if bound is not None:
                     bound.run(given, data, is_met=True)
                     return
+                if staged is not None:  # the same as `_refused`
+                    flags.meet()
+                    staged.run(given, data)
+                    return
                 for token in self._refused(call, places, given, data):
                     token.wait()
                 return
