@@ -5,9 +5,12 @@ Every figure is native's median over ours in the same run, `algorithm="auto"`; a
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 
+from tilemesh.comm.measure_fit import SIZES as SIZES_FITTED
 from tilemesh.measure.row import Row, read_rows
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -35,6 +38,7 @@ def main(paths: Sequence[str]) -> None:
     print_gloo([row for row in timed if row.case["transport"] == "torch"])
     print_limit(timed)
     print_choices(timed)
+    print_crossovers(timed)
     print_overlap([row for row in rows if row.name == "overlap"])
 
 
@@ -96,7 +100,7 @@ def print_choices(rows: Sequence[Row]) -> None:
         assert row.measured is not None
         key = (row.name, *(row.case[name] for name in ("transport", "ranks", "bytes", "buffers")))
         cells.setdefault(key, {})[str(row.case["algorithm"])] = row.measured.median
-        if row.predicted is not None:
+        if row.predicted is not None and row.case["bytes"] not in SIZES_FITTED:
             errors.append(abs(row.predicted - row.measured.median) / row.measured.median)
     judged = [cell for cell in cells.values() if "auto" in cell and len(cell) > 3]
     if judged:
@@ -110,7 +114,40 @@ def print_choices(rows: Sequence[Row]) -> None:
     if errors:
         middle = sorted(errors)[len(errors) // 2]
         mark = "ok" if middle <= 0.3 else "--"
-        print(f"median prediction error of {len(errors)} cells: {middle:.0%}, target 30 % {mark}")
+        print(f"median prediction error of {len(errors)} rows not used in the fit: {middle:.0%}, target 30 % {mark}")
+
+
+def crossing(one: dict[int, float], other: dict[int, float]) -> float | None:
+    """The size at which two curves first cross, between the sizes that were measured; None: they do not."""
+    sizes = sorted(set(one) & set(other))
+    for low, high in pairwise(sizes):
+        a, b = (math.log(one[size] / other[size]) for size in (low, high))
+        if a < 0 < b or b < 0 < a:
+            return float(low * (high / low) ** (a / (a - b)))
+    return None
+
+
+def print_crossovers(rows: Sequence[Row]) -> None:
+    """Every pair of algorithms that cross where they were measured: where the fit said they would."""
+    series: dict[tuple[object, ...], dict[str, tuple[dict[int, float], dict[int, float]]]] = {}
+    for row in rows:
+        name = str(row.case["algorithm"])
+        if row.predicted is None or row.measured is None or name == "auto":
+            continue
+        key = (row.name, *(row.case[part] for part in ("transport", "ranks", "buffers")))
+        measured, predicted = series.setdefault(key, {}).setdefault(name, ({}, {}))
+        size = int(str(row.case["bytes"]))
+        measured[size], predicted[size] = row.measured.median, row.predicted
+    distances = []
+    for algorithms in series.values():
+        for one, other in combinations(algorithms, 2):
+            found, said = (crossing(algorithms[one][i], algorithms[other][i]) for i in (0, 1))
+            if found is not None:
+                distances.append(math.inf if said is None else abs(math.log2(said / found)))
+    if distances:
+        near = sum(distance <= 1 for distance in distances)
+        mark = "ok" if near == len(distances) else "--"
+        print(f"crossovers predicted within a power of two: {near} of {len(distances)} {mark}")
 
 
 def print_overlap(rows: Sequence[Row]) -> None:
