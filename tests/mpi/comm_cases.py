@@ -576,7 +576,7 @@ def shared_memory_is_there(comm: Communicator) -> None:
 def arrays_of_the_arena(comm: Communicator) -> None:
     """Every direct algorithm, by name and by choice, from arrays of `empty`; results there and elsewhere."""
     n, me = comm.size, comm.rank
-    for length, dtype in ((3 * n, "float32"), (5 * n, "int64"), (40_000 * n, "float32"), (300_000 * n, "float64")):
+    for length, dtype in ((3 * n, "float32"), (5 * n, "int64"), (70_000 * n, "float64")):
         x = comm.empty(length, dtype)
         x[:] = np.arange(length) % 7 + me
         for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):

@@ -51,10 +51,11 @@ def main(arguments: Sequence[str]) -> None:
     else:
         bench = Bench(comm, job)
         lines = []
-        for collective in job.collectives:
-            for size in job.sizes:
-                say(f"{collective} {size} bytes")
-                for buffers in job.buffers:
+        # Ordinary arrays first: once there are arrays of `empty`, large calls look whose is where.
+        for buffers in job.buffers:
+            for collective in job.collectives:
+                for size in job.sizes:
+                    say(f"{collective} {size} bytes, {buffers}")
                     lines += [row.to_json() for row in bench.cell(Cell(collective, comm.size, size, buffers))]
         if job.overlap:
             lines += [row.to_json() for row in bench.overlaps()]
