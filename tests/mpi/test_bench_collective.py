@@ -12,7 +12,6 @@ from tilemesh.comm.runtime.fit import Fit
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.measure.row import read_rows
 
-
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 
 
