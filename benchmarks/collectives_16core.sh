@@ -10,6 +10,7 @@ export PYTHONPATH=src XDG_CACHE_HOME="$OUT/cache" COLUMNS=200
 PYTHON=${PYTHON:-python3}
 SIZES=${SIZES:-4B,512B,1KiB,8KiB,32KiB,256KiB,1MiB,8MiB,64MiB}
 RANKS=${RANKS:-8}
+SHARED=flat,flat_one,flat_slices,direct,direct_slices
 tilemesh() { timeout "$1" "$PYTHON" -m tilemesh "${@:2}"; }
 
 {
@@ -20,8 +21,11 @@ tilemesh() { timeout "$1" "$PYTHON" -m tilemesh "${@:2}"; }
     done
     tilemesh 40 calibrate --quick
     tilemesh 70 bench collective --fit --quick --ranks "$RANKS" --transport mpi
-    tilemesh 110 bench collective --quick --ranks "$RANKS" --transport mpi --sizes "$SIZES" \
-        --json "$OUT/collectives_mpi_16c.jsonl" --chart "$OUT/collectives_mpi_16c.svg"
+    # In two, so that running out of time costs one of them.
+    tilemesh 75 bench collective all_reduce reduce_scatter --quick --ranks "$RANKS" --transport mpi --sizes "$SIZES" \
+        --algorithms $SHARED --json "$OUT/collectives_mpi1_16c.jsonl" --chart "$OUT/collectives_mpi1_16c.svg"
+    tilemesh 65 bench collective all_gather all_to_all --quick --ranks "$RANKS" --transport mpi --sizes "$SIZES" \
+        --algorithms $SHARED --json "$OUT/collectives_mpi2_16c.jsonl" --chart "$OUT/collectives_mpi2_16c.svg"
     tilemesh 40 bench collective all_reduce --quick --ranks "$RANKS" --transport gloo --algorithms none \
         --sizes ${GLOO_SIZES:-4B,1KiB,32KiB,1MiB,64MiB} --json "$OUT/collectives_gloo_16c.jsonl"
     "$PYTHON" benchmarks/targets_collectives.py "$OUT"/collectives_*_16c.jsonl
