@@ -2,11 +2,13 @@
 
     python benchmarks/host_cost_matmul.py [MxNxK …]
 
-Host cost: the loop's time with a queue that never fills (few calls, then a synchronise outside the clock).
+Host cost: the loop's time with a queue that never fills (few calls, then a synchronise outside the clock). The first
+line says machine, versions and command.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -15,20 +17,24 @@ from collections.abc import Callable
 import torch
 
 import tilemesh as tm
+from tilemesh.measure.machine import stamp
 
 
-def host_cost_us(call, calls: int = 200, repeats: int = 25) -> float:
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for _ in range(calls):
+def host_costs_us(named: dict[str, Callable[[], object]], count: int = 200, repeats: int = 25) -> dict[str, float]:
+    """Medians; the candidates take turns, because a host's speed changes from second to second."""
+    found: dict[str, list[float]] = {name: [] for name in named}
+    for call in named.values():
+        for _ in range(20):
             call()
-        found.append((time.perf_counter() - began) / calls * 1e6)
-        torch.cuda.synchronize()
-    return statistics.median(found)
+    for _ in range(repeats):
+        for name, call in named.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            found[name].append((time.perf_counter() - began) / count * 1e6)
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def calls(shape: str) -> dict[str, Callable[[], object]]:
@@ -36,7 +42,7 @@ def calls(shape: str) -> dict[str, Callable[[], object]]:
     m, n, k = (int(side) for side in shape.split("x"))
     a, b, c = (torch.randn(s, device="cuda", dtype=torch.float16) for s in ((m, k), (k, n), (m, n)))
     out = torch.empty_like(c)
-    kinds = ("auto", "pointer", "tma", "persistent", "split", "library")
+    kinds = ("auto", "pointer", "tma", "persistent", "pingpong", "split", "library")
     return {
         "eager three ops": lambda: torch.relu(a @ b + c),
         "addmm + relu_": lambda: torch.addmm(c, a, b).relu_(),
@@ -48,9 +54,10 @@ def calls(shape: str) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
+    print("# " + json.dumps(stamp()), flush=True)
     for shape in sys.argv[1:] or ["64x64x64", "512x512x512"]:
-        for name, call in calls(shape).items():
-            print(f"{shape:16s} {name:18s} {host_cost_us(call):7.2f} us", flush=True)
+        for name, cost in host_costs_us(calls(shape)).items():
+            print(f"{shape:16s} {name:18s} {cost:7.2f} us", flush=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_the_fastest_routine_counts_and_peers_stay_peers() -> None:
 
 def test_figures_are_predicted_before_anything_runs() -> None:
     figures = calibrate_cpu.cpu_figures(TWO_CORES, quick=True)
-    assert len(figures) == 15
+    assert len(figures) == 27
     by_key = {(f.part, f.rate, f.dtype): f for f in figures}
     one, two = (by_key[part, "matmul_flops_per_s", "fp32"].predicted for part in ("one_core", "all_cores"))
     assert one is not None

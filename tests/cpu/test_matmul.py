@@ -18,6 +18,7 @@ import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import ops
 from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul.arguments import apart
 
 pytest.importorskip("triton")
 
@@ -363,3 +364,11 @@ def test_a_wrong_tune_mode_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TILEMESH_TUNE", "sometimes")
     with pytest.raises(UsageError, match="TILEMESH_TUNE"):
         fused(torch.ones(3, 19), torch.ones(19, 3))
+
+
+@pytest.mark.parametrize(("first", "second", "shared"), [(0, 64, False), (64, 0, False), (0, 63, True), (8, 8, True)])
+def test_only_an_input_that_shares_memory_with_out_is_copied(first, second, shared):
+    memory = torch.randn(200)
+    given, out = (memory[start : start + 64].view(8, 8) for start in (first, second))
+    assert (apart(given, out) is not given) == shared
+    assert apart(given[:0], out).shape == (0, 8)

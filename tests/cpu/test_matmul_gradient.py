@@ -256,3 +256,14 @@ def test_autocast_casts_under_a_transform_as_it_does_without():
     a, b, c = torch.ones(5, 4, 3), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(2)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.func.vmap(lambda x: fused(x, b, c))(a).dtype == fused(a, b, c).dtype == torch.bfloat16
+
+
+def test_a_weights_gradient_lies_as_the_weight_does():
+    """B of a linear layer is its weight transposed: a gradient laid out otherwise would be copied at every step."""
+    weight = torch.randn(24, 16, requires_grad=True)
+    plain = torch.randn(16, 24, requires_grad=True)
+    x, grad = torch.randn(5, 16), torch.randn(5, 24)
+    for b in (weight.t(), plain):
+        (db,) = torch.autograd.grad(fused(x, b, None, activation="none"), b, grad)
+        assert db.stride() == b.stride()
+        torch.testing.assert_close(db, x.t() @ grad)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from tilemesh.cli.bench_kernel import bench_kernel
 from tilemesh.cli.tune import tune
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels import FusedLinear, ops
 from tilemesh.kernels.matmul import bench, cache, choice, launch, search, trial
@@ -24,7 +26,7 @@ from tilemesh.kernels.matmul import tune as tuning
 from tilemesh.kernels.matmul.arguments import problem_of
 from tilemesh.kernels.matmul.bench import SUITE
 from tilemesh.kernels.matmul.cache import Entry, Table
-from tilemesh.kernels.matmul.chart import draw
+from tilemesh.kernels.matmul.chart import draw, svg
 from tilemesh.kernels.matmul.choice import should_tune
 from tilemesh.kernels.matmul.config import Config, FitError, default, space
 from tilemesh.kernels.matmul.cost import predict_s, rates_of
@@ -34,6 +36,7 @@ from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.run import Gpu
 from tilemesh.kernels.matmul.trial import make_inputs
 from tilemesh.measure.row import read_rows
+from tilemesh.measure.sample import Sample
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROBLEM = dense(2048, 2048, 2048)
@@ -314,7 +317,73 @@ def test_the_chart_shows_every_recorded_shape(tmp_path):
     draw(rows, str(tmp_path / "roofline.svg"))
     text = (tmp_path / "roofline.svg").read_text(encoding="utf-8")
     assert all(f">{shape}<" in text for shape in SUITE)
-    with pytest.raises(UsageError, match="svg"):
-        draw(rows, str(tmp_path / "roofline.png"))
+    with pytest.raises(UsageError, match=r"\.svg or \.png"):
+        draw(rows, str(tmp_path / "roofline.pdf"))
     with pytest.raises(UsageError, match="no kernel-time rows"):
         draw([], str(tmp_path / "roofline.svg"))
+
+
+def test_a_png_is_made_by_what_the_machine_has(tmp_path, monkeypatch):
+    rows = read_rows(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="found neither"):
+        draw(rows, str(tmp_path / "roofline.png"))
+    tool = tmp_path / "rsvg-convert"
+    tool.write_text("#!/bin/sh\n[ $1 = --zoom ] && [ -s $5 ] && echo picture > $4\n")
+    tool.chmod(0o755)
+    draw(rows, str(tmp_path / "new" / "roofline.png"))
+    assert (tmp_path / "new" / "roofline.png").read_text() == "picture\n"
+    tool.write_text("#!/bin/sh\necho no fonts >&2\n")
+    with pytest.raises(RunError, match="no fonts"):
+        draw(rows, str(tmp_path / "roofline.png"))
+
+
+def test_no_label_of_the_chart_covers_a_dot_or_another():
+    text = svg(read_rows(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl"))
+    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" stroke[^>]*fill="#333">([^<]+)<', text)
+    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text)
+    assert len(labels) == len(SUITE)
+    boxes = [(float(x), float(y) - 11, float(x) + 6.3 * len(word), float(y) + 3) for x, y, word in labels]
+    boxes += [(float(x) - 4, float(y) - 4, float(x) + 4, float(y) + 4) for x, y in dots]
+    for one, other in itertools.combinations(range(len(boxes)), 2):
+        if one < len(labels):
+            (a, b, c, d), (e, f, g, h) = boxes[one], boxes[other]
+            assert a >= g or e >= c or b >= h or f >= d, (labels[one], boxes[other])
+
+
+def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
+    """The shipped table was refined beyond the grid: its choice is among the finalists, and wins where it is faster."""
+    problem = dense(64, 4096, 4096)
+    shipped = cache.shipped("NVIDIA H200").entries[problem.key].config
+    assert shipped not in space(problem)
+    monkeypatch.setattr(tuning, "gpu_of", lambda index: Gpu("NVIDIA H200", (9, 0), 132, 232448))
+
+    class Pretended:
+        problem, timer, sets = dense(64, 4096, 4096), None, (0,)
+
+        def __init__(self, problem, device, seed=0):
+            pass
+
+        def time(self, config):
+            return trial.Trial(config, predict_s(self.problem, config, RATES))
+
+        def runner(self, config):
+            if config.kind == "torch":
+                raise FitError("as if it could not be loaded")
+            return config
+
+        def call(self, runner):
+            return runner
+
+    def pretend(calls, **_):
+        return {label: Sample.of([10e-6 if config == fast else 12e-6] * 3) for label, config in calls.items()}
+
+    monkeypatch.setattr(tuning, "Bench", Pretended)
+    monkeypatch.setattr(tuning, "compare", pretend)
+    for fast in (shipped, Config("library")):
+        nothing = SimpleNamespace(ahead=lambda jobs: {})
+        found = tuning.tune(problem, torch.device("cuda", 0), compiler=nothing)
+        assert found.config == fast
+        assert found.tried <= found.grid // 4
+        assert {shipped.label, "library"} < set(found.finals)
+        assert "torch" not in found.finals

@@ -38,6 +38,9 @@ CONFIGS = [
     Config("split", 16, 64, 64, 4, 3, split_k=4, tma_loads=False),
     Config("tma", 128, 128, 64, 4, 3, c_early=True, tma_epilogue=True),
     Config("persistent", 128, 128, 64, 8, 3, tma_epilogue=True, prefetch=True, copy="ab", tail=True, split_k=3),
+    Config("pingpong", 128, 128, 64, 4, 5),
+    Config("pingpong", 64, 256, 64, 4, 4, group=2),
+    Config("pingpong", 128, 256, 64, 4, 3, paired=True),
     Config("library"),
     Config("torch"),
 ]
@@ -78,6 +81,10 @@ def check_config(config, shape, dtype, number):
     """One of the layouts, C kinds and activations: each compiles anew, so the numbers share them out."""
     (turned, c_kind), activation = VARIANTS[number * 5 % len(VARIANTS)], ACTIVATIONS[number % len(ACTIVATIONS)]
     a, b, c = inputs(*shape, dtype, c_kind, turned=turned)
+    if config.kind == "pingpong" and shape[1] % 8:
+        with pytest.raises(UsageError, match="aligned rows"):
+            fused(a, b, c, activation=activation, config=config)
+        return
     d = fused(a, b, c, activation=activation, config=config)
     assert_close(d, a, b, c, activation, f"{config.label} {shape} {dtype} {turned} {c_kind} {activation}")
 
@@ -323,6 +330,31 @@ def test_newer_precision_setting():
         "[fused_matmul(*torch.ones(2, 64, 64, device='cuda', dtype=d)) for d in (torch.float16, torch.float32)]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_pingpong_over_many_tiles(paired):
+    """More tiles than multiprocessors and more steps than stages: both groups, every barrier's both phases."""
+    config = Config("pingpong", 128, 256, 64, 4, 3, paired=True) if paired else Config("pingpong", 128, 128, 64, 4, 5)
+    shapes = [(2048, 2048, 2048), (1000, 7000, 200), (130, 9000, 64), (4097, 4104, 520)]
+    cases = itertools.product(shapes, ("full", "row", "column", "none"))
+    for number, (shape, c_kind) in enumerate(cases):
+        activation = ACTIVATIONS[number % len(ACTIVATIONS)]
+        a, b, c = inputs(*shape, torch.float16, c_kind, turned=(False, number % 2 == 1), seed=number)
+        for _ in range(3):  # a race would not show every time
+            d = fused(a, b, c, activation=activation, config=config)
+            assert_close(d, a, b, c, activation, f"{shape} {c_kind} {activation}")
+
+
+def test_pingpong_keeps_what_gradients_need():
+    a, b, c = (t.requires_grad_() for t in inputs(520, 1032, 264, torch.float16))
+    grad = torch.randn(520, 1032, device="cuda", dtype=torch.float16)
+    ours = torch.autograd.grad(fused(a, b, c, activation="gelu", implementation="pingpong"), (a, b, c), grad)
+    exact = [t.detach().double().requires_grad_() for t in (a, b, c)]
+    right = torch.autograd.grad(reference.exact(*exact, "gelu"), exact, grad.double())
+    plain = torch.autograd.grad(reference.fused_matmul(a, b, c, "gelu"), (a, b, c), grad)
+    for mine, torchs, want in zip(ours, plain, right, strict=True):
+        assert (mine - want).abs().max() <= 2 * (torchs - want).abs().max() + 1e-5
 
 
 def test_bad_config_is_refused_before_launch():

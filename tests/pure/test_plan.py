@@ -140,7 +140,7 @@ def test_from_toml_refuses_an_unknown_key_and_bad_syntax() -> None:
         ParallelPlan.from_toml("dpp = 2\n", "best.toml")
     assert str(caught.value) == (
         "best.toml: unknown key 'dpp': did you mean 'dp'? known are dp, tp, pp, sequence_parallel, zero, microbatch, "
-        "accumulation, schedule, interleave, recompute, attention, precision"
+        "accumulation, schedule, interleave, chunk_layers, recompute, attention, precision"
     )
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dp = 1\ntp =\n")

@@ -22,7 +22,9 @@ def bench_kernel(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile (minutes).")] = True,
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
-    chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline, as .svg.")] = None,
+    chart: Annotated[
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline: .svg or .png.")
+    ] = None,
 ) -> None:
     """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)

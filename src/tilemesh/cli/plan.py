@@ -8,8 +8,13 @@ import typer
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset (llama-3-70b, ...) or a TOML file.")],
-    cluster: Annotated[str | None, typer.Option(metavar="NxGPU", help="64xh100, or 4x8xa100 for 4 nodes of 8.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A preset (llama-3-70b, ...) or a TOML file.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NxGPU", help="64xh100; 4x8xa100: 4 nodes of 8; local, 4xlocal: this machine, measured."),
+    ] = None,
     batch_tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens in a step, about: 4M.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences in a step, exactly.")] = None,
     context: Annotated[
@@ -17,8 +22,14 @@ def plan(
     ] = None,
     fix: Annotated[list[str] | None, typer.Option(metavar="A=B,...", help="Pin: tp=8,pp=4,recompute=none,...")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="model.layers=105,...")] = None,
+    code: Annotated[
+        str | None, typer.Option(metavar="CODE", help="What runs it: fused (Megatron's), compiled or eager (torch).")
+    ] = None,
     save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,
+    grade: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction; may repeat.")
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Every figure by name; - for stdout.")] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the trade-off and the pipeline.")] = None,
 ) -> None:
@@ -34,8 +45,10 @@ def plan(
         context=context,
         fix=tuple(fix or ()),
         sets=tuple(sets or ()),
+        code=code,
         save=save,
         explain=explain,
+        grade=tuple(grade or ()),
         json=json,
         html=html,
     )

@@ -10,13 +10,15 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import tilemesh
+from tilemesh.cli.local import is_local, local_machine
+from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
@@ -29,6 +31,7 @@ from tilemesh.plan.explain import Section, model_sections, parameter_section, st
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, prediction_figures
 from tilemesh.plan.page import write_page
+from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
@@ -41,15 +44,17 @@ REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 class Asked:
     """What the command line said, as it was said."""
 
-    model: str
+    model: str | None
     cluster: str | None
     batch_tokens: str | None
     batch: int | None
     context: int | None
     fix: tuple[str, ...]
     sets: tuple[str, ...]
+    code: str | None
     save: str | None
     explain: bool
+    grade: tuple[str, ...]
     json: str | None
     html: str | None
 
@@ -58,6 +63,11 @@ def run(asked: Asked) -> None:
     """Answer: print, write, or raise."""
     # Standard output belongs to the figures when they go there; people read the other one.
     console = _console(stderr=asked.json == "-")
+    if asked.grade:
+        _grade(asked, console)
+        return
+    if asked.model is None:
+        raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
         for name in ("fix", "save", "json", "html"):
@@ -74,6 +84,8 @@ def run(asked: Asked) -> None:
         _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
     for line in (*why(result), *filter(None, [_sentence(runner_up(result))])):
+        if result.cluster.device.kind == "cpu":  # a rank of a CPU is some of its cores
+            line = line.replace("GPU", "rank").replace(f"one {result.cluster.device.name}", "one rank")
         console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
     if asked.save is not None:
         _save(result, asked.save)
@@ -85,11 +97,35 @@ def run(asked: Asked) -> None:
         _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
 
 
+def _grade(asked: Asked, console: Console) -> None:
+    """Runs beside their predictions; everything else on the command line is about a plan."""
+    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "save", "html")
+    given = [name for name in others if getattr(asked, name) not in (None, ())]
+    if given:
+        shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
+        raise UsageError(f"--grade takes model, layout and machine from the run: leave {shown} out")
+    objects = grade_runs(asked.grade, console)
+    if asked.json is not None:
+        _write_json((found | _origin() for found in objects), asked.json)
+
+
 def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
     tokens = None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
     pins = Pins.parse(asked.fix)
+    if asked.code is not None and asked.code not in get_args(Code):
+        raise unknown("code", asked.code, get_args(Code))
+    local = local_machine(cluster) if is_local(cluster) else None
     try:
-        return search(model, cluster, batch=asked.batch, batch_tokens=tokens, context=asked.context, pins=pins)
+        return search(
+            model,
+            cluster if local is None else local.cluster,
+            batch=asked.batch,
+            batch_tokens=tokens,
+            context=asked.context,
+            pins=pins,
+            rates=None if local is None else local.rates,
+            code=cast(Code | None, asked.code),
+        )
     except NothingFitsError as error:
         if asked.json is not None:
             figure = {"name": "plan", "place": 0} | prediction_figures(error.smallest) | _origin()
@@ -210,9 +246,7 @@ def _save(result: Result, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"
-    if best.plan.pp > 1:
-        note += f"# layers of each chunk, in order: {list(best.chunk_layers)}\n"
-    _write(path, note + best.plan.to_toml())
+    _write(path, note + best.settled_plan.to_toml())
 
 
 def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:

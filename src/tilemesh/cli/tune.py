@@ -56,7 +56,7 @@ def tune(
 
                 found = tune_one(problem, device, compiler=compiler, progress=show)
             entries[problem.key] = found.entry
-            console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}")
+            console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
     if save:

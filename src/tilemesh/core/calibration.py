@@ -27,6 +27,8 @@ SCHEMA = 1
 Part = Literal["one_core", "all_cores", "gpu"]
 PARTS: tuple[Part, ...] = ("one_core", "all_cores", "gpu")
 
+_BY_KEY = ("matmul_flops_per_s", "attention_flops_per_s")  # rates that are a number for each key
+
 _AGAIN = "remove it and calibrate this machine again"
 
 
@@ -45,6 +47,13 @@ class Rates:
     write_bytes_per_s: float | None = None
     launch_s: float | None = None
     """One kernel launch (GPU) or one smallest torch operation (CPU), as its caller pays for it."""
+    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Causal fused attention by pass and head width ("forward-64", "backward-64", ...), the masked half not counted;
+    in bf16 on a GPU, in fp32 on a CPU."""
+    elementwise_bytes_per_s: float | None = None
+    """A product of tensors of a layer's size, which caches hold in part; measured on CPUs."""
+    exponentials_per_s: float | None = None
+    """Elements of an activation with an exponential in it; on a CPU that is not bound by memory."""
 
     def __post_init__(self) -> None:
         for name, value in _leaves(self):
@@ -100,7 +109,10 @@ class Calibration:
                 plain[part] = {
                     f.name: getattr(rates, f.name) for f in fields(rates) if getattr(rates, f.name) is not None
                 }
-                plain[part]["matmul_flops_per_s"] = dict(rates.matmul_flops_per_s)
+                for name in _BY_KEY:
+                    plain[part].pop(name)
+                    if getattr(rates, name) or name == "matmul_flops_per_s":
+                        plain[part][name] = dict(getattr(rates, name))
         return plain | dict(self.extra)
 
     @classmethod
@@ -191,9 +203,14 @@ def path_for(identity: str, folder: Path | None = None) -> Path:
 
 def _leaves(rates: Rates) -> list[tuple[str, float]]:
     """Every figure there is, with its name."""
-    named = [(f"matmul_flops_per_s.{dtype}", value) for dtype, value in rates.matmul_flops_per_s.items()]
-    singles = ("copy_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s", "launch_s")
-    return named + [(name, value) for name in singles if (value := getattr(rates, name)) is not None]
+    found: list[tuple[str, float]] = []
+    for name in (f.name for f in fields(rates)):
+        value = getattr(rates, name)
+        if name in _BY_KEY:
+            found += [(f"{name}.{key}", each) for key, each in value.items()]
+        elif value is not None:
+            found.append((name, value))
+    return found
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:
@@ -214,13 +231,15 @@ def _rates(data: Mapping[str, Any], part: Part) -> Rates | None:
     if part not in data:
         return None
     given = dict(_section(data, part))
-    matmul = _section(given, "matmul_flops_per_s")
-    given.pop("matmul_flops_per_s", None)
-    for key, value in [*matmul.items(), *given.items()]:
+    by_key = {name: _section(given, name) for name in _BY_KEY}
+    for name in _BY_KEY:
+        given.pop(name, None)
+    keyed = [item for section in by_key.values() for item in section.items()]
+    for key, value in [*keyed, *given.items()]:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise RunError(f"'{part}.{key}' is {value!r}, expected a number")
     known = [f.name for f in fields(Rates)]
     for key in given:
         if key not in known:
             raise unknown(f"rate in '{part}'", key, known)
-    return Rates(matmul_flops_per_s=matmul, **given)
+    return Rates(**by_key, **given)  # type: ignore[arg-type]  # names and numbers were checked above

@@ -108,7 +108,10 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """The string that `parse_cluster` turns into this cluster, with the nodes spelled out."""
+        """The string that `parse_cluster` turns into this cluster, with the nodes spelled out; "2xlocal" for this
+        machine's own cores."""
+        if self.device.name == "local":
+            return f"{self.world}xlocal"
         return f"{len(self.nodes)}x{self.node.count}x{self.device.name}"
 
 

@@ -43,6 +43,9 @@ class ParallelPlan:
     """Order of forward and backward passes over the stages; says nothing when pp is 1."""
     interleave: int = 1
     """Model chunks a stage holds."""
+    chunk_layers: tuple[int, ...] = ()
+    """Layers of each of the pp x interleave chunks, in the model's order; chunk c lies on stage c % pp. Empty: cut by
+    whoever runs it, as even as the layers, the embedding and the head allow."""
     recompute: Recompute = "none"
     attention: Attention = "fused"
     """Whether the scores exist in memory; decides their activations and their cost."""
@@ -73,6 +76,19 @@ class ParallelPlan:
         if self.schedule == "interleaved" and self.pp == 1:
             raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
 
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        chunks = self.pp * self.interleave
+        for layers in self.chunk_layers:
+            _whole("a number in chunk_layers", layers, least=1)
+        if self.chunk_layers and len(self.chunk_layers) != chunks:
+            named = f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
+            raise UsageError(
+                f"chunk_layers has {len(self.chunk_layers)} numbers and {named} is {chunks} "
+                f"chunk{'s' * (chunks > 1)}: give one for each, or leave it empty"
+            )
+
     @property
     def world(self) -> int:
         """Ranks the plan needs."""
@@ -98,6 +114,8 @@ class ParallelPlan:
         parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
+        if len(set(self.chunk_layers)) > 1:
+            parts.append(f"layers {'+'.join(map(str, self.chunk_layers))}")
         if self.recompute != "none":
             parts.append(f"{self.recompute} recomputation")
         parts += [f"{self.attention} attention", self.precision]

@@ -249,8 +249,15 @@ def _gradients(ctx, grad: Tensor | None) -> gradient.Gradients:  # type: ignore[
     if ctx.needs_input_grad[2]:
         dc = dz.reshape(grad.shape).sum_to_size(ctx.c_shape) if dc is None else dc.reshape(ctx.c_shape)
     da = _product(dz, b.mT, implementation).reshape(a.shape) if ctx.needs_input_grad[0] else None
-    db = _product(a_2d.mT, dz, implementation) if ctx.needs_input_grad[1] else None
+    db = _weight_gradient(a_2d, b, dz, implementation) if ctx.needs_input_grad[1] else None
     return da, db, dc
+
+
+def _weight_gradient(a: Tensor, b: Tensor, dz: Tensor, implementation: str) -> Tensor:
+    """dB = A' dZ, laid out as B is: a linear layer's B is its weight transposed, and so is what it expects back."""
+    if b.stride(0) == 1 and b.stride(1) != 1:
+        return _product(dz.mT, a, implementation).mT
+    return _product(a.mT, dz, implementation)
 
 
 def _how(implementation: str, grad: Tensor) -> str:
@@ -273,8 +280,8 @@ def _summed_kind(c_shape: torch.Size, shape: torch.Size) -> str:
 
 
 def _product(x: Tensor, y: Tensor, implementation: str) -> Tensor:
-    """A plain product: the vendor's under `auto`, the forced kernel where one was forced."""
-    if implementation in ("auto", "library", "torch") or 0 in (*x.shape, *y.shape):
+    """A plain product: the vendor's under `auto`, the forced kernel where one was forced and takes any layout."""
+    if implementation in ("auto", "library", "torch", "pingpong") or 0 in (*x.shape, *y.shape):
         return x @ y
     return _eager(x, y, None, "none", None, implementation, None, False)[0]
 

@@ -74,7 +74,8 @@ def measure_figures(figures: Sequence[Figure], progress: Progress | None = None)
 
 def describe(figure: Figure) -> str:
     """A few words for a progress line: `matmul fp32, one core`."""
-    return f"{figure.name}{f' {figure.dtype}' if figure.dtype else ''}, {figure.part.replace('_', ' ')}"
+    which = figure.key or figure.dtype
+    return f"{figure.name}{f' {which}' if which else ''}, {figure.part.replace('_', ' ')}"
 
 
 def assemble(machine: Machine, figures: Sequence[Figure], rows: Sequence[Row]) -> Calibration:
@@ -90,8 +91,8 @@ def assemble(machine: Machine, figures: Sequence[Figure], rows: Sequence[Row]) -
         rates = parts.setdefault(figure.part, {})
         if figure.rate == "kernel_floor_s":
             extra["gpu_kernel"] = {"floor_s": row.measured.median}
-        elif figure.dtype:
-            rates.setdefault("matmul_flops_per_s", {})[figure.dtype] = row.measured.median
+        elif figure.key or figure.dtype:
+            rates.setdefault(figure.rate, {})[figure.key or figure.dtype] = row.measured.median
         else:
             rates[figure.rate] = row.measured.median
     one_core = parts.get("one_core")

@@ -7,12 +7,9 @@ bytes read plus the bytes written; reading and writing are measured apart, becau
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ import torch
 from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
 from tilemesh.core.units import format_bytes
+from tilemesh.measure.calibrate_operators import AVX2_BYTES, operator_figures, torch_threads, vector_bytes
 from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
 from tilemesh.measure.machine import Machine, last_cache_bytes
 from tilemesh.measure.sample import Sample
@@ -31,8 +29,6 @@ SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # One core keeps about half of a desktop's two memory channels busy; two or more fill them.
 CORES_TO_FILL_MEMORY = 2
-
-AVX2_BYTES = 32  # the vector the generic CPU computes with
 
 NO_DATASHEET = "no datasheet of this processor is known here"
 NO_UNIT = "the generic CPU has no unit for this dtype"
@@ -48,6 +44,8 @@ def cpu_figures(machine: Machine, *, quick: bool = False) -> list[Figure]:
     figures = [_matmul_figure(part, cores, machine.cores, dtype, seconds) for part, cores in parts for dtype in DTYPES]
     for kind in ("copy", "read", "write"):
         figures += [_stream_figure(part, cores, kind, buffers, seconds) for part, cores in parts]
+    for part, cores in parts:
+        figures += operator_figures(part, cores, seconds / 2)
     return [*figures, _launch_figure(seconds)]
 
 
@@ -190,24 +188,3 @@ def buffer_bytes(memory_bytes: int, *, quick: bool = False, cache_bytes: int | N
     cache = last_cache_bytes() if cache_bytes is None else cache_bytes
     wanted = max(2 * cache, 64 << 20) if quick else max(4 * cache, 256 << 20)
     return min(wanted, memory_bytes // 8)
-
-
-def vector_bytes(cpuinfo: Path = Path("/proc/cpuinfo"), arch: str | None = None) -> int:
-    """How wide this processor's vectors are, by what it says it can do; NEON's 16 on arm64, AVX2's 32 unless told."""
-    if (arch or platform.machine()) in ("aarch64", "arm64"):
-        return 16
-    try:
-        return 64 if "avx512f" in cpuinfo.read_text().split() else AVX2_BYTES
-    except OSError:
-        return AVX2_BYTES
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Let torch compute with this many threads, and give back what was set."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -31,7 +31,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure to be measured. `rate` is the name `core.calibration.Rates` knows it by; `dtype` for a matmul's."""
+    """A figure to be measured. `rate` is the name `core.calibration.Rates` knows it by; `key` for a rate of several."""
 
     part: Part
     rate: str
@@ -43,6 +43,8 @@ class Figure:
     missing: Mapping[str, str]
     measure: Callable[[], Outcome]
     dtype: str = ""
+    key: str = ""
+    """Which of several: the dtype of a matmul if not said otherwise."""
 
     def row(self, outcome: Outcome, stamp: Stamp) -> Row:
         """The figure and what was measured, side by side."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tilemesh.core.plan import ParallelPlan
 
 TRAINABLE: frozenset[str] = frozenset()
-"""What training can do, of: "dp", "tp", "pp", "sequence_parallel", "zero1", "zero2", "zero3", "gpipe", "1f1b",
-"interleaved", "selective", "full", "materialized", and "precision:NAME" for each precision. There is no
-training yet."""
+"""What training can do, of: "dp", "tp", "pp", "sequence_parallel", "accumulation", "zero1", "zero2", "zero3", "gpipe",
+"1f1b", "interleaved", "selective", "full", "materialized", and "precision:NAME" for each precision. Empty: there is no
+training in this version."""
 
 
 def needs(plan: ParallelPlan) -> list[str]:
@@ -15,6 +15,8 @@ def needs(plan: ParallelPlan) -> list[str]:
     wanted = [axis for axis in ("dp", "tp", "pp") if getattr(plan, axis) > 1]
     if plan.sequence_parallel:
         wanted.append("sequence_parallel")
+    if plan.accumulation > 1:
+        wanted.append("accumulation")
     if plan.zero:
         wanted.append(f"zero{plan.zero}")
     if plan.pp > 1:
@@ -26,9 +28,10 @@ def needs(plan: ParallelPlan) -> list[str]:
     return [*wanted, f"precision:{plan.precision}"]
 
 
-def trainable(plan: ParallelPlan) -> str:
+def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> str:
     """ "yes", or why not: what is missing."""
-    if not TRAINABLE:
+    able = TRAINABLE if supported is None else supported
+    if not able:
         return "not yet"
-    missing = [need for need in needs(plan) if need not in TRAINABLE]
+    missing = [need for need in needs(plan) if need not in able]
     return "yes" if not missing else f"not yet: {', '.join(missing)}"

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan.layout import Candidate, short
+from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins, candidates, why_nothing
 from tilemesh.plan.step import Estimator, Prediction
 
@@ -48,6 +50,9 @@ class Result:
     considered: int
     points: tuple[Point, ...]
     """All that fit."""
+    rates: Rates | None = None
+    """What was measured of a device, where the search was told."""
+    code: Code | None = None
 
     @property
     def fitting(self) -> int:
@@ -56,6 +61,10 @@ class Result:
     @property
     def best(self) -> Prediction:
         return self.predictions[0]
+
+    def estimator(self) -> Estimator:
+        """The cost model that these figures come from."""
+        return Estimator(self.model, self.cluster, self.context, self.rates, self.code)
 
 
 class NothingFitsError(RunError):
@@ -75,15 +84,18 @@ def search(
     context: int | None = None,
     pins: Pins | None = None,
     shown: int = SHOWN,
+    rates: Rates | None = None,
+    code: Code | None = None,
 ) -> Result:
-    """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences.
+    """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
+    `predict`.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
     model = preset(model) if isinstance(model, str) else model
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins = pins or Pins()
-    estimator = Estimator(model, cluster, context)
+    estimator = Estimator(model, cluster, context, rates, code)
     batch = choose_batch(batch, batch_tokens, estimator.context)
     considered, least, ranked = _look(estimator, batch, pins)
     if least is None:
@@ -94,7 +106,7 @@ def search(
     # The exact cut may weigh a little more than the quick one that was found to fit.
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
-    return Result(model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked))
+    return Result(model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code)
 
 
 def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> int:
@@ -157,9 +169,12 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
         if enough
         else "no number of such GPUs that was tried would do with this batch"
     )
+    if cluster.device.name not in DEVICES:
+        would_do = "a larger machine is needed, or a smaller batch or model"
+    holder = "GPU" if cluster.device.kind == "gpu" else "rank"
     under = f" under {pins.describe()}" if pins.describe() else ""
     return NothingFitsError(
-        f"does not fit on {cluster.name}{under}: the least a GPU needs is {format_bytes(memory.total_bytes)} "
+        f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "
         f"({short(smallest.plan)}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
         f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}",
         smallest,
@@ -170,7 +185,7 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Cand
     """The fewest GPUs of this kind tried on which something fits; pins on the mesh's size are let go."""
     free = Pins(**{**vars(pins), "dp": None, "tp": None, "pp": None, "accumulation": None})
     for cluster in _larger(estimator.cluster):
-        bigger = Estimator(estimator.model, cluster, estimator.context)
+        bigger = Estimator(estimator.model, cluster, estimator.context, estimator.rates, estimator.code)
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most
                 return cluster.world, group[-1]
@@ -180,6 +195,8 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Cand
 def _larger(cluster: Cluster) -> Iterator[Cluster]:
     """Larger clusters of the same device: a fuller node first, then more nodes."""
     node = cluster.node
+    if node.device.name not in DEVICES:  # this machine: there are no more of it
+        return
     if len(cluster.nodes) == 1 and node.count < GPUS_PER_NODE:
         for count in (2, 4, GPUS_PER_NODE):
             if count > node.count:

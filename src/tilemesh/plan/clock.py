@@ -10,6 +10,8 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants, work
 from tilemesh.plan.collectives import Group, group, neighbour_s
 from tilemesh.plan.layout import Layout
+from tilemesh.plan.memory import AUTOCAST
+from tilemesh.plan.passes import Code, default_code
 
 
 class LayerTimes(NamedTuple):
@@ -48,11 +50,19 @@ class Chunks(NamedTuple):
 class Clock:
     """Times of layouts of one model on one cluster; remembers what they share."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, context: int, rates: Rates | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cluster: Cluster,
+        context: int,
+        rates: Rates | None = None,
+        code: Code | None = None,
+    ) -> None:
         self.model = model
         self.cluster = cluster
         self.context = context
         self._rates = rates
+        self._code = code
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
 
@@ -65,8 +75,14 @@ class Clock:
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision)
         found = self._layers.get(key)
         if found is None:
-            found = self._layers[key] = layer_times(self.model, self.cluster, plan, self.context, self._rates)
+            found = self._layers[key] = layer_times(
+                self.model, self.cluster, plan, self.context, self._rates, self.code(plan)
+            )
         return found
+
+    def code(self, plan: Layout) -> Code:
+        """What runs this layout: as told, or what its precision and device are usually trained with."""
+        return self._code or default_code(self.cluster.device, plan.precision)
 
     def stream_bytes(self, plan: Layout) -> int:
         """One microbatch's activations between two layers."""
@@ -97,13 +113,19 @@ class Clock:
 
 
 def layer_times(
-    model: ModelConfig, cluster: Cluster, plan: Layout, context: int, rates: Rates | None = None
+    model: ModelConfig,
+    cluster: Cluster,
+    plan: Layout,
+    context: int,
+    rates: Rates | None = None,
+    code: Code = "fused",
 ) -> LayerTimes:
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
     dtype, b, tp, sp = plan.compute_dtype, plan.microbatch, plan.tp, plan.sequence_parallel
-    speed = work.speed_of(cluster.device, dtype, rates)
-    layer = work.layer_work(model, tp, sp, b, context, plan.attention, dtype)
-    head = work.head_work(model, tp, sp, b, context, dtype)
+    speed = work.speed_of(cluster.device, dtype, rates, code)
+    autocast = code != "fused" and plan.precision in AUTOCAST
+    layer = work.layer_work(model, tp, sp, b, context, plan.attention, dtype, code, autocast)
+    head = work.head_work(model, tp, sp, b, context, dtype, code)
     embedding = work.embedding_work(model, tp, sp, b, context, dtype)
     axis = group(cluster, tp, 1)
     whole = b * context * model.width * DTYPE_BYTES[dtype]
@@ -113,14 +135,16 @@ def layer_times(
     # Forward: two sums, each after a projection split by its input; split along the sequence, a sum is a scatter-sum
     # now and a gather-all at the next projection. Backward: the sums belong to input gradients and hide behind weight
     # gradients, as does gathering the two inputs again; what gathers incoming gradients has nothing to hide behind.
-    hidden = constants.HIDDEN_COST
+    hidden = constants.HIDDEN_COST if axis.hides else 1.0
+    # Hand-fused code keeps its inputs cut along the sequence and gathers them again; ours keeps them whole.
+    again = 2 if code == "fused" else 0
     return LayerTimes(
         forward_s=speed.seconds(layer.forward),
         backward_s=speed.seconds(layer.backward),
         scores_s=speed.seconds(layer.scores),
         exchange_s=4 * gather if sp else 2 * reduce,
-        exchange_back_s=(2 + 4 * hidden) * gather if sp else 2 * hidden * reduce,
-        exchange_bytes=(4 * lap, 6 * lap if sp else 4 * lap),
+        exchange_back_s=(2 + (2 + again) * hidden) * gather if sp else 2 * hidden * reduce,
+        exchange_bytes=(4 * lap, (4 + again) * lap if sp else 4 * lap),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=((gather if sp else 0.0) + small, gather if sp else reduce),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),

@@ -39,6 +39,8 @@ class Group:
     inside_bytes_per_s: float
     across_alpha_s: float
     across_bytes_per_s: float
+    hides: bool = True
+    """Whether an exchange can run beside computing; between CPU ranks it is computing itself."""
 
     @property
     def ranks(self) -> int:
@@ -78,6 +80,7 @@ def group(cluster: Cluster, size: int, stride: int) -> Group:
         inside_bytes_per_s=node.intra.bytes_per_s * LINK_FRACTION,
         across_alpha_s=node.inter.latency_s,
         across_bytes_per_s=node.inter_bytes_per_s_per_device * LINK_FRACTION,
+        hides=node.device.kind == "gpu",
     )
 
 

@@ -26,35 +26,74 @@ MATMUL_FRACTION: Mapping[str, float] = {
     "t4": 0.50,
     "a10": 0.60,
     "cpu": 0.70,  # ASSUMED; a CPU is planned for with its calibration
+    "local": 1.0,  # its peak is what was measured
 }
 """Of the dense peak, what a large matmul sustains beside its waves and fills."""
 
-TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
+Tiles = tuple[tuple[int, int, float], ...]
+TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 """Tiles a vendor's library chooses from, and their rate: ASSUMED from the ratio of FLOPs to bytes a tile loads."""
+HOPPER_TILES: Tiles = (*TILES, (192, 192, 1.0), (128, 192, 0.96))
+"""Compute capability 9 and later: the names of cuBLAS's kernels on an H200 have these as well; rates ASSUMED alike."""
 
 TILE_FILL_K = 128
 """Steps of k that filling a tile's pipeline and writing its result cost. ASSUMED: about 2 to 3 µs on an A100, where a
 256 x 128 tile takes 23 ns a step at the peak (2 x 256 x 128 FLOPs on one of 108 multiprocessors)."""
 
+LEAST_SPLIT_K = 512
+"""Steps of k a part of a split product has at least. ASSUMED: four fills."""
+
+UNALIGNED_FRACTION = 0.16
+"""Of the sustained rate, what a 16-bit matmul reaches whose rows are no multiple of 8 elements, where nobody pads them.
+MEASURED on an H200: 95, 140 and 150 of 800 TFLOP/s for the three products of 32,768 x 768 x 50,257."""
+
 FUSED_ATTENTION_FRACTION: Mapping[str, tuple[float, float]] = {
     # PUBLISHED: FlashAttention-2 (Dao 2023, A100, causal, head width 128, long sequences): about 190 and 160 of 312.
     "a100-80": (0.62, 0.50),
-    # PUBLISHED: the same kernel on H100 (Shah et al. 2024, figures 5 and 6): about 370 and 330 TFLOP/s of 989. It is
-    # what torch runs; FlashAttention-3 reaches twice that forward.
+    # PUBLISHED: the same kernel on H100 (Shah et al. 2024, figures 5 and 6): about 370 and 330 TFLOP/s of 989; what
+    # published training runs on H100 had. What torch has now is below.
     "h100": (0.37, 0.33),
     "h200": (0.37, 0.33),
     "b200": (0.37, 0.33),  # ASSUMED
     "a10": (0.50, 0.40),  # ASSUMED
     "t4": (0.30, 0.25),  # ASSUMED: no FlashAttention-2 there; torch's memory-efficient kernel
-    "cpu": (0.40, 0.40),  # ASSUMED
+    "cpu": (0.20, 0.25),  # ASSUMED; a CPU is planned for with its calibration
+    "local": (0.20, 0.25),  # ASSUMED, for a calibration without attention in it
 }
 """Of the dense peak, forward and backward, the masked half not counted as work."""
+
+_HOPPER = {64: (0.435, 0.435), 128: (0.55, 0.51)}
+TORCH_ATTENTION_FRACTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
+    # MEASURED on an H200, torch 2.11 (cuDNN's kernels), causal, bf16, beside 800 TFLOP/s of matmul: head width 64 at
+    # 1024, 2048, 4096 tokens forward 290, 359, 395 and backward 211, 291, 349 TFLOP/s; width 128 at 1024 to 8192 tokens
+    # 371, 451, 565, 561 and 207, 343, 423, 475. These figures and the fill below follow that within 12 % (the backward
+    # pass of width 128 at 1024 tokens: 21 %). Narrow heads make more exponentials a FLOP.
+    "h100": _HOPPER,  # the same processor
+    "h200": _HOPPER,
+}
+"""The same for torch's own kernel, by head width, for long sequences. Devices not here: the figures above."""
+
+TORCH_ATTENTION_FILL = (600, 1250)
+"""Tokens of a sequence that take as long again, forward and backward, on these. MEASURED with the above."""
+
+EXPONENTIAL_FLOPS = 80
+"""FLOPs of matmul a CPU does in the time of one exponential, where that was not measured. ASSUMED: 20 instructions,
+against two vector units that each multiply and add."""
 
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 STREAM_FRACTION = 0.85
 """Of the datasheet's bandwidth, what a kernel that only moves bytes reaches. ASSUMED; copies on A100 and H200 reach
 0.85 to 0.9."""
+
+PASS_FRACTION: Mapping[bool, Mapping[str, float]] = {
+    # A GPU. MEASURED on an H200 beside a copy's 4.23 TB/s, kernels that torch.compile made for gpt2-124m, 32 x 1024:
+    # norms and sums over rows 2.3 to 2.8 TB/s, the softmax over 50,304 logits 1.47 TB/s read.
+    False: {"plain": 1.0, "rows": 0.65, "softmax": 0.35},
+    # A CPU's figure is measured with an operation of this size; sums there are as fast.
+    True: {"plain": 1.0, "rows": 1.0, "softmax": 1.0},
+}
+"""Of the bandwidth, what kernels reach that only move bytes, by kind, on a GPU and on a CPU."""
 
 OPTIMIZER_BYTES: Mapping[str, int] = {
     # COUNTED: gradients' norm 4, scaled 8, Adam reads them 4 and reads and writes weights and two moments 24.
@@ -80,11 +119,10 @@ ACCUMULATE_BYTES: Mapping[str, int] = {
 }
 """Bytes read and written for one parameter after each microbatch but the first."""
 
-LOGITS_BYTES = 10
-"""Bytes a logit: 2 as the matmul writes it, 4 in fp32 for the loss, 4 its gradient. COUNTED, torch's cross-entropy."""
-
-RESERVED_BYTES: Mapping[str, int] = {"gpu": 3 * 2**29, "cpu": 2**28}
-"""A process's own: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another. ASSUMED."""
+RESERVED_BYTES: Mapping[str, int] = {"gpu": 3 * 2**29, "cpu": 232 * 2**20}
+"""A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
+loads with its first step; MEASURED, two training runs of the tiny preset (1 rank, and dp 2 x tp 2) grew by 229 and 237
+MiB more than their tensors."""
 
 USABLE_FRACTION = 0.95
 """Of what the driver reports, what a plan may use; an allocator's fragments take the rest. ASSUMED."""
@@ -95,6 +133,15 @@ LINK_FRACTION = 0.8
 """Of a link's line rate, what collectives reach. PUBLISHED: NCCL's maintainers give 370 of NVLink4's 450 GB/s
 (nccl-tests issue 212, protocol overhead about 20 %); 230 to 240 of NVLink3's 300 are common on A100. InfiniBand:
 ASSUMED the same."""
+
+MEMORY_LINK_FRACTION = 0.75
+"""Of the copy bandwidth of all cores (a copied byte counted once), what the ranks of a CPU together send.
+MEASURED on two cores, Open MPI's all_reduce of 1 MiB over 2, 4, 8 ranks: 325, 987, 2,118 us beside a copy of 11.1 GB/s,
+which is 0.6 of it; 0.8 of this is LINK_FRACTION."""
+
+MEMORY_MESSAGE_S = (17e-6, 3.5e-6)
+"""A message between ranks of a CPU: our own call in Python (MEASURED, 33.7 us a call of two messages), and, where ranks
+outnumber cores, so much more for each rank a core has: 4 bytes over 4 and 8 ranks on two cores took 27 and 94 us."""
 
 HIDDEN_COST = 0.5
 """Of an exchange that runs beside matmuls, the part it costs all the same: it takes multiprocessors and bandwidth from

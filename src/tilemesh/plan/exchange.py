@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilemesh.core.hardware import DTYPE_BYTES
+from tilemesh.model.config import ModelConfig
 from tilemesh.plan.collectives import Group
 from tilemesh.plan.constants import HIDDEN_COST
 from tilemesh.plan.layout import Layout
-from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.memory import AUTOCAST, STATE_BYTES
+from tilemesh.plan.passes import Code
+from tilemesh.plan.shards import shard_parameters, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ def data_exchange(
     scatter_s = layers * axis.all_gather_s(gradients / layers)
     gather_s = layers * axis.all_gather_s(weights / layers)
     scattered, gathered = axis.sent_bytes(gradients, "reduce_scatter"), axis.sent_bytes(weights, "all_gather")
+    if not axis.hides:
+        forward_s = backward_s = 0.0
     if plan.zero == 0:
         beside, alone_s, times = 2 * scattered, 0.0, 1
         exposed_s = _left(layers * axis.all_reduce_s(gradients / layers), backward_s, layers)
@@ -43,7 +49,7 @@ def data_exchange(
     else:
         beside, alone_s, times = 2 * gathered + scattered, 0.0, m
         exposed_s = _left(gather_s, forward_s, layers) + _left(gather_s + scatter_s, backward_s, layers)
-    slowed_s = HIDDEN_COST * beside / axis.inside_bytes_per_s
+    slowed_s = HIDDEN_COST * beside / axis.inside_bytes_per_s if axis.hides else 0.0
     sent = times * beside + (gathered if alone_s else 0.0)
     return DataExchange(times * (exposed_s + slowed_s) + alone_s, sent)
 
@@ -52,3 +58,43 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     """What does not hide behind a pass: the excess, and always one layer's part, which has no computation beside it."""
     alone = exchange_s / layers
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
+
+
+def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code: Code) -> dict[str, dict[str, int]]:
+    """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
+
+    The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on
+    the algorithm. Sums of single numbers (the loss, the gradients' norm) are left out.
+    """
+    found: dict[str, dict[str, int]] = {}
+    tokens, m = plan.microbatch * context, plan.accumulation
+    last = plan.pp == 1
+    size = DTYPE_BYTES[plan.compute_dtype]
+    # Under autocast partial results are 16 bits wide; the stream, its gradient and the embedding are not.
+    stream = 4 if plan.precision in AUTOCAST and code != "fused" else size
+    narrow, wide = tokens * model.width * size, tokens * model.width * stream
+    if plan.tp > 1:
+        again = 2 if plan.recompute == "full" else 0
+        forward, backward = (2 + again) * layers * narrow, 2 * layers * wide
+        loss = 3 * 4 * tokens if last else 0  # a token's maximum, sum and target
+        head = wide if last else 0
+        if plan.sequence_parallel:
+            # Joined on entering two regions a layer and scattered on leaving; backward the other way round.
+            regathered = 2 * layers * narrow if code == "fused" else 0
+            joined = (2 + again) * layers * wide + 2 * layers * narrow + head + wide + regathered
+            scattered = forward + backward + wide + head
+            found["tp"] = {"all_gather": m * joined, "reduce_scatter": m * scattered, "all_reduce": m * loss}
+        else:
+            found["tp"] = {"all_reduce": m * (forward + backward + wide + head + loss)}
+    if plan.pp > 1:
+        found["pp"] = {"send": m * plan.interleave * narrow // plan.tp}
+    if plan.dp > 1:
+        weight, gradient, _ = STATE_BYTES[plan.precision]
+        parameters = stage_parameters(shard_parameters(model, plan.tp), layers, True, last)
+        times = m if plan.zero >= 2 else 1
+        if plan.zero == 0:
+            found["dp"] = {"all_reduce": gradient * parameters}
+        else:
+            gathers = {1: 1, 2: 1, 3: 2 * m}[plan.zero]
+            found["dp"] = {"reduce_scatter": times * gradient * parameters, "all_gather": gathers * weight * parameters}
+    return {axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items()}

@@ -10,10 +10,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.plan import work
 from tilemesh.plan.choose import Result
-from tilemesh.plan.constants import LOGITS_BYTES, OPTIMIZER_BYTES
+from tilemesh.plan.constants import OPTIMIZER_BYTES
 from tilemesh.plan.explain import Row, Section, activation_section, flops_section
 from tilemesh.plan.flops import recomputed_flops
 from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.passes import Pass
 from tilemesh.plan.room import layers_in_flight
 from tilemesh.plan.shards import stage_parameters, vocabulary_per_rank
 from tilemesh.plan.step import Estimator, Prediction
@@ -22,7 +23,7 @@ from tilemesh.plan.step import Estimator, Prediction
 def plan_sections(result: Result) -> list[Section]:
     """What the best plan's figures are made of."""
     best = result.best
-    estimator = Estimator(result.model, result.cluster, result.context)
+    estimator = result.estimator()
     return [
         flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
         activation_section(result.model, result.context, best.plan),
@@ -70,13 +71,14 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
         )
     vocabulary = vocabulary_per_rank(model, plan.tp)
     tokens = plan.microbatch * estimator.context
+    each = room.logits_bytes(plan) // (tokens * vocabulary)
     rows += [
         Row("layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"),
         Row("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
         Row(
             "logits",
-            f"{LOGITS_BYTES} B x b S V/tp, last stage",
-            f"{LOGITS_BYTES} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
+            f"{each} B x b S V/tp, last stage",
+            f"{each} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
             format_bytes(best.memory.logits_bytes),
         ),
         Row(
@@ -225,13 +227,13 @@ def roofline_section(estimator: Estimator, plan: ParallelPlan) -> Section:
     device = estimator.cluster.device
     dtype = plan.compute_dtype
     ridge = Ceiling.of_device(device).ridge(dtype)
-    speed = work.speed_of(device, dtype)
-    layer = work.layer_work(
-        estimator.model, plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context, plan.attention, dtype
-    )
+    code = estimator.clock.code(plan)
+    speed = work.speed_of(device, dtype, estimator.rates, code)
+    sizes = (plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context)
+    layer = work.layer_work(estimator.model, *sizes, plan.attention, dtype, code)
     rows = []
     for op in layer.forward:
-        if isinstance(op, work.Pass):
+        if isinstance(op, Pass):
             side, intensity, shape = "memory", "0 (moves bytes only)", f"{op.nbytes:,} B"
         else:
             nbytes = op.nbytes if isinstance(op, work.FusedAttention) else speed.matmul_bytes(op)

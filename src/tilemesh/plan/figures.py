@@ -27,7 +27,7 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
     """Seconds, bytes and fractions; names end in their unit."""
     memory = dataclasses.asdict(prediction.memory)
     return {
-        "plan": prediction.plan.to_dict(),
+        "plan": prediction.settled_plan.to_dict(),
         "fits": prediction.fits,
         "trainable": trainable(prediction.plan),
         "step_time_s": prediction.step_time_s,
@@ -42,5 +42,6 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
         "exposed_communication_s": prediction.times.exposed_s,
         "times": dataclasses.asdict(prediction.times),
         "traffic": {axis: round(nbytes) for axis, nbytes in prediction.traffic.items()},
+        "exchanges": prediction.exchanges,
         "chunk_layers": list(prediction.chunk_layers),
     }

@@ -45,6 +45,8 @@ class Layout(Protocol):
     def precision(self) -> Precision: ...
     @property
     def compute_dtype(self) -> str: ...
+    @property
+    def chunk_layers(self) -> tuple[int, ...]: ...
 
 
 class Candidate(NamedTuple):
@@ -62,6 +64,7 @@ class Candidate(NamedTuple):
     recompute: Recompute
     attention: Attention
     precision: Precision
+    chunk_layers: tuple[int, ...] = ()
 
     @property
     def compute_dtype(self) -> str:

@@ -14,6 +14,7 @@ from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
 from tilemesh.plan.layout import Layout
+from tilemesh.plan.passes import Code, logits_element_bytes
 from tilemesh.plan.shards import Shards, kv_width_per_rank, vocabulary_per_rank
 
 # Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
@@ -24,7 +25,7 @@ STATE_BYTES = {
     "bf16-master": (2, 2, 12),
     "fp64": (8, 8, 16),
 }
-_AUTOCAST = ("bf16", "fp16")
+AUTOCAST = ("bf16", "fp16")
 
 
 class Kept(NamedTuple):
@@ -95,7 +96,7 @@ def kept_tensors(model: ModelConfig, microbatch: int, context: int, attention: s
     """What one layer keeps of one microbatch when nothing is recomputed."""
     size = DTYPE_BYTES["bf16" if precision in ("bf16", "fp16", "bf16-master") else precision]
     # Autocast leaves the stream between the layers in fp32; only what enters a matmul is cast.
-    stream = 4 if precision in _AUTOCAST else size
+    stream = 4 if precision in AUTOCAST else size
     tokens = microbatch * context
     whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
     square = microbatch * model.heads * context * context
@@ -173,15 +174,16 @@ def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int) -> in
 # ---- the rest --------------------------------------------------------------------------------------------------
 
 
-def logits_bytes(model: ModelConfig, tp: int, microbatch: int, context: int) -> int:
-    """Logits on the last stage: as the matmul wrote them, in fp32 for the loss, and their gradient."""
-    return constants.LOGITS_BYTES * microbatch * context * vocabulary_per_rank(model, tp)
+def logits_bytes(model: ModelConfig, plan: Layout, context: int, code: Code) -> int:
+    """Logits on the last stage and what the loss makes of them."""
+    each = logits_element_bytes(model, plan.tp, DTYPE_BYTES[plan.compute_dtype], code)
+    return each * plan.microbatch * context * vocabulary_per_rank(model, plan.tp)
 
 
 def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_bytes: int) -> int:
     """What lives for moments: the recomputed layer, gathered weights, cast copies."""
     total = recomputed_bytes
-    if plan.precision in _AUTOCAST:
+    if plan.precision in AUTOCAST:
         total += 2 * parameters  # kept from forward to backward beside the fp32 weights
     weights, gradients, _ = STATE_BYTES[plan.precision]
     if plan.zero == 3:

@@ -14,7 +14,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.plan.choose import Result
 from tilemesh.plan.layout import short
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Prediction
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 420, 90, 50
 ROUNDS = (3, 2, 1)
@@ -149,7 +149,7 @@ def _simulated(result: Result, best: Prediction) -> tuple[pipeline.PipelineSched
     per_round = 2 * plan.pp * plan.pp * plan.interleave
     rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
     few = min(plan.accumulation, rounds * plan.pp)
-    estimator = Estimator(result.model, result.cluster, result.context)
+    estimator = result.estimator()
     chunks = estimator.chunk_times(plan)
     schedule = pipeline.build(plan.schedule, plan.pp, few, plan.interleave)
     found = pipeline.simulate(schedule, chunks.forward_s, chunks.backward_s, keep_slots=True)

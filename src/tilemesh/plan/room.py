@@ -8,6 +8,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants, memory
 from tilemesh.plan.layout import Layout
 from tilemesh.plan.memory import Memory
+from tilemesh.plan.passes import Code, default_code
 from tilemesh.plan.shards import Shards, shard_parameters, stage_parameters
 
 
@@ -19,8 +20,10 @@ def usable_bytes(cluster: Cluster) -> int:
 class Room:
     """Memory of layouts of one model; remembers what they share."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, context: int) -> None:
+    def __init__(self, model: ModelConfig, cluster: Cluster, context: int, code: Code | None = None) -> None:
         self.model = model
+        self._device = cluster.device
+        self._code = code
         self.context = context
         self._reserved = memory.reserved_bytes(cluster.device)
         self._shards: dict[int, Shards] = {}
@@ -62,9 +65,14 @@ class Room:
         weights, gradients, optimizer = memory.state_bytes(parameters, plan.precision, plan.zero, plan.dp)
         kept, recomputed = self.layer(plan)
         activations = layers_in_flight(plan, stage, counts) * kept
-        logits = memory.logits_bytes(self.model, plan.tp, plan.microbatch, self.context) if last else 0
+        logits = self.logits_bytes(plan) if last else 0
         working = memory.working_bytes(plan, shards, parameters, recomputed)
         return weights, gradients, optimizer, activations, logits, working, self._reserved
+
+    def logits_bytes(self, plan: Layout) -> int:
+        """What the loss holds at its fullest moment."""
+        code = self._code or default_code(self._device, plan.precision)
+        return memory.logits_bytes(self.model, plan, self.context, code)
 
     def layer(self, plan: Layout) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""

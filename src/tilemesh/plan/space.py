@@ -72,6 +72,8 @@ class Pins:
 
 def default_precision(device: Device) -> Precision:
     """What large models are trained in on a device: 16 bits with fp32 master weights where it has bf16."""
+    if device.kind == "cpu":
+        return "fp32"  # what a CPU has of 16 bits is mostly emulated
     if "bf16" in device.peak_flops_per_s:
         return "bf16-master"
     return "fp16" if "fp16" in device.peak_flops_per_s else "fp32"

@@ -20,10 +20,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock
-from tilemesh.plan.exchange import DataExchange, data_exchange
+from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.layout import Layout
 from tilemesh.plan.memory import Memory
+from tilemesh.plan.passes import Code
 from tilemesh.plan.room import Room, usable_bytes
 from tilemesh.plan.shards import stage_parameters, why_not
 from tilemesh.plan.stages import cut, spread
@@ -82,6 +83,13 @@ class Prediction:
     """Of the schedule itself, as if all stages took equally long."""
     chunk_layers: tuple[int, ...]
     """Layers of each chunk; chunk c lies on stage c % pp."""
+    exchanges: dict[str, dict[str, int]]
+    """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
+
+    @property
+    def settled_plan(self) -> ParallelPlan:
+        """The plan with the cut that was predicted: what a file should say, so that it is what runs."""
+        return self.plan if self.plan.pp == 1 else dataclasses.replace(self.plan, chunk_layers=self.chunk_layers)
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,19 +120,38 @@ class Frame(NamedTuple):
     """Of any rank: it exchanges and updates longest."""
 
 
-def predict(model: ModelConfig, cluster: Cluster, plan: ParallelPlan, context: int | None = None) -> Prediction:
-    """One layout, its pipeline simulated."""
-    return Estimator(model, cluster, context).predict(plan)
+def predict(
+    model: ModelConfig,
+    cluster: Cluster,
+    plan: ParallelPlan,
+    context: int | None = None,
+    *,
+    rates: Rates | None = None,
+    code: Code | None = None,
+) -> Prediction:
+    """One layout, its pipeline simulated.
+
+    `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
+    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`plan/passes.py`).
+    """
+    return Estimator(model, cluster, context, rates, code).predict(plan)
 
 
 class Estimator:
     """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's."""
 
     def __init__(
-        self, model: ModelConfig, cluster: Cluster, context: int | None = None, rates: Rates | None = None
+        self,
+        model: ModelConfig,
+        cluster: Cluster,
+        context: int | None = None,
+        rates: Rates | None = None,
+        code: Code | None = None,
     ) -> None:
         self.model = model
         self.cluster = cluster
+        self.rates = rates
+        self.code = code
         self.context = model.context if context is None else context
         if self.context < 1:
             raise UsageError(f"context is {self.context}: expected at least 1 token")
@@ -133,8 +160,8 @@ class Estimator:
                 f"context {self.context} is longer than the model's {model.context} learned positions: "
                 f"add --set model.context={self.context}"
             )
-        self.clock = Clock(model, cluster, self.context, rates)
-        self.room = Room(model, cluster, self.context)
+        self.clock = Clock(model, cluster, self.context, rates, code)
+        self.room = Room(model, cluster, self.context, code)
         self.usable_bytes = usable_bytes(cluster)
         self._frames: dict[tuple[object, ...], Frame] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
@@ -153,6 +180,8 @@ class Estimator:
                 f"interleaved takes microbatches in groups of pp: {plan.accumulation} a replica is no multiple of "
                 f"{plan.pp}"
             )
+        if plan.chunk_layers and sum(plan.chunk_layers) != self.model.layers:
+            return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {self.model.layers}"
         return why_not(self.model, plan.tp)
 
     # ---- two answers -------------------------------------------------------------------------------------------
@@ -193,6 +222,7 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
+            exchanges=exchanged(self.model, plan, self.context, frame.stages[0], self.clock.code(plan)),
         )
 
     def chunk_times(self, plan: Layout) -> Chunks:
@@ -211,7 +241,7 @@ class Estimator:
         near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
-            plan.attention, plan.precision, plan.accumulation > 1, near, exact,
+            plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
@@ -227,7 +257,9 @@ class Estimator:
         return found
 
     def _counts(self, plan: Layout, exact: bool) -> tuple[int, ...]:
-        """Layers of each chunk."""
+        """Layers of each chunk: as the plan says, or cut here."""
+        if plan.chunk_layers:
+            return plan.chunk_layers
         if plan.pp == 1:
             return (self.model.layers,)
         layer = self.clock.layer(plan)

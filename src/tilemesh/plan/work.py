@@ -1,7 +1,8 @@
 """What a layer does, pass by pass: matmuls by shape, everything else by bytes; and the seconds that takes.
 
 The one idea: a roofline per operation. A matmul takes its FLOPs at the rate its shape allows (tiles, waves, a fill per
-tile) or its bytes at the memory's, whichever is longer; the rest only moves bytes; nothing is shorter than a launch.
+tile, parts along k) or its bytes at the memory's, whichever is longer; the rest only moves bytes; nothing is shorter
+than a launch.
 Shapes are those of one rank; T tokens, D width, F hidden width, V vocabulary.
 """
 
@@ -16,6 +17,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
+from tilemesh.plan.passes import ALIGNED, Code, Pass, layer_passes, loss_passes, shape_of, unaligned
 from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
 
 
@@ -31,14 +33,6 @@ class Matmul(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Pass(NamedTuple):
-    """A memory-bound operation: so many bytes read and written, in so many kernels."""
-
-    name: str
-    nbytes: int
-    launches: int = 1
-
-
 class FusedAttention(NamedTuple):
     """Scores, softmax and values in one kernel; half the square when causal."""
 
@@ -46,6 +40,8 @@ class FusedAttention(NamedTuple):
     flops: int
     nbytes: int
     backward: bool
+    head_width: int
+    context: int
 
 
 Op = Matmul | Pass | FusedAttention
@@ -65,42 +61,36 @@ class Work:
 
 
 def layer_work(
-    model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, attention: str, dtype: str
+    model: ModelConfig,
+    tp: int,
+    sequence_parallel: bool,
+    microbatch: int,
+    context: int,
+    attention: str,
+    dtype: str,
+    code: Code = "fused",
+    autocast: bool = False,
 ) -> Work:
     """One layer, forward and backward."""
     size = DTYPE_BYTES[dtype]
-    T, D, F = microbatch * context, model.width, model.mlp_width // tp
-    own, kv = D // tp, kv_width_per_rank(model, tp)
-    local = T * D * size // (tp if sequence_parallel else 1)  # bytes of the stream where tp does not split it
-    mask = local // size if model.dropout else 0
-    first = model.mlp_inputs * F
+    shape = shape_of(model, tp, sequence_parallel, microbatch, context, dtype, autocast)
+    T, D, own, kv = shape.tokens, shape.width, shape.own, shape.kv
     scores, scores_back = _attention(model, tp, microbatch, context, attention, size)
-    rotary = [Pass("rotary", 2 * T * (own + kv) * size)] if model.positions == "rotary" else []
-    matmuls = [
-        Matmul("q, k, v", 1, T, own + 2 * kv, D),
-        Matmul("output projection", 1, T, D, own),
-        Matmul("MLP in", 1, T, first, D),
-        Matmul("MLP out", 1, T, D, F),
-    ]
-    forward: list[Op] = [
-        Pass("norms", 2 * 2 * local, 2),
-        *rotary,
-        *matmuls,
-        # Bias, dropout and residual in one kernel: reads two, writes one and the mask.
-        Pass("residuals", 2 * (3 * local + mask), 2),
-        Pass("activation", T * (first + F) * size),
-    ]
+    # Hand-fused code makes q, k and v in one product; our Transformer keeps them apart, so that each can be split.
+    qkv = [Matmul("q, k, v", 1, T, own + 2 * kv, D)]
+    inputs = [Matmul("MLP in", 1, T, shape.first, D)]
+    if code != "fused":
+        qkv = [Matmul("q", 1, T, own, D), Matmul("k", 1, T, kv, D), Matmul("v", 1, T, kv, D)]
+        inputs = [Matmul("MLP in", 1, T, shape.hidden, D)]
+        inputs += [Matmul("MLP gate", 1, T, shape.hidden, D)] if model.mlp_inputs == 2 else []
+    matmuls = [*qkv, Matmul("output projection", 1, T, D, own), *inputs, Matmul("MLP out", 1, T, D, shape.hidden)]
+    passes, passes_back = layer_passes(model, shape, code)
+    forward: list[Op] = [*matmuls, *passes]
     backward: list[Op] = [
-        # Backward of a norm reads its input and the gradient, writes one; the residual's sum reads two, writes one.
-        Pass("norms", 2 * 3 * local, 2),
-        Pass("residuals", 2 * 3 * local + (2 * (2 * local + mask) if model.dropout else 0), 4 if model.dropout else 2),
-        *rotary,
+        *passes_back,
         *(Matmul(f"{op.name}, input gradient", 1, op.m, op.k, op.n) for op in matmuls),
         *(Matmul(f"{op.name}, weight gradient", 1, op.k, op.n, op.m) for op in matmuls),
-        Pass("activation", T * (2 * first + F) * size),
     ]
-    if model.biases:  # a bias's gradient sums the output's gradient once more
-        backward.append(Pass("biases", T * (own + 2 * kv + D + first + D) * size, 4))
     return Work((*forward, *scores), tuple(scores), (*backward, *scores_back))
 
 
@@ -112,9 +102,10 @@ def _attention(
     qo, kv = tokens * model.width // tp, tokens * kv_width_per_rank(model, tp)
     if attention == "fused":
         flops = 4 * heads * context * context * d // 2
-        forward = FusedAttention("fused attention", flops, (2 * qo + 2 * kv) * size, False)
+        forward = FusedAttention("fused attention", flops, (2 * qo + 2 * kv) * size, False, d, context)
         # Backward makes the scores again and then four more products where forward has two.
-        return [forward], [FusedAttention("fused attention", 5 * flops // 2, (4 * qo + 4 * kv) * size, True)]
+        nbytes = (4 * qo + 4 * kv) * size
+        return [forward], [FusedAttention("fused attention", 5 * flops // 2, nbytes, True, d, context)]
     square = heads * context * context
     mask = square if model.dropout else 0
     drop = [Pass("dropout of scores", 2 * square * size + mask)] if model.dropout else []
@@ -132,20 +123,25 @@ def _attention(
     return forward_ops, backward_ops
 
 
-def head_work(model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, dtype: str) -> Work:
+def head_work(
+    model: ModelConfig,
+    tp: int,
+    sequence_parallel: bool,
+    microbatch: int,
+    context: int,
+    dtype: str,
+    code: Code = "fused",
+) -> Work:
     """Final norm, logits and loss, on the last stage."""
     size = DTYPE_BYTES[dtype]
     T, D, V = microbatch * context, model.width, vocabulary_per_rank(model, tp)
     local = T * D * size // (tp if sequence_parallel else 1)
-    logits = Matmul("logits", 1, T, V, D)
-    forward: tuple[Op, ...] = (
-        Pass("final norm", 2 * local),
-        logits,
-        # To fp32; maximum; exponentials and their sum.
-        Pass("loss", T * V * (size + 4 + 4 + 8), 4),
-    )
+    loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code)
+    if code == "compiled" and unaligned(V, size):
+        V += -V % ALIGNED  # torch.compile pads the weight
+    forward: tuple[Op, ...] = (Pass("final norm", 2 * local), Matmul("logits", 1, T, V, D), *loss)
     backward: tuple[Op, ...] = (
-        Pass("loss", T * V * (4 + 4 + size), 2),
+        *loss_back,
         Matmul("logits, input gradient", 1, T, D, V),
         Matmul("logits, weight gradient", 1, D, V, T),
         Pass("final norm", 3 * local),
@@ -165,70 +161,134 @@ def embedding_work(
 # ---- how long it takes -----------------------------------------------------------------------------------------
 
 
+class Attention(NamedTuple):
+    """What a fused attention kernel sustains: FLOP/s by head width for either pass, and how short sequences lose."""
+
+    forward: tuple[tuple[int, float], ...]
+    backward: tuple[tuple[int, float], ...]
+    fill_tokens: tuple[int, int] = (0, 0)
+    """Tokens of a sequence that take as long again: blocks on the diagonal half used, and what precedes the loop."""
+
+    def rate(self, backward: bool, head_width: int, context: int) -> float:
+        known = self.backward if backward else self.forward
+        _, rate = min(known, key=lambda pair: (abs(pair[0] - head_width), pair[0]))
+        return rate / (1 + self.fill_tokens[backward] / context)
+
+
 @dataclass(frozen=True)
 class Speed:
     """A device as the model sees it."""
 
     flops_per_s: float
     """What a large matmul sustains."""
-    attention_flops_per_s: tuple[float, float]
-    """What a fused attention kernel sustains, forward and backward."""
+    attention: Attention
     stream_bytes_per_s: float
+    elementwise_bytes_per_s: float
+    """Of tensors of a layer's size: on a CPU caches and allocation make it another figure than the memory's."""
+    exponentials_per_s: float
     launch_s: float
     processors: int
     """Streaming multiprocessors; 0 where tiles and waves do not matter."""
+    tiles: constants.Tiles
     element_bytes: int
+    waits: bool
+    """The caller waits for each operation (a CPU), so its launch adds to the work instead of hiding behind it."""
+    pads: bool
+    """Rows of unaligned length are padded before they reach a matmul."""
 
     def matmul_bytes(self, op: Matmul) -> int:
         """Each operand read once, the result written once."""
         return op.batch * (op.m * op.k + op.k * op.n + op.m * op.n) * self.element_bytes
 
     def matmul_s(self, op: Matmul) -> float:
-        compute = op.flops / (self.flops_per_s * shape_fraction(op.batch, op.m, op.n, op.k, self.processors))
-        return max(compute, self.matmul_bytes(op) / self.stream_bytes_per_s, self.launch_s)
+        fraction, splits = shape_fraction(op.batch, op.m, op.n, op.k, self.processors, self.tiles)
+        awkward = unaligned(op.n, self.element_bytes) or unaligned(op.k, self.element_bytes)
+        if awkward and self.processors and not self.pads:
+            fraction = min(fraction, constants.UNALIGNED_FRACTION)
+        compute = op.flops / (self.flops_per_s * fraction)
+        # Parts of a split product are written in fp32 and read again to be summed.
+        partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
+        return self._with_launches(max(compute + partial, self.matmul_bytes(op) / self.stream_bytes_per_s), 1)
 
     def op_s(self, op: Op) -> float:
         if isinstance(op, Matmul):
             return self.matmul_s(op)
         if isinstance(op, Pass):
-            return max(op.nbytes / self.stream_bytes_per_s, op.launches * self.launch_s)
-        compute = op.flops / self.attention_flops_per_s[op.backward]
-        return max(compute, op.nbytes / self.stream_bytes_per_s, self.launch_s)
+            moving = op.nbytes / (self.elementwise_bytes_per_s * constants.PASS_FRACTION[self.waits][op.kind])
+            return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
+        compute = op.flops / self.attention.rate(op.backward, op.head_width, op.context)
+        return self._with_launches(max(compute, op.nbytes / self.stream_bytes_per_s), 1)
+
+    def _with_launches(self, busy_s: float, launches: int) -> float:
+        return busy_s + launches * self.launch_s if self.waits else max(busy_s, launches * self.launch_s)
 
     def seconds(self, ops: tuple[Op, ...]) -> float:
         return sum(map(self.op_s, ops))
 
 
-def speed_of(device: Device, dtype: str, rates: Rates | None = None) -> Speed:
+def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code = "fused") -> Speed:
     """A device's speed from its datasheet and the constants, or from what was measured where it was."""
     sustained = device.peak(dtype) * constants.MATMUL_FRACTION[device.name]
     measured = rates or Rates()
     flops_per_s = measured.matmul_flops_per_s.get(dtype, sustained)
-    forward, backward = constants.FUSED_ATTENTION_FRACTION[device.name]
-    # A machine whose matmuls are slower or faster than expected is so in attention too.
-    peak = device.peak(dtype) * flops_per_s / sustained
+    stream = measured.copy_bytes_per_s or device.memory_bytes_per_s * constants.STREAM_FRACTION
+    cpu = device.kind == "cpu"
+    # A CPU without a figure of its own: a vectorised exponential takes about as long as so many multiply-adds.
+    exponentials = measured.exponentials_per_s or (flops_per_s / constants.EXPONENTIAL_FLOPS if cpu else math.inf)
     return Speed(
         flops_per_s=flops_per_s,
-        attention_flops_per_s=(forward * peak, backward * peak),
-        stream_bytes_per_s=measured.copy_bytes_per_s or device.memory_bytes_per_s * constants.STREAM_FRACTION,
+        # A machine whose matmuls are slower or faster than expected is so in attention too.
+        attention=_attention_speed(device, device.peak(dtype) * flops_per_s / sustained, measured, code),
+        stream_bytes_per_s=stream,
+        elementwise_bytes_per_s=measured.elementwise_bytes_per_s or stream,
+        exponentials_per_s=exponentials,
         launch_s=measured.launch_s or device.launch_s,
-        processors=device.sm_count if device.kind == "gpu" else 0,
+        processors=0 if cpu else device.sm_count,
+        tiles=constants.HOPPER_TILES if device.capability >= (9, 0) and code != "fused" else constants.TILES,
         element_bytes=DTYPE_BYTES[dtype],
+        waits=cpu,
+        pads=code != "eager",
+    )
+
+
+def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> Attention:
+    if measured.attention_flops_per_s:
+        passes: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+        for key, rate in measured.attention_flops_per_s.items():
+            name, _, width = key.partition("-")
+            passes[name].append((int(width), rate))
+        return Attention(tuple(sorted(passes["forward"])), tuple(sorted(passes["backward"])))
+    known = constants.TORCH_ATTENTION_FRACTION.get(device.name)
+    if known is None or code == "fused":
+        forward, backward = constants.FUSED_ATTENTION_FRACTION[device.name]
+        return Attention(((128, forward * peak),), ((128, backward * peak),))
+    return Attention(
+        tuple((width, forward * peak) for width, (forward, _) in known.items()),
+        tuple((width, backward * peak) for width, (_, backward) in known.items()),
+        constants.TORCH_ATTENTION_FILL,
     )
 
 
 @functools.cache
-def shape_fraction(count: int, m: int, n: int, k: int, processors: int) -> float:
-    """Of the sustained rate, what a shape allows: the best tile's edges, last wave and fill.
+def shape_fraction(
+    count: int, m: int, n: int, k: int, processors: int, choice: constants.Tiles = constants.TILES
+) -> tuple[float, int]:
+    """Of the sustained rate, what a shape allows (the best tile's edges, last wave and fill), and into how many parts
+    its k is split.
 
     A wave is one tile on every multiprocessor; the last one is rarely full. Each tile spends a fixed time on filling
-    its pipeline and on writing its result, as long as so many steps of k.
+    its pipeline and on writing its result, as long as so many steps of k. A result of fewer tiles than multiprocessors
+    (a narrow layer's weight gradient) is computed in parts along k, so that all have work.
     """
     if not processors:
-        return 1.0
-    best = 0.0
-    for tile_m, tile_n, rate in constants.TILES:
+        return 1.0, 1
+    best = (0.0, 1)
+    for tile_m, tile_n, rate in choice:
         tiles = count * math.ceil(m / tile_m) * math.ceil(n / tile_n)
-        slots = math.ceil(tiles / processors) * processors
-        best = max(best, rate * count * m * n / (slots * tile_m * tile_n))
-    return best * k / (k + constants.TILE_FILL_K)
+        for splits in range(1, max(1, min(processors // tiles, k // constants.LEAST_SPLIT_K)) + 1):
+            slots = math.ceil(tiles * splits / processors) * processors
+            used = rate * splits * count * m * n / (slots * tile_m * tile_n)
+            own_k = k / splits
+            # Fewer parts among equals: each part's result is written and read.
+            best = max(best, (used * own_k / (own_k + constants.TILE_FILL_K), splits), key=lambda b: (b[0], -b[1]))
+    return best

@@ -141,13 +141,14 @@ def problem_of(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, *, activation:
 
 def apart(given: Tensor, out: Tensor) -> Tensor:
     """An input that shares memory with `out` is copied first: some kernels write D before all of it is read."""
-    ranges = []
-    for tensor in (given, out):
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        ranges.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()))
-    (first, first_end), (second, second_end) = ranges
-    overlaps = given.device == out.device and first < second_end and second < first_end and given.numel() > 0
-    return given.clone() if overlaps else given
+    ahead = out.data_ptr() - given.data_ptr()
+    lower = given if ahead > 0 else out
+    reach = 1
+    for size, stride in zip(lower.shape, lower.stride(), strict=True):
+        reach += (size - 1) * stride
+    if abs(ahead) >= reach * lower.element_size() or given.device != out.device or given.numel() == 0:
+        return given
+    return given.clone()
 
 
 def allows_tf32() -> bool:

@@ -1,17 +1,22 @@
 """A roofline of bench rows, drawn by hand as SVG: no plotting library is worth a dependency for one picture.
 
 Across: FLOPs a byte that must move. Up: FLOP/s. The roof is the machine's limit; each shape is a dot for ours and a
-ring for eager, so the height between them is what fusing and tuning gained.
+ring for eager, so the height between them is what fusing and tuning gained. A PNG is the same picture, turned by a
+program that can (librsvg's, or a browser), where one is installed.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.cost import cost
 from tilemesh.kernels.matmul.problem import dense
 from tilemesh.measure.row import Row
@@ -21,12 +26,42 @@ LEFT, RIGHT, TOP, BOTTOM = 80, 24, 48, 64
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
-    """Write the roofline of the kernel-time rows to an .svg file."""
-    if not path.endswith(".svg"):
-        raise UsageError(f"chart '{path}': expected a file that ends in .svg")
+    """Write the roofline of the kernel-time rows to an .svg or a .png file."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(svg(rows), encoding="utf-8")
+    if target.suffix not in (".svg", ".png"):
+        raise UsageError(f"chart '{path}': expected a file that ends in .svg or .png")
+    picture = svg(rows)
+    if target.suffix == ".svg":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(picture, encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source, drawn = Path(folder, "chart.svg"), Path(folder, "chart.png")
+        source.write_text(picture, encoding="utf-8")
+        done = subprocess.run(_converter(source, drawn), capture_output=True, text=True, timeout=120, check=False)
+        if not drawn.exists():
+            raise RunError(f"the chart could not be turned into {path}: {done.stderr.strip()[-200:]}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(drawn, target)
+
+
+def _converter(source: Path, drawn: Path) -> list[str]:
+    """The command that turns an SVG into a PNG twice its size, with what this machine has."""
+    if found := shutil.which("rsvg-convert"):
+        return [found, "--zoom", "2", "--output", str(drawn), str(source)]
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            size = [f"--window-size={WIDTH},{HEIGHT}", "--force-device-scale-factor=2", "--hide-scrollbars"]
+            return [
+                found,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                *size,
+                f"--screenshot={drawn}",
+                source.as_uri(),
+            ]
+    raise UsageError("a .png chart needs rsvg-convert or chromium on the PATH, found neither: write an .svg instead")
 
 
 def svg(rows: Sequence[Row]) -> str:
@@ -107,27 +142,59 @@ def _frame(across: _Axis, up: _Axis) -> list[str]:
 def _roof(
     points: Sequence[tuple[float, float, float | None, float | None, str]], across: _Axis, up: _Axis
 ) -> list[str]:
-    edge = sorted((x, roof) for x, _, _, roof, _ in points if roof)
+    edge = _edge(points)
     if not edge:
         return []
     path = " ".join(f"{across.place(x):.1f},{up.place(roof):.1f}" for x, roof in edge)
     return [f'<polyline points="{path}" fill="none" stroke="#444" stroke-width="1.5"/>']
 
 
+def _edge(points: Sequence[tuple[float, float, float | None, float | None, str]]) -> list[tuple[float, float]]:
+    return sorted((x, roof) for x, _, _, roof, _ in points if roof)
+
+
 def _labels(
     points: Sequence[tuple[float, float, float | None, float | None, str]], across: _Axis, up: _Axis
 ) -> list[str]:
-    """Shapes beside their dots, pushed down where two would overlap."""
+    """Shapes beside their dots: the nearest free place around each, so that no label covers a dot or another."""
+    marks = [(across.place(x), up.place(y)) for x, ours, eager, _, _ in points for y in (ours, eager) if y]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in marks]
+    stems = [(across.place(x), up.place(ours), up.place(eager)) for x, ours, eager, _, _ in points if eager]
+    taken += [(x - 1, min(ends), x + 1, max(ends)) for x, *ends in stems]
+    roof = _sampled([(across.place(x), up.place(height)) for x, height in _edge(points)])
     lines: list[str] = []
-    taken: list[tuple[float, float]] = []
     for x, ours, _, _, label in sorted(points):
-        at, height = across.place(x) + 7, up.place(ours) + 4
-        while any(abs(at - other) < 6.4 * len(label) and abs(height - line) < 12 for other, line in taken):
-            height += 12
-        taken.append((at, height))
-        anchor = "end" if at > WIDTH - 120 else "start"
-        lines.append(
-            f'<text x="{at - (14 if anchor == "end" else 0):.1f}" y="{height:.1f}" text-anchor="{anchor}" '
-            f'fill="#333">{escape(label)}</text>'
-        )
+        box = _free(across.place(x), up.place(ours), 6.3 * len(label), taken, roof)
+        taken.append(box)
+        halo = 'stroke="white" stroke-width="3" paint-order="stroke"'  # legible where it lies on the roof after all
+        lines.append(f'<text x="{box[0]:.1f}" y="{box[3] - 3:.1f}" {halo} fill="#333">{escape(label)}</text>')
     return lines
+
+
+Box = tuple[float, float, float, float]
+
+
+def _free(x: float, y: float, width: float, taken: Sequence[Box], roof: Sequence[Box]) -> Box:
+    """A box of a label's size near (x, y): beside it and off the roof, else on the roof, else further away."""
+    for most, covered in ((14, [*taken, *roof]), (14, taken), (200, taken)):
+        for away in range(0, most, 4):
+            for height in (y + away, y - away):
+                for left in (x + 8, x - 8 - width, x - width / 2):
+                    box = (left, height - 7, left + width, height + 7)
+                    inside = box[0] > LEFT and box[2] < WIDTH and box[1] > TOP and box[3] < HEIGHT - BOTTOM
+                    if inside and not any(_meet(box, other) for other in covered):
+                        return box
+    return (x + 8, y - 7, x + 8 + width, y + 7)
+
+
+def _sampled(path: Sequence[tuple[float, float]]) -> list[Box]:
+    """A line as small boxes along it."""
+    boxes = []
+    for (x, y), (to_x, to_y) in pairwise(path):
+        along = ((x + part / 50 * (to_x - x), y + part / 50 * (to_y - y)) for part in range(51))
+        boxes += [(at - 1, height - 1, at + 1, height + 1) for at, height in along]
+    return boxes
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

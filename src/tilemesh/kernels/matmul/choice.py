@@ -51,7 +51,7 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
         _tuned_here.add(problem.key)
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
-    return select.choose(problem, tables, rates, tma=gpu.tma, shared_limit=gpu.shared_bytes)
+    return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from typing import Any
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.matmul.problem import Problem
 
-KINDS = ("pointer", "tma", "persistent", "split", "library", "torch")
-TILE_KINDS = ("pointer", "tma", "persistent", "split")
+TILE_KINDS = ("pointer", "tma", "persistent", "pingpong", "split")
+KINDS = (*TILE_KINDS, "library", "torch")
 
 # What a Hopper block may use; a smaller GPU passes its own.
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -23,13 +23,14 @@ HOPPER_MULTIPROCESSORS = 132
 REGISTERS_PER_THREAD = 255
 # Beyond the accumulator a thread needs addresses, a slice of the epilogue and the loop's state.
 REGISTERS_BESIDE_ACCUMULATOR = 56
+MOST_BOX = 256  # of one TMA load, along each side
 MOST_WARPS = 32  # of a block: 1024 threads
 MOST_GRID_Y = 65535  # blocks along a grid's second side, which is where split-K's programs lie
 
 _POWERS = ("block_m", "block_n", "block_k", "warps", "subtile")
 _COUNTS = ("stages", "group", "split_k", "per_sm")
 _FLAGS = (
-    "c_first", "c_early", "tma_epilogue", "tma_loads", "flatten", "tail", "prefetch", "chained", "specialize",
+    "c_first", "c_early", "tma_epilogue", "tma_loads", "flatten", "tail", "prefetch", "chained", "specialize", "paired",
 )  # fmt: skip
 
 
@@ -42,8 +43,9 @@ class Config:
     """One way to compute the product. Fields that a kind does not use stay at their defaults.
 
     pointer: masked loads, any strides · tma: descriptor loads, one tile a program · persistent: as many programs as
-    multiprocessors walk the tiles · split: `split_k` programs a tile, summed in order by a second kernel ·
-    library: the vendor's matmul and one fused pass · torch: three plain operators.
+    multiprocessors walk the tiles · pingpong: the same with a loading warp and two groups of warps that multiply and
+    finish tiles in turn · split: `split_k` programs a tile, summed in order by a second kernel · library: the vendor's
+    matmul and one fused pass · torch: three plain operators.
     """
 
     kind: str
@@ -66,8 +68,11 @@ class Config:
     copy: str = (
         ""  # operands ("a", "b", "ab") copied to rows that start on a cache line even where TMA could do without
     )
-    chained: bool = True  # of split-K: the reduction is launched early and waits on the GPU
+    chained: bool = (
+        True  # where a call is several kernels, each is launched while the one before runs, and waits inside
+    )
     specialize: bool = False  # of kind persistent: loads in a warp group of their own
+    paired: bool = False  # of kind pingpong: both groups share one tile, half of its rows each
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -91,7 +96,7 @@ class Config:
     @property
     def uses_tma(self) -> bool:
         """Whether its loads go through TMA descriptors, which GPUs before Hopper do not have."""
-        return self.kind in ("tma", "persistent") or (self.kind == "split" and self.tma_loads)
+        return self.kind in ("tma", "persistent", "pingpong") or (self.kind == "split" and self.tma_loads)
 
     @property
     def label(self) -> str:
@@ -105,7 +110,7 @@ class Config:
             parts.append(f"e{self.subtile}")
         parts += [
             name
-            for name in ("c_first", "c_early", "tma_epilogue", "tail", "prefetch", "specialize")
+            for name in ("c_first", "c_early", "tma_epilogue", "tail", "prefetch", "specialize", "paired")
             if getattr(self, name)
         ]
         if self.per_sm > 1:
@@ -114,7 +119,7 @@ class Config:
             parts.append(f"copy-{self.copy}")
         if self.kind == "split" and not self.tma_loads:
             parts.append("pointer")
-        if self.split_k > 1 and not self.chained:
+        if not self.chained and (self.split_k > 1 or self.copy):
             parts.append("unchained")
         if self.kind == "persistent" and not self.flatten:
             parts.append("nested")
@@ -158,6 +163,9 @@ def shared_bytes(config: Config, element_bytes: int) -> int:
     then (`FitError`).
     """
     operands = config.stages * (config.block_m + config.block_n) * config.block_k * element_bytes
+    if config.kind == "pingpong":  # one tile of C and D a group, and the barriers
+        tiles = config.block_m * config.block_n * (1 if config.paired else 2)
+        return operands + tiles * element_bytes + 16 * (config.stages + 6)
     staging = config.block_m * config.block_n // config.subtile * element_bytes
     if config.kind == "persistent":
         # The next tile's loads are in flight while the epilogue stages this one; flattened, C and D are staged apart.
@@ -185,13 +193,17 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
         return "tail needs kind tma or persistent, and split_k of at least 2"
     if config.c_early and (config.kind != "tma" or config.c_first):
         return "c_early needs kind tma, and not c_first as well"
+    if config.paired and config.kind != "pingpong":
+        return "paired needs kind pingpong"
+    if config.kind == "pingpong" and (reason := _not_pingpong(config, problem)):
+        return reason
     if config.specialize and config.kind != "persistent":
         return "specialize needs kind persistent"
     if config.warps > MOST_WARPS:
         return f"{config.warps} warps, a block has at most {MOST_WARPS}"
     if config.split_k > MOST_GRID_Y:
         return f"split_k {config.split_k}, a grid has room for {MOST_GRID_Y}"
-    threads = 32 * config.warps
+    threads = 32 * (8 if config.paired else config.warps)
     accumulator = config.block_m * config.block_n // threads
     held = accumulator * problem.element_bytes // 4 if config.c_early and problem.c_kind == "full" else 0
     registers = accumulator + held + REGISTERS_BESIDE_ACCUMULATOR
@@ -200,6 +212,23 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
     needed = shared_bytes(config, problem.element_bytes)
     if needed > shared_limit:
         return f"{needed} bytes of shared memory a block, this GPU has {shared_limit}: fewer stages or a smaller tile"
+    return None
+
+
+def _not_pingpong(config: Config, problem: Problem) -> str | None:
+    """What the two groups of warps cannot do: C and D move as whole tiles through shared memory, by TMA."""
+    if problem.element_bytes != 2:
+        return "kind pingpong needs float16 or bfloat16"
+    rows = config.block_m // 2 if config.paired else config.block_m
+    if config.warps != 4 or rows < 64:
+        return f"kind pingpong needs warps=4 (of each group) and 64 rows or more a group, got {config.warps} and {rows}"
+    if max(config.block_m, config.block_n) > MOST_BOX:
+        return f"tile {config.block_m}x{config.block_n}: a side of what TMA loads at once is at most {MOST_BOX}"
+    moved = [problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])
+    if any(matrix.transposed or not matrix.tma(problem.element_bytes) for matrix in moved):
+        return "kind pingpong needs a D and a full C of aligned rows"
+    if config.tail or config.subtile != 1 or config.c_first or config.prefetch or config.per_sm != 1:
+        return "kind pingpong knows neither tail, subtile, c_first, prefetch nor per_sm"
     return None
 
 
@@ -221,6 +250,8 @@ def default(kind: str, problem: Problem, *, multiprocessors: int = HOPPER_MULTIP
         tiles = -(-problem.m // block_m) * -(-problem.n // block_n)
         split = next((s for s in (2, 4, 8) if tiles * s >= multiprocessors // 2), 8)
         return Config(kind, block_m, block_n, block_k, 4, 4, split_k=split, tma_loads=tma, chained=tma)
+    if kind == "pingpong":
+        return Config(kind, 128, 128, 64, 4, 5)
     big = problem.m * problem.n >= multiprocessors * 128 * 128
     if kind == "persistent" and big and narrow:
         return Config(kind, 128, 256, 64, 8, 3, subtile=2)
@@ -265,6 +296,8 @@ def _members(problem: Problem, bm: int, bn: int, bk: int, warps: int, stages: in
         members += [Config("persistent", *tile, subtile=subtile, tma_epilogue=True)]
         if problem.c_kind == "full" and bn >= 64:
             members += [Config("persistent", *tile, subtile=subtile, tma_epilogue=True, prefetch=True)]
+    if waves > 0.9 and bm * bn == 128 * 128 and warps == 4:
+        members += [Config("pingpong", *tile), Config("pingpong", *tile, group=4)]
     if waves <= 8 and bm * bn <= 128 * 128:
         members += [Config("pointer", *tile)]
     for split in (2, 4, 8, 16):

@@ -90,10 +90,15 @@ def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
     l2_s = loaded / (rates.l2_bytes_per_s / rates.multiprocessors) * max(busy, 0.5)
     step_s = max(flops_s, l2_s) * (1.25 if config.kind == "pointer" else 1.0)
     fill_s = rates.tile_s * (0.5 if config.stages > 3 else 0.6)
-    end_s = 0.0 if config.kind == "persistent" or resident > 1 else rates.tile_s
+    end_s = 0.0 if config.kind in ("persistent", "pingpong") or resident > 1 else rates.tile_s
+    if config.kind == "persistent":  # the next tile's loads overlap this one's epilogue; its products do not
+        step_s += 1.8 * rates.tile_s * config.block_m * config.block_n / (128 * 128) / max(steps, 1) / resident
     waves = units / rates.multiprocessors
     whole = _waves(config, tiles, units, rates, resident)
-    compute_s = whole * (steps * step_s) + (whole if config.kind != "persistent" else 1) * (fill_s + end_s) / resident
+    compute_s = (
+        whole * (steps * step_s)
+        + (whole if config.kind not in ("persistent", "pingpong") else 1) * (fill_s + end_s) / resident
+    )
     work = problem_bytes(problem)
     memory_s = work / rates.memory_bytes_per_s
     if split > 1 or config.tail:
@@ -122,7 +127,7 @@ def _waves(config: Config, tiles: int, units: int, rates: Rates, resident: int) 
 
 def _resident(config: Config, size: int, rates: Rates) -> int:
     """Programs a multiprocessor holds at once, by shared memory and registers."""
-    if config.kind == "persistent":
+    if config.kind in ("persistent", "pingpong"):
         return config.per_sm
     by_memory = rates.shared_bytes_per_sm // (shared_bytes(config, size) + 1024)
     accumulator = config.block_m * config.block_n // (32 * config.warps)
@@ -132,10 +137,13 @@ def _resident(config: Config, size: int, rates: Rates) -> int:
 
 def _tensor_fraction(config: Config, resident: int) -> float:
     """How much of the tensor cores' rate a tile can use: small tiles and lone warp groups leave gaps."""
+    if config.kind == "pingpong":
+        return 1.0  # one group multiplies while the other finishes
     if config.block_m < 64:
         return 0.35
     area = config.block_m * config.block_n
     alone = 0.9 if resident == 1 and config.warps < 8 else 1.0
+    alone *= 0.87 if config.kind == "persistent" else 1.0
     return alone * (1.0 if area >= 128 * 256 else 0.92 if area >= 128 * 128 else 0.75 if area >= 64 * 128 else 0.6)
 
 

@@ -2,8 +2,10 @@
 
 Each program owns one BLOCK_M x BLOCK_N tile of D, walks K in steps of BLOCK_K with the sum in float32 registers,
 then adds C, applies the activation and writes once. With SPLIT > 1 a program owns a share of K instead and leaves its
-float32 sum in `work`, one contiguous tile after another; `passes.reduce_tiles` finishes them in a fixed order. With
-CHAINED that second kernel starts while this one runs and waits inside, which hides its launch.
+float32 sum in `work`, one contiguous tile after another; `passes.reduce_tiles` finishes them in a fixed order.
+
+With EARLY a kernel of one call lets the next be launched while it still runs; that one waits inside (`take_turn`),
+which hides its launch.
 
 Only language builtins are used, no function of Triton's own standard library: this file is loaded twice, once
 compiled and once interpreted (see interpret.py), and that library exists in one of the two forms only.
@@ -15,6 +17,17 @@ Names: a program's tile starts at (row0, col0); `x_m`, `x_n`, `x_k` are the stri
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def take_turn():
+    """First thing in a kernel that may be launched early: touch nothing until the one ahead has ended and is seen.
+
+    Only then may the kernel behind be launched early in its turn: so whatever runs early finds all that came before
+    the kernel ahead of it done, however long the chain.
+    """
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -176,13 +189,13 @@ def pointer_tiles(
     a, b, c, d, z, work, M, N, K, a_m, a_k, b_k, b_n, c_m, c_n, d_m, d_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, C_KIND: tl.constexpr, C_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, CHAINED: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Masked pointer tiles: any strides, any alignment. Grid: (tiles, SPLIT)."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        take_turn()
     row0, col0 = locate(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
     first, last = share_of_k(K, part, BLOCK_K, SPLIT)
     rows = row0 + tl.arange(0, BLOCK_M)
@@ -243,12 +256,14 @@ def tma_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, C_TMA: tl.constexpr, D_TMA: tl.constexpr,
     C_KIND: tl.constexpr, C_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PREFETCH: tl.constexpr, C_EARLY: tl.constexpr, CHAINED: tl.constexpr, FOLLOWS: tl.constexpr,
+    UPCAST: tl.constexpr, PREFETCH: tl.constexpr, C_EARLY: tl.constexpr, EARLY: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """TMA tiles, one a program, starting from tile number `tile0`. Grid: (tiles, SPLIT)."""
     part = tl.program_id(1)
-    if CHAINED:
+    if FOLLOWS:
         tl.extra.cuda.gdc_launch_dependents()
+    elif EARLY:
+        take_turn()
     row0, col0 = locate(tile0 + tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     first, last = share_of_k(K, part, BLOCK_K, SPLIT)
     if C_EARLY:
@@ -274,13 +289,13 @@ def persistent_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, A_TURNED: tl.constexpr, B_TURNED: tl.constexpr, C_TMA: tl.constexpr, D_TMA: tl.constexpr,
     C_KIND: tl.constexpr, C_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, PREFETCH: tl.constexpr, CHAINED: tl.constexpr, FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, FLATTEN: tl.constexpr,
     SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Persistent TMA tiles 0..tiles: as many programs as fit; the next tile's loads overlap this one's epilogue."""
     steps = (K + BLOCK_K - 1) // BLOCK_K
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        take_turn()
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE):
         row0, col0 = locate(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
         total = start(c, row0, col0, M, N, c_m, c_n, BLOCK_M, BLOCK_N, C_KIND if C_FIRST else "none")

@@ -47,29 +47,64 @@ class Operand:
 
 def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
     """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
-    function = getattr(tile_kernels, step.kernel, None) or getattr(pass_kernels, step.kernel)
+    function = _function(step.kernel)
+    gluon = function.is_gluon()
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for position, name in enumerate(function.arg_names):
-        kind, constant, divisible = _typed(step, name, operands)
+        kind, constant, divisible = _typed(step, name, operands, gluon)
         signature[name] = kind
         if kind == "constexpr":
             constants[(position,)] = constant
         elif divisible > 1 and step.hints and name not in step.varying:
             attributes[(position,)] = [["tt.divisibility", divisible]]
-    options = {"num_warps": step.warps, "num_stages": step.stages, "launch_pdl": step.waits}
+    options = {"num_warps": step.warps, "num_stages": step.stages, "launch_pdl": step.early}
     place = triton.runtime.driver.active.get_current_device() if target is None else target
     divisors = ((position, hint[0][1]) for position, hint in attributes.items())
     key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
     found = _compiled.get(key)
     if found is None:
-        source = ASTSource(function, signature, constants, attributes)
-        found = _compiled[key] = triton.compile(source, target=target, options=options)
+        kernel = (function, signature, constants, attributes)
+        if gluon:
+            found = _compile_gluon(kernel, target, options)
+        else:
+            found = triton.compile(ASTSource(*kernel), target=target, options=options)
+        _compiled[key] = found
     return found
 
 
-def _typed(step: Step, name: str, operands: Mapping[str, Operand]) -> tuple[str, object, int]:
+def _function(name: str) -> Any:
+    """The kernel of this name; the one in Gluon is imported only where it is asked for."""
+    function = getattr(tile_kernels, name, None) or getattr(pass_kernels, name, None)
+    if function is None:
+        try:
+            from tilemesh.kernels.matmul import pingpong
+        except ImportError as error:
+            raise FitError(f"kind pingpong needs Triton's Gluon, which {triton.__version__} lacks: {error}") from error
+        function = getattr(pingpong, name)
+    return function
+
+
+def _compile_gluon(kernel: tuple[Any, ...], target: GPUTarget | None, options: dict[str, Any]) -> CompiledKernel:
+    """Gluon is young and changes: where another Triton's does not take the kernel, `auto` has others."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    try:
+        return triton.compile(GluonASTSource(*kernel), target=target, options=options)
+    except Exception as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise FitError(f"kind pingpong does not compile with Triton {triton.__version__}: {why[-1]}") from error
+
+
+def _shared_layout(rows: int, columns: int, dtype: str) -> str:
+    """How a tile lies in shared memory, which Gluon wants to be told: the widest swizzle its rows allow."""
+    from triton.experimental.gluon import language as gl
+
+    return repr(gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, dtype)))
+
+
+def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool = False) -> tuple[str, object, int]:
     """Type, constant value and known divisor of one argument; the number 1 and None are compiled in.
 
     The divisor is what lets loads be wide: a row of 3000 16-bit elements starts 16-byte aligned although 3000 is only a
@@ -83,7 +118,9 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand]) -> tuple[str,
         return "*" + _TYPES[operand.dtype], None, 16 if operand.aligned else 1
     if isinstance(argument, Descriptor):
         rows, columns = argument.block
-        return f"tensordesc<{_TYPES[operands[argument.of].dtype]}[{rows}, {columns}]>", None, 1
+        dtype = operands[argument.of].dtype
+        layout = "," + _shared_layout(rows, columns, dtype) if gluon else ""
+        return f"tensordesc<{_TYPES[dtype]}[{rows}, {columns}]{layout}>", None, 1
     if argument is None or argument == 1:
         return "constexpr", argument, 1
     wide = argument >= _WIDE_SIZE or (step.wide and name[1:2] == "_")

@@ -9,7 +9,7 @@ language builtins.
 import triton
 import triton.language as tl
 
-from tilemesh.kernels.matmul.kernel import activate, load_c, locate, store_tile
+from tilemesh.kernels.matmul.kernel import activate, load_c, locate, store_tile, take_turn
 
 
 @triton.jit
@@ -42,15 +42,15 @@ def slope(saved, ACTIVATION: tl.constexpr):
 def reduce_tiles(
     work, c, d, z, M, N, c_m, c_n, d_m, d_n, tile0,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    C_KIND: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, CHAINED: tl.constexpr,
+    C_KIND: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum SPLIT partial tiles in order, finish, write D. Reads SPLIT float32 tiles. Grid: (tiles, BLOCK_M / ROWS)."""
     tile = tl.program_id(0)
     row0, col0 = locate(tile0 + tile, M, N, BLOCK_M, BLOCK_N, GROUP)
     down = tl.program_id(1) * ROWS
     offsets = (down + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()  # until the kernel that fills `work` has ended and its writes are seen
+    if EARLY:
+        take_turn()
     base = work + (tile * SPLIT).to(tl.int64) * (BLOCK_M * BLOCK_N)
     total = tl.load(base + offsets)
     for part in tl.static_range(1, SPLIT):
@@ -109,9 +109,11 @@ def gradient_pass(
 @triton.jit
 def copy_pass(
     source, target, M, N, s_m, s_n, t_m,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """target[:, :N] = source, into rows that start aligned. Reads MN, writes MN. Grid: blocks."""
+    if EARLY:
+        take_turn()
     row0, col0 = locate(tl.program_id(0), M, N, ROWS, COLUMNS, 1)
     value = load_c(source, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full")
     store_tile(target, value, row0, col0, M, N, t_m, 1, ROWS, COLUMNS)

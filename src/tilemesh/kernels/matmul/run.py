@@ -40,6 +40,14 @@ class Gpu:
     def tma(self) -> bool:
         return self.capability >= (9, 0)
 
+    @property
+    def hopper(self) -> bool:
+        """Whether it has the tensor core instructions that kind pingpong is written in; later GPUs have others."""
+        return self.capability[0] == 9
+
+    def runs(self, kind: str) -> bool:
+        return kind == "pointer" or (self.hopper if kind == "pingpong" else self.tma)
+
 
 @functools.cache
 def gpu_of(index: int) -> Gpu:
@@ -69,6 +77,8 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     if config.kind == "torch" or (problem.k == 0 and config.kind != "pointer"):
         return functools.partial(_torch, problem.activation)
     if interpret:
+        if config.kind == "pingpong":
+            raise UsageError("kind 'pingpong' is written below what Triton's interpreter knows: use 'persistent'")
         check(config, problem)
         return _Interpreted(problem, config)
     if device.type != "cuda":
@@ -81,6 +91,8 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
         return _library(problem, device)
     if config.uses_tma and not gpu.tma:
         raise UsageError(f"kind '{config.kind}' needs TMA, which {gpu.name} does not have: use 'pointer' or 'library'")
+    if config.kind == "pingpong" and not gpu.hopper:
+        raise UsageError(f"kind 'pingpong' is written for Hopper, {gpu.name} is another generation: use 'persistent'")
     config = config if gpu.tma else replace(config, chained=False)  # launching early came with Hopper, as TMA did
     return _Launched(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
 

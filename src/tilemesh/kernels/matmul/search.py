@@ -112,7 +112,7 @@ def _features(configs: Sequence[Config]) -> Array:
     """Numbers in which near means alike; each step of one is a doubling or another choice."""
     rows = []
     for config in configs:
-        kinds = [1.2 * (config.kind == kind) for kind in ("pointer", "tma", "persistent", "split")]
+        kinds = [1.2 * (config.kind == kind) for kind in ("pointer", "tma", "persistent", "split", "pingpong")]
         sides = [math.log2(config.block_m), math.log2(config.block_n), 0.7 * math.log2(config.block_k)]
         depth = [0.7 * math.log2(config.warps), 0.4 * config.stages, 0.7 * math.log2(config.split_k)]
         epilogue = [

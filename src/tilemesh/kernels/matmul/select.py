@@ -27,9 +27,15 @@ def choose(
     rates: Rates | None,
     *,
     tma: bool = True,
+    hopper: bool = True,
     shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config:
-    """The configuration `auto` uses. `tables` in order of trust, the user's own first; no `rates`, no model."""
+    """The configuration `auto` uses. `tables` in order of trust, the user's own first; no `rates`, no model.
+
+    `tma` and `hopper` are what the GPU has: copies by descriptors, and the tensor core instructions of that generation.
+    """
+    if not hopper:
+        tables = [_without_pingpong(table) for table in tables]
     if problem.dtype == "float64":
         return Config("torch")
     for table in tables:
@@ -41,7 +47,12 @@ def choose(
         return close
     if rates is None:
         return Config("library")
-    return by_model(problem, rates, tma=tma, shared_limit=shared_limit)
+    return by_model(problem, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
+
+
+def _without_pingpong(table: Table) -> Table:
+    entries = {key: entry for key, entry in table.entries.items() if entry.config.kind != "pingpong"}
+    return Table(table.gpu, table.versions, entries)
 
 
 def nearest(
@@ -55,17 +66,20 @@ def nearest(
             distance <= best_distance
             and _runs(entry.config, problem, tma, shared_limit)
             and _suits(entry.config, problem)
+            and not _special(entry.config, problem, key)
         ):
             best, best_distance = entry.config, distance
     return best
 
 
-def by_model(problem: Problem, rates: Rates, *, tma: bool = True, shared_limit: int = HOPPER_SHARED_BYTES) -> Config:
+def by_model(
+    problem: Problem, rates: Rates, *, tma: bool = True, hopper: bool = True, shared_limit: int = HOPPER_SHARED_BYTES
+) -> Config:
     """The model's choice among each kind's default, and the library unless it is clearly beaten."""
     library = Config("library")
     if problem.k == 0 or DTYPE_BYTES[problem.dtype] != 2:
         return library  # float32 was not modelled; the vendor's kernels are safe there
-    kinds = TILE_KINDS if tma else ("pointer",)
+    kinds = [kind for kind in TILE_KINDS if hopper or kind != "pingpong"] if tma else ["pointer"]
     offered = [default(kind, problem, multiprocessors=rates.multiprocessors) for kind in kinds]
     fitting = [config for config in offered if _runs(config, problem, tma, shared_limit)]
     if not fitting:
@@ -84,6 +98,11 @@ def _suits(config: Config, problem: Problem) -> bool:
     if config.kind not in TILE_KINDS:
         return True
     return config.block_m < 2 * max(problem.m, 16) and config.split_k * config.block_k <= max(problem.k, 1)
+
+
+def _special(config: Config, problem: Problem, key: str) -> bool:
+    """Whether a win of the library was that of its own epilogue, which other biases and activations do not have."""
+    return config.kind == "library" and " row " in key and not key.endswith(f" {problem.c_kind} {problem.activation}")
 
 
 def _distance(problem: Problem, key: str) -> float:

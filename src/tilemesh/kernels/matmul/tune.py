@@ -1,25 +1,26 @@
 """Tuning one problem on this GPU: search the grid, time the finalists again beside the built-ins, keep the winner.
 
-The finalists meet fresh inputs, interleaved with the library and three plain operators: if a built-in wins there, the
-built-in is the answer. Nothing here decides when to tune; `ops` (TILEMESH_TUNE) and the command line do.
+The finalists meet fresh inputs, interleaved with the library, three plain operators and what `auto` would take untuned:
+if one of those wins there, it is the answer, so tuning never makes a call slower. Nothing here decides
+when to tune; `ops` (TILEMESH_TUNE) and the command line do.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.kernels.matmul import cache, search
+from tilemesh.kernels.matmul import cache, search, select
 from tilemesh.kernels.matmul.cache import Entry
-from tilemesh.kernels.matmul.config import Config, space
-from tilemesh.kernels.matmul.cost import device_or_nearest, predict_s, rates_of
+from tilemesh.kernels.matmul.config import Config, FitError, space
+from tilemesh.kernels.matmul.cost import Rates, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.problem import Problem
-from tilemesh.kernels.matmul.run import device_index, gpu_of
+from tilemesh.kernels.matmul.run import Gpu, device_index, gpu_of
 from tilemesh.kernels.matmul.trial import Bench, Compiler
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
@@ -56,7 +57,7 @@ def tune(
         raise UsageError(f"{problem.key}: only non-empty float16 and bfloat16 problems are tuned")
     gpu = gpu_of(device_index(device))
     rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
-    grid = [c for c in space(problem, shared_limit=gpu.shared_bytes) if gpu.tma or c.kind == "pointer"]
+    grid = [c for c in space(problem, shared_limit=gpu.shared_bytes) if gpu.runs(c.kind)]
     budget = max(8, len(grid) // SHARE)
     hopeful = search.prune(grid, [predict_s(problem, config, rates) for config in grid])
     with _own(compiler, device) as pool:
@@ -65,7 +66,7 @@ def tune(
             hopeful, lambda c: predict_s(problem, c, rates), _measure(bench, pool, budget, progress), budget
         )
         del bench
-        finals = _finals(problem, device, trials, progress)
+        finals = _finals(problem, device, trials, _untuned(problem, gpu, rates), progress)
     if not finals:
         raise RunError(f"{problem.key}: no configuration ran on {gpu.name}; run with --debug for the reasons")
     return Tuned(problem, _winner(finals), {c.label: sample for c, sample in finals.items()}, len(grid), len(trials))
@@ -108,14 +109,24 @@ def _measure(
     return measure
 
 
+def _untuned(problem: Problem, gpu: Gpu, rates: Rates) -> Config:
+    """What `auto` takes where the user tuned nothing: the table that travels with the package may know a better one."""
+    tables = [table] if (table := cache.shipped(gpu.name)) else []
+    return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+
+
 def _finals(
-    problem: Problem, device: torch.device, trials: Sequence[search.Tried], progress: Progress | None
+    problem: Problem, device: torch.device, trials: Sequence[search.Tried], untuned: Config, progress: Progress | None
 ) -> dict[Config, Sample]:
     """The best of the search against the built-ins, on inputs none of them has seen."""
     ranked = sorted((trial for trial in trials if trial.seconds != float("inf")), key=lambda trial: trial.seconds)
-    configs = [*(trial.config for trial in ranked[:FINALISTS]), Config("library"), Config("torch")]
+    best = (trial.config for trial in ranked[:FINALISTS])
+    configs = list(dict.fromkeys([*best, untuned, Config("library"), Config("torch")]))
     bench = Bench(problem, device, seed=1)
-    calls = {config.label: bench.call(bench.runner(config)) for config in configs}
+    calls = {}
+    for config in configs:
+        with suppress(FitError):  # the untuned choice was never tried here
+            calls[config.label] = bench.call(bench.runner(config))
     if progress:
         progress(len(trials), len(trials), "finalists and built-ins")
     result = compare(calls, timer=bench.timer, repeats=FINAL_ROUNDS, sets=len(bench.sets))

@@ -1,0 +1,181 @@
+"""Training steps of a preset in one process, beside what the planner says of them: step time and peak memory.
+
+    python benchmarks/step_time.py gpt2-124m --batch 32 8 --set dropout=0 --compile --out rows.jsonl [--profile]
+    python benchmarks/step_time.py tiny --batch 8 --precision fp32 --threads 1 --device cpu
+
+The prediction is computed and printed before the model exists. A step is forward, loss, backward, clipping and AdamW on
+fresh random tokens. On a GPU the peak is `max_memory_allocated`; on a CPU the growth of the peak resident set since
+before the model was made. `--profile` adds the time of GPU kernels, or CPU operators, by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import resource
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilemesh.cli.local import local_machine
+from tilemesh.core.config import load, to_dict
+from tilemesh.core.hardware import Cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.measure.machine import stamp
+from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.model.transformer import Transformer, loss
+from tilemesh.plan.figures import prediction_figures
+from tilemesh.plan.step import predict
+
+STEPS = 8  # of a block
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
+    parser.add_argument("--context", type=int)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--set", action="append", default=[], help="fields of the model: dropout=0")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--blocks", type=int, default=9)
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    for batch in given.batch:
+        found = measure(given, batch)
+        text = json.dumps(found | dict(stamp()))
+        print(text, flush=True)
+        if given.out:
+            with Path(given.out).open("a", encoding="utf-8") as out:
+                out.write(text + "\n")
+
+
+def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
+    start = to_dict(preset(given.model))
+    model_config = load(ModelConfig, preset="start", presets={"start": start}, sets=given.set)
+    context = given.context or model_config.context
+    plan = ParallelPlan(microbatch=batch, precision=given.precision)
+    code = "compiled" if given.compile else "eager"
+    ranks = 1 if given.device == "cuda" or not given.threads else max(1, (os.cpu_count() or 1) // given.threads)
+    here = local_machine("1xlocal" if given.device == "cuda" else f"{ranks}xlocal-cpu")
+    alone = Cluster((replace(here.cluster.node, count=1),))
+    predicted = predict(model_config, alone, plan, context=context, rates=here.rates, code=code)
+    print(
+        f"predicted {given.model} batch {batch}: {predicted.step_time_s * 1e3:.2f} ms, "
+        f"{predicted.memory.total_bytes / 2**20:.0f} MiB less {predicted.memory.reserved_bytes / 2**20:.0f} reserved",
+        flush=True,
+    )
+    # On a CPU the process also grows by what torch loads with its first step.
+    reserved = predicted.memory.reserved_bytes if given.device == "cuda" else 0
+    said_bytes = predicted.memory.total_bytes - reserved
+    base = peak_bytes(given.device)
+    step, model = make_step(given, model_config, batch, context)
+    for _ in range(5):
+        step()
+    times = [block(step, given.device) for _ in range(given.blocks)]
+    times.sort()
+    cut = len(times) // 5
+    measured = {"median": statistics.median(times), "p20": times[cut], "p80": times[-1 - cut], "n": len(times)}
+    found: dict[str, Any] = {
+        "model": given.model, "set": given.set, "batch": batch, "context": context, "precision": given.precision,
+        "device": given.device, "threads": torch.get_num_threads(), "code": code,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters_predicted": count_parameters(model_config).total,
+        "step_time_s": measured, "tokens_per_s": batch * context / measured["median"],
+        "peak_bytes": peak_bytes(given.device) - base,
+        "predicted": prediction_figures(predicted),
+        "error": {
+            "step_time_s": predicted.step_time_s / measured["median"] - 1,
+            "peak_bytes": said_bytes
+            / max(1, peak_bytes(given.device) - base) - 1,
+        },
+    }  # fmt: skip
+    if given.profile:
+        found["kinds"] = profile(step, given.device)
+    return found
+
+
+def block(step: Any, device: str) -> float:
+    """Seconds a step, over a block of steps that nothing waits for in between."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / STEPS
+
+
+def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, context: int) -> tuple[Any, Transformer]:
+    """A step to call again and again, and the model."""
+    device = torch.device(given.device)
+    torch.manual_seed(0)
+    model = Transformer(config, device=device, dtype=torch.float64 if given.precision == "fp64" else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batches = torch.randint(config.vocabulary, (8, batch, context + 1), device=device)
+    autocast = AUTOCAST.get(given.precision)
+
+    def whole(tokens: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
+        logits = model(tokens[:, :-1], dropout_seed=seed if config.dropout else None)
+        return loss(logits, tokens[:, 1:])
+
+    run = torch.compile(whole) if given.compile else whole
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        optimizer.zero_grad(set_to_none=True)
+        seed = torch.tensor(count, device=device)
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            value = run(batches[count % 8], seed)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        count += 1
+
+    return step, model
+
+
+def peak_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def profile(step: Any, device: str) -> dict[str, Any]:
+    """Seconds a step by kind of kernel or operator, and by name the longest."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    rounds = 3
+    with torch.profiler.profile(activities=kinds) as seen:
+        for _ in range(rounds):
+            step()
+    names: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    for event in seen.key_averages():
+        spent = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        if spent and (device != "cuda" or event.device_type == torch.autograd.DeviceType.CUDA):
+            names[event.key] += spent * 1e-6 / rounds
+            calls[event.key] += event.count
+    return {
+        "total_s": sum(names.values()),
+        "longest": [[round(s * 1e6), calls[name] / rounds, name[:110]] for name, s in names.most_common(60)],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`tilemesh plan --grade RUN`: a finished run beside its prediction, worst first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilemesh.cli.local import is_local, local_machine
+from tilemesh.core.errors import RunError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.units import format_bytes, format_count, format_seconds
+from tilemesh.measure.machine import this_machine
+from tilemesh.plan.grade import Grade, Graded, grade, rank_correlation, read_run
+
+
+def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
+    """Print the grades of each run and how well their order was foreseen; the same as plain data."""
+    graded = [_grade(path) for path in paths]
+    for found in graded:
+        console.print(f"{found.source}: {found.plan.describe()}, on {found.cluster}", soft_wrap=True)
+        made = "before the run" if found.before else "now, from the run's model and layout"
+        console.print(f"predicted {made}; error is (predicted - measured) / measured")
+        console.print(_table(found))
+        for line in found.advice:
+            console.print(f"  - {line}", soft_wrap=True)
+        if not found.advice:
+            console.print("  every figure that was recorded is within its bound")
+        console.print()
+    objects = [_plain(found) for found in graded]
+    if len(graded) > 1:
+        objects.append(_order(graded, console))
+    return objects
+
+
+def _grade(path: str) -> Graded:
+    run = read_run(Path(path))
+    if not is_local(run.cluster):
+        return grade(run, parse_cluster(run.cluster))
+    machine, here = run.data.get("machine"), this_machine().id
+    if machine not in (None, here):
+        raise RunError(
+            f"'{path}' ran on {machine} and this is {here}: its prediction needs that machine's calibration; "
+            f"grade it there"
+        )
+    local = local_machine(run.cluster)
+    return grade(run, local.cluster, local.rates)
+
+
+def _order(graded: Sequence[Graded], console: Console) -> dict[str, Any]:
+    """Whether the faster layout was foreseen as the faster."""
+    steps = [found.find("step time") for found in graded]
+    pairs = [(s.predicted, s.measured) for s in steps if s.predicted is not None and s.measured is not None]
+    value = rank_correlation([p for p, _ in pairs], [m for _, m in pairs])
+    words = f"{value:+.2f}" if value is not None else "not defined: it takes three runs whose step times differ"
+    console.print(f"rank correlation of predicted and measured step time over {len(pairs)} runs: {words}")
+    return {"name": "grade order", "runs": [found.source for found in graded], "rank_correlation": value}
+
+
+def _table(found: Graded) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("", "predicted", "measured", "limit", "error", "bound", ""):
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    for one in found.grades:
+        error = "-" if one.error is None else "exact" if one.error == 0 else f"{one.error:+.1%}"
+        verdict = {None: "", True: "", False: "off"}[one.holds]
+        note = one.note if one.measured is None else verdict
+        table.add_row(
+            one.name, _value(one, one.predicted), _value(one, one.measured), _value(one, one.limit), error,
+            f"{one.bound:.0%}" if one.bound else "exact", note,
+        )  # fmt: skip
+    return table
+
+
+def _value(one: Grade, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if one.unit == "s":
+        return format_seconds(value)
+    if one.unit == "B":
+        # Counts that should agree to the byte are shown to the byte.
+        return format_bytes(value) if one.name == "peak memory" else f"{value:,.0f} B"
+    return f"{value:,.0f}" if one.unit == "parameters" else format_count(value)
+
+
+def _plain(found: Graded) -> dict[str, Any]:
+    grades = [
+        dataclasses.asdict(one) | {"error": one.error, "bound": one.bound, "holds": one.holds} for one in found.grades
+    ]
+    return {
+        "name": "grade",
+        "run": found.source,
+        "plan": found.plan.to_dict(),
+        "cluster": found.cluster,
+        "predicted_before": found.before,
+        "figures": grades,
+        "advice": list(found.advice),
+    }

@@ -1,0 +1,253 @@
+"""A finished run beside its prediction: what was said, what was measured, how far off, and what to measure again.
+
+The one idea: grading needs one small file, a run's `summary.json`, and no part of training. Whatever the file lacks
+becomes a figure that says so. A prediction that the run made before it started is graded as it stood; otherwise it is
+made now, from the same model, layout and calibration, without looking at the measurements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tilemesh.core import config
+from tilemesh.core.calibration import Rates
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import Cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig, count_parameters
+from tilemesh.plan.memory import state_bytes
+from tilemesh.plan.passes import Code
+from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.step import Prediction, predict
+
+SUMMARY = "summary.json"
+SCHEMA = 1
+BOUNDS = {"step time": 0.15, "tokens/s": 0.15, "peak memory": 0.05}
+"""What a prediction is meant to keep to; everything else is meant to be exact."""
+NOT_RECORDED = "the run did not record it"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One figure of a run. `measured` is the median where there are several readings."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    limit: float | None = None
+    spread: tuple[float, float, int] | None = None
+    """p20, p80 and how many readings."""
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; None where one of them is missing."""
+        if self.predicted is None or self.measured is None:
+            return None
+        if self.measured == 0:
+            return 0.0 if self.predicted == 0 else None
+        return self.predicted / self.measured - 1
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS.get(self.name, 0.0)
+
+    @property
+    def holds(self) -> bool | None:
+        return None if self.error is None else abs(self.error) <= self.bound
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A run's grades, worst first, and what to do about them."""
+
+    source: str
+    plan: ParallelPlan
+    cluster: str
+    grades: tuple[Grade, ...]
+    advice: tuple[str, ...]
+    before: bool
+    """The prediction was made before the run and kept in its summary."""
+
+    def find(self, name: str) -> Grade:
+        return next(grade for grade in self.grades if grade.name == name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a summary says, checked."""
+
+    source: str
+    model: ModelConfig
+    plan: ParallelPlan
+    context: int
+    cluster: str
+    data: Mapping[str, Any]
+
+
+def read_run(path: Path) -> Run:
+    """The run in a folder (or in a summary file itself); RunError says what is wrong with it."""
+    file = path / SUMMARY if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{file}' cannot be read: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else None
+        raise RunError(f"'{file}' has schema {found!r}, this version reads {SCHEMA}")
+    for key in ("model", "plan", "cluster"):
+        if key not in data:
+            raise RunError(f"'{file}' has no '{key}': nothing can be predicted for it")
+    try:
+        model = config.from_dict(ModelConfig, data["model"], f"{file}: model")
+        plan = config.from_dict(ParallelPlan, data["plan"], f"{file}: plan")
+    except (UsageError, TypeError, AttributeError) as error:
+        raise RunError(f"'{file}' cannot be used: {error}") from None
+    context = data.get("context", model.context)
+    if not isinstance(context, int):
+        raise RunError(f"'{file}' has context {context!r}, expected a whole number")
+    return Run(str(path), model, plan, context, str(data["cluster"]), data)
+
+
+def code_of(run: Run, cluster: Cluster) -> Code | None:
+    """What ran it: as the summary says, else torch without its compiler."""
+    said = run.data.get("code")
+    if said in ("fused", "compiled", "eager"):
+        return cast(Code, said)
+    return "eager" if cluster.device.kind == "cpu" or run.data.get("compile") is False else None
+
+
+def grade(run: Run, cluster: Cluster, rates: Rates | None = None) -> Graded:
+    """Every figure of a run beside its prediction."""
+    now = predict(run.model, cluster, run.plan, run.context, rates=rates, code=code_of(run, cluster))
+    told = run.data.get("predicted")
+    before = isinstance(told, Mapping) and isinstance(told.get("step_time_s"), (int, float))
+    step_s = float(told["step_time_s"]) if before and isinstance(told, Mapping) else now.step_time_s
+    step, spread = _sample(run.data.get("step_time_s"))
+    peak = cluster.device.peak(run.plan.compute_dtype) * run.plan.world
+    limit_s = now.model_flops / peak
+    rate = None if step is None else now.tokens / step
+    grades = [
+        Grade("parameters", "parameters", count_parameters(run.model).total, _number(run.data.get("parameters"))),
+        Grade("step time", "s", step_s, step, limit_s, spread),
+        Grade("tokens/s", "tokens/s", now.tokens / step_s, rate, now.tokens / limit_s),
+        _memory(run, cluster, now),
+        *_exchanges(run, now),
+    ]
+    grades = [g if g.measured is not None else _unrecorded(g) for g in grades]
+    # Worst against its own bound first; what was not recorded last.
+    grades.sort(key=lambda g: (g.error is None, -_excess(g), g.name))
+    return Graded(run.source, run.plan, run.cluster, tuple(grades), tuple(_advice(run, now, grades)), before)
+
+
+def rank_correlation(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """Spearman's, with mean ranks for ties: 1 is the same order. None for fewer than three or where all are equal."""
+    if len(predicted) < 3 or len(predicted) != len(measured):
+        return None
+    a, b = _ranks(predicted), _ranks(measured)
+    mean = (len(a) + 1) / 2
+    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)
+    return covariance / spread**0.5 if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
+
+
+def _memory(run: Run, cluster: Cluster, now: Prediction) -> Grade:
+    """On a GPU what torch allocates; on a CPU what the process grew by, with what its first step loads."""
+    cpu = cluster.device.kind == "cpu"
+    predicted = now.memory.total_bytes - (0 if cpu else now.memory.reserved_bytes)
+    peaks, bases = run.data.get("peak_memory_bytes"), run.data.get("memory_baseline_bytes")
+    measured = None
+    if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
+        known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
+        measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
+    parameters = stage_parameters(shard_parameters(run.model, run.plan.tp), run.model.layers, True, True)
+    least = sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.dp)) if run.plan.pp == 1 else None
+    return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
+
+
+def _exchanges(run: Run, now: Prediction) -> list[Grade]:
+    """Bytes by axis and operation; "control" (agreements, single numbers) is not the model's."""
+    counted = run.data.get("exchanges")
+    if not isinstance(counted, Mapping):
+        wanted = [(axis, name) for axis, by in now.exchanges.items() for name in by]
+        return [Grade(f"{axis} {name}", "B", now.exchanges[axis][name], None) for axis, name in wanted]
+    names = {(axis, name) for source in (now.exchanges, counted) for axis, by in source.items() for name in by}
+    return [
+        Grade(
+            f"{axis} {name}",
+            "B",
+            now.exchanges.get(axis, {}).get(name, 0),
+            _number(counted.get(axis, {}).get(name, 0)),
+        )
+        for axis, name in sorted(names)
+        if axis != "control"
+    ]
+
+
+def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
+    """What to measure or mend, from the figures that are off."""
+    off = {g.name: g for g in grades if g.holds is False}
+    found = []
+    if "parameters" in off:
+        found.append("parameters differ: the run's model is not the one its summary describes")
+    if any(g.unit == "B" and g.name != "peak memory" for g in off.values()):
+        found.append("exchanged bytes differ: training and plan/exchange.py do not describe the same exchange")
+    if "step time" in off:
+        found.append(_which_part(run, now))
+        _, spread = _sample(run.data.get("step_time_s"))
+        if spread is not None and spread[1] > 1.3 * spread[0]:
+            found.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
+    if "peak memory" in off:
+        found.append("memory: compare the terms of `tilemesh plan --explain` with the run; RESERVED_BYTES is a guess")
+    return found
+
+
+def _which_part(run: Run, now: Prediction) -> str:
+    """Whether computing or exchanging is off, by the shares that the run recorded."""
+    step, _ = _sample(run.data.get("step_time_s"))
+    shares = run.data.get("shares")
+    advice = "recalibrate this machine when it is idle: `tilemesh calibrate`"
+    if step is None or not isinstance(shares, Mapping) or _number(shares.get("exchange")) is None:
+        return f"step time is off: {advice}"
+    exchange_s = (float(shares["exchange"]) + float(shares.get("idle") or 0.0)) * step
+    said_s = now.times.exposed_s
+    if abs(said_s - exchange_s) > abs((now.step_time_s - said_s) - (step - exchange_s)):
+        return (
+            f"exchanges take {exchange_s:.3g} s a step, {said_s:.3g} predicted: the link between ranks is assumed, not "
+            f"calibrated (plan/constants.py)"
+        )
+    return f"computing takes {step - exchange_s:.3g} s a step, {now.step_time_s - said_s:.3g} predicted: {advice}"
+
+
+def _excess(grade: Grade) -> float:
+    """How far a figure is beyond its bound."""
+    return -1.0 if grade.error is None else abs(grade.error) - grade.bound
+
+
+def _unrecorded(grade: Grade) -> Grade:
+    return Grade(grade.name, grade.unit, grade.predicted, None, grade.limit, None, NOT_RECORDED)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _sample(value: object) -> tuple[float | None, tuple[float, float, int] | None]:
+    """The median of a sample or a plain number, and its spread."""
+    if isinstance(value, Mapping):
+        median, p20, p80 = (_number(value.get(name)) for name in ("median", "p20", "p80"))
+        spread = None if p20 is None or p80 is None else (p20, p80, int(_number(value.get("n")) or 0))
+        return median, spread
+    return _number(value), None

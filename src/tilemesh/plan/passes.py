@@ -1,0 +1,235 @@
+"""What a layer does beside its matmuls and its attention: norms, residuals, activations, casts, as bytes moved.
+
+The one idea: the same layer moves different bytes in different code. `fused` is hand-fused training code (Megatron's);
+`compiled` is torch.compile: what is elementwise joins its neighbours, the loss never leaves 16 bits; `eager` is torch
+operation by operation, as our Transformer calls it: every intermediate is written and read again, every call costs.
+All counts are of one rank and microbatch; those of `compiled` were made beside a trace of its kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tilemesh.core.hardware import DTYPE_BYTES, Device
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
+
+Code = Literal["fused", "compiled", "eager"]
+ALIGNED = 8
+"""Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
+
+
+def default_code(device: Device, precision: str) -> Code:
+    """What usually runs a layout: large models in 16 bits are trained with hand-fused code, GPUs with a compiler."""
+    if device.kind == "cpu":
+        return "eager"
+    return "fused" if precision == "bf16-master" else "compiled"
+
+
+class Pass(NamedTuple):
+    """A memory-bound operation: so many bytes read and written, in so many calls."""
+
+    name: str
+    nbytes: int
+    launches: int = 1
+    exponentials: int = 0
+    kind: str = "plain"
+    """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer on one rank, in elements, and bytes of an element."""
+
+    tokens: int
+    width: int
+    own: int
+    """Query columns of this rank."""
+    kv: int
+    hidden: int
+    first: int
+    """Columns of the projections into the MLP."""
+    size: int
+    """Bytes of a matmul's operand."""
+    stream: int
+    """Bytes of an element of the residual stream: 4 under autocast."""
+    split: int
+    """Ranks that share what tp does not split: tp with sequence parallelism, else 1."""
+    weights: int
+    """Parameters of the layer's projections here."""
+
+    @property
+    def local(self) -> int:
+        """Elements of the stream on this rank."""
+        return self.tokens * self.width // self.split
+
+    @property
+    def autocast(self) -> bool:
+        return self.stream != self.size
+
+
+def shape_of(
+    model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, dtype: str, autocast: bool
+) -> Shape:
+    hidden, own, kv = model.mlp_width // tp, model.width // tp, kv_width_per_rank(model, tp)
+    size = DTYPE_BYTES[dtype]
+    return Shape(
+        tokens=microbatch * context,
+        width=model.width,
+        own=own,
+        kv=kv,
+        hidden=hidden,
+        first=model.mlp_inputs * hidden,
+        size=size,
+        stream=4 if autocast else size,
+        split=tp if sequence_parallel else 1,
+        weights=model.width * (2 * own + 2 * kv + (model.mlp_inputs + 1) * hidden),
+    )
+
+
+def layer_passes(model: ModelConfig, shape: Shape, code: Code) -> tuple[list[Pass], list[Pass]]:
+    """Forward and backward of one layer."""
+    return {"fused": _fused, "compiled": _compiled, "eager": _eager}[code](model, shape)
+
+
+def _fused(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
+    """Norms, bias + dropout + residual and activation in a kernel each; 16 bits throughout."""
+    T, local = s.tokens, s.local * s.size
+    mask = s.local if model.dropout else 0
+    rotary = [Pass("rotary", 2 * T * (s.own + s.kv) * s.size)] if model.positions == "rotary" else []
+    forward = [
+        Pass("norms", 2 * 2 * local, 2),
+        *rotary,
+        # Bias, dropout and residual in one kernel: reads two, writes one and the mask.
+        Pass("residuals", 2 * (3 * local + mask), 2),
+        Pass("activation", T * (s.first + s.hidden) * s.size),
+    ]
+    backward = [
+        # Backward of a norm reads its input and the gradient, writes one; the residual's sum reads two, writes one.
+        Pass("norms", 2 * 3 * local, 2),
+        Pass("residuals", 2 * 3 * local + (2 * (2 * local + mask) if model.dropout else 0), 4 if model.dropout else 2),
+        *rotary,
+        Pass("activation", T * (2 * s.first + s.hidden) * s.size),
+    ]
+    if model.biases:  # a bias's gradient sums the output's gradient once more
+        backward.append(Pass("biases", T * (s.own + 2 * s.kv + s.width + s.first + s.width) * s.size, 4))
+    return forward, backward
+
+
+def _compiled(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
+    """The residual is added where the next norm reads it; casts of the stream and of the weights are passes."""
+    T, x = s.tokens, s.local
+    turned = 2 * T * (s.own + s.kv) * s.size
+    mask = 2 * x if model.dropout else 0  # one byte a dropped element, twice a layer
+    # A norm reads the stream and what is added to it, writes the sum and the matmul's input.
+    forward = [
+        Pass("norms and residuals", 2 * x * (2 * s.stream + 2 * s.size) + mask, 2, kind="rows"),
+        # The kernel of the first projection writes what goes into the activation as well as what comes out.
+        Pass("activation", T * (s.first + s.hidden) * s.size + (T * s.first * s.size if s.first > s.hidden else 0)),
+    ]
+    backward = [
+        # Reads the gradient from above, its own input and the gradient of the stream; writes the stream's.
+        Pass("norms and residuals", 2 * x * (s.size + 3 * s.stream) + mask, 2, kind="rows"),
+        Pass("activation", T * (2 * s.first + s.hidden) * s.size),
+    ]
+    if s.autocast:
+        forward.append(Pass("casts", s.weights * (4 + s.size) + 2 * x * (s.stream + s.size), 6))
+        backward.append(Pass("casts", s.weights * (4 + s.size), 6))
+    if model.positions == "rotary":
+        forward.append(Pass("rotary", turned))
+        backward.append(Pass("rotary", turned))
+    if model.biases:
+        columns = s.own + 2 * s.kv + 2 * s.width
+        backward.append(Pass("biases", T * columns * s.size, 5, kind="rows"))
+        # The sum over the activation's gradient reads both of its factors again.
+        backward.append(Pass("bias of the activation", 2 * T * s.first * s.size, 1, kind="rows"))
+    return forward, backward
+
+
+def _eager(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
+    """One call after another, as `model/transformer.py` makes them."""
+    T, x = s.tokens, s.local
+    stream, qk = x * s.stream, T * (s.own + s.kv) * s.size
+    hidden, first = T * s.hidden * s.size, T * s.first * s.size
+    # torch's RMSNorm is square, mean, root, two products: 7 tensors moved; its backward, eleven calls, 25.
+    norm, norm_back, calls, calls_back = (7, 25, 5, 11) if model.norm == "rmsnorm" else (2, 5, 1, 2)
+    forward = [
+        Pass("norms", 2 * norm * stream, 2 * calls, kind="rows"),
+        Pass("residuals", 2 * 3 * stream, 2),
+        Pass("heads joined", 2 * T * s.own * s.size, 1),
+    ]
+    backward = [
+        Pass("norms", 2 * norm_back * stream, 2 * 2 * calls_back, kind="rows"),
+        # Two sums into the stream, and the inputs' gradients of q, k, v (and of a gate) added up.
+        Pass("residuals", (2 + 2 + model.mlp_inputs - 1) * 3 * stream, 5),
+        # Transposed operands and gradients that torch makes contiguous.
+        Pass("copies", 2 * T * s.own * s.size + 2 * first, 4),
+    ]
+    if model.positions == "rotary":
+        # Two halves, each two products and a sum, then joined: nine times what is turned; backward also pads halves.
+        forward.append(Pass("rotary", 9 * qk, 14))
+        backward.append(Pass("rotary", 12 * qk, 28))
+    if model.activation == "swiglu":
+        forward.append(Pass("activation", 2 * hidden + 3 * hidden, 2, T * s.hidden))
+        # Two products for the two factors; the gate's derivative in six calls, one of them a sigmoid.
+        backward.append(Pass("activation", 6 * hidden + 15 * hidden, 2 * 8, T * s.hidden))
+    else:
+        exponentials = T * s.hidden if model.activation == "gelu" else 0
+        forward.append(Pass("activation", 2 * hidden, 1, exponentials))
+        backward.append(Pass("activation", 3 * hidden + (12 * hidden if exponentials else 0), 8, exponentials))
+    if model.dropout:
+        forward.append(Pass("dropout", 2 * (2 * stream + x), 6))
+        backward.append(Pass("dropout", 2 * (2 * stream + x), 4))
+    if model.biases:
+        columns = s.own + 2 * s.kv + s.width + s.first + s.width
+        backward.append(Pass("biases", T * columns * s.size, 6, kind="rows"))
+    if s.autocast:
+        # Each projection's input and weight, and on the way back each gradient of either.
+        casts = s.weights * (4 + s.size) + 2 * x * (s.stream + s.size)
+        forward.append(Pass("casts", casts + 2 * x * s.size, 16))
+        backward.append(Pass("casts", casts + 4 * x * s.stream, 16))
+    # What a projection costs its caller beside the product: transposes, views, and autograd's node for each.
+    forward.append(Pass("calls of projections", 0, 7 + model.mlp_inputs))
+    backward.append(Pass("calls of projections", 0, 6 * (5 + model.mlp_inputs)))
+    return forward, backward
+
+
+# ---- the ends of the model -------------------------------------------------------------------------------------
+
+
+def loss_passes(
+    model: ModelConfig, tp: int, microbatch: int, context: int, dtype: str, code: Code
+) -> tuple[list[Pass], list[Pass]]:
+    """The loss over this rank's logits."""
+    size, V = DTYPE_BYTES[dtype], vocabulary_per_rank(model, tp)
+    logits = microbatch * context * V
+    if code == "fused":
+        # To fp32; maximum; exponentials and their sum.
+        return [Pass("loss", logits * (size + 4 + 4 + 8), 4)], [Pass("loss", logits * (4 + 4 + size), 2)]
+    if code == "compiled":
+        forward = [Pass("loss", logits * size, 1, kind="softmax")]
+        backward = [Pass("loss", logits * 2 * size, 1, kind="rows")]
+        if unaligned(V, size):  # the gradient is written once more, into rows that tensor cores can load
+            backward.append(Pass("padding of the logits", logits * 2 * size, 1, kind="rows"))
+        return forward, backward
+    cast = logits * (size + 4) if size != 4 else 0
+    # log_softmax reads and writes; backward makes a gradient of zeros, reads two and writes one.
+    return (
+        [Pass("loss", 2 * 4 * logits + cast, 4, logits)],
+        [Pass("loss", 4 * 4 * logits + cast, 6, logits)],
+    )
+
+
+def logits_element_bytes(model: ModelConfig, tp: int, precision_bytes: int, code: Code) -> int:
+    """Bytes alive for one logit at the loss's fullest moment."""
+    if code == "fused":
+        return 10  # as the matmul writes it, fp32 for the loss, its gradient
+    if code == "compiled":  # logits and their gradient, and a padded copy of the latter
+        return precision_bytes * (3 if unaligned(vocabulary_per_rank(model, tp), precision_bytes) else 2)
+    return 12 if precision_bytes <= 4 else 24  # log-softmax, the gradient of its result, and of its input
+
+
+def unaligned(columns: int, element_bytes: int) -> bool:
+    """Whether rows of so many 16-bit elements begin where tensor cores cannot load them."""
+    return element_bytes == 2 and columns % ALIGNED != 0

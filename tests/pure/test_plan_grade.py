@@ -1,0 +1,123 @@
+"""Grading a run: figures beside their predictions, what is missing, what is wrong, and the order of several runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilemesh.core import config
+from tilemesh.core.errors import RunError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import count_parameters, preset
+from tilemesh.plan.grade import Graded, grade, rank_correlation, read_run
+from tilemesh.plan.step import predict
+
+TINY = preset("tiny")
+PLAN = ParallelPlan(dp=2, tp=2, microbatch=8, precision="fp32")
+CLUSTER = parse_cluster("4xcpu")
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    """What a run would have left that went exactly as predicted."""
+    found = predict(TINY, CLUSTER, PLAN)
+    whole = {
+        "schema": 1, "model": config.to_dict(TINY), "plan": PLAN.to_dict(), "context": 128, "cluster": "4xcpu",
+        "world": 4, "parameters": count_parameters(TINY).total,
+        "step_time_s": {"median": found.step_time_s, "p20": found.step_time_s, "p80": found.step_time_s, "n": 9},
+        "peak_memory_bytes": [found.memory.total_bytes + 1000] * 4, "memory_baseline_bytes": [1000] * 4,
+        "exchanges": {**found.exchanges, "control": {"all_reduce": 48}},
+        "shares": {"compute": 1.0, "exchange": 0.0, "idle": 0.0},
+    }  # fmt: skip
+    return {key: value for key, value in (whole | changes).items() if value is not None}
+
+
+def graded(tmp_path: Path, **changes: Any) -> Graded:
+    (tmp_path / "summary.json").write_text(json.dumps(summary(**changes)))
+    return grade(read_run(tmp_path), CLUSTER)
+
+
+def test_a_run_as_predicted_has_no_errors(tmp_path: Path) -> None:
+    found = graded(tmp_path)
+    assert [g.error for g in found.grades] == pytest.approx([0.0] * len(found.grades))
+    assert {g.name for g in found.grades} == {
+        "parameters", "step time", "tokens/s", "peak memory", "tp all_reduce", "dp all_reduce",
+    }  # fmt: skip
+    assert found.advice == ()
+    assert not found.before
+
+
+def test_bytes_of_a_step_as_a_real_run_counted_them() -> None:
+    """dp 2 x tp 2 of the tiny preset over MPI: the bytes that training's own recorder had counted."""
+    assert predict(TINY, CLUSTER, PLAN).exchanges == {"tp": {"all_reduce": 9_449_472}, "dp": {"all_reduce": 2_101_760}}
+
+
+def test_the_worst_comes_first_with_what_to_do(tmp_path: Path) -> None:
+    slow = 10 * predict(TINY, CLUSTER, PLAN).step_time_s
+    found = graded(tmp_path, step_time_s={"median": slow, "p20": slow, "p80": 2 * slow, "n": 9})
+    assert found.grades[0].name == "tokens/s"  # +900 % of the measured; the step itself is -90 %
+    assert found.find("step time").error == pytest.approx(-0.9)
+    assert found.find("step time").holds is False
+    assert "tilemesh calibrate" in found.advice[0]
+    assert "computing takes" in found.advice[0]
+    assert "wander" in found.advice[1]
+
+
+def test_slow_exchanges_are_told_from_slow_computing(tmp_path: Path) -> None:
+    step = predict(TINY, CLUSTER, PLAN).step_time_s
+    found = graded(
+        tmp_path, step_time_s=3 * step, shares={"compute": 1 / 3, "exchange": 2 / 3, "idle": 0.0}
+    )  # fmt: skip
+    assert "exchanges take" in found.advice[0]
+
+
+def test_one_byte_more_is_not_exact(tmp_path: Path) -> None:
+    found = graded(tmp_path, exchanges={"tp": {"all_reduce": 9_449_473}, "dp": {"all_reduce": 2_101_760, "send": 4}})
+    off = {g.name for g in found.grades if g.holds is False}
+    assert off == {"tp all_reduce", "dp send"}
+    assert found.find("dp send").error == -1.0  # what was not foreseen counts as 0
+    assert "exchanged bytes differ" in found.advice[0]
+
+
+def test_what_was_not_recorded_says_so(tmp_path: Path) -> None:
+    found = graded(tmp_path, exchanges=None, peak_memory_bytes=None, parameters=None)
+    missing = {g.name for g in found.grades if g.measured is None}
+    assert missing == {"tp all_reduce", "dp all_reduce", "peak memory", "parameters"}
+    assert all("did not record" in g.note for g in found.grades if g.measured is None)
+    assert found.grades[0].measured is not None  # last, not first
+
+
+def test_a_prediction_made_before_the_run_is_the_one_graded(tmp_path: Path) -> None:
+    found = graded(tmp_path, predicted={"step_time_s": 123.0})
+    assert found.before
+    assert found.find("step time").predicted == 123.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, r"has no summary\.json: give the folder of a run that has ended"),
+        ("{", "cannot be read"),
+        ("[]", "has schema None"),
+        ('{"schema": 1, "plan": {}, "cluster": "1xh100"}', "has no 'model'"),
+        ('{"schema": 1, "plan": {}, "cluster": "1xh100", "model": {"layer": 1}}', "did you mean 'layers'"),
+    ],
+)
+def test_a_folder_that_is_no_run(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(RunError, match=words):
+        read_run(tmp_path)
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # By hand: ranks 1 2 3 4 and 2 1 3 4, sum of squared differences 2, 1 - 6 x 2 / (4 x 15).
+    assert rank_correlation([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(0.8)
+    assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486833)
+    assert rank_correlation([1, 2], [1, 2]) is None
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None

@@ -1,0 +1,168 @@
+"""This machine as a cluster: what a rank gets of its measured rates, and what the code that runs a layer changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilemesh.core.calibration import Calibration, Rates
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import preset
+from tilemesh.plan.choose import NothingFitsError, search
+from tilemesh.plan.constants import HOPPER_TILES
+from tilemesh.plan.local import local_cpu, local_gpu, rank_rates
+from tilemesh.plan.passes import default_code, logits_element_bytes
+from tilemesh.plan.step import predict
+from tilemesh.plan.work import Matmul, shape_fraction, speed_of
+
+ONE = Rates(
+    {"fp32": 40e9, "bf16": 1e8}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
+    exponentials_per_s=3e8, attention_flops_per_s={"forward-32": 8e9, "backward-32": 9e9},
+)  # fmt: skip
+ALL = Rates(
+    {"fp32": 80e9, "bf16": 2e8}, copy_bytes_per_s=50e9, launch_s=8e-6, elementwise_bytes_per_s=45e9,
+    exponentials_per_s=6e8, attention_flops_per_s={"forward-32": 16e9, "backward-32": 18e9},
+)  # fmt: skip
+HERE = Calibration("id", "a box", "today", one_core=ONE, all_cores=ALL)
+MEMORY = 8 << 30
+
+
+def test_a_rank_gets_its_cores() -> None:
+    assert rank_rates(ONE, ALL, 1, 2).matmul_flops_per_s["fp32"] == pytest.approx(80e9)
+    assert rank_rates(ONE, ALL, 2, 2).matmul_flops_per_s["fp32"] == pytest.approx(40e9)
+    turns = rank_rates(ONE, ALL, 4, 2)  # two ranks a core
+    assert turns.matmul_flops_per_s["fp32"] == pytest.approx(20e9)
+    assert turns.attention_flops_per_s["backward-32"] == pytest.approx(4.5e9)
+    assert turns.launch_s == pytest.approx(16e-6)
+
+
+def test_bandwidth_is_shared_by_all_ranks() -> None:
+    assert rank_rates(ONE, ALL, 2, 2).copy_bytes_per_s == pytest.approx(25e9)  # not 30: two copy at once
+    assert rank_rates(ONE, ALL, 1, 2).copy_bytes_per_s == pytest.approx(50e9)
+
+
+def test_between_one_core_and_all_rates_lie_between() -> None:
+    found = rank_rates(ONE, ALL, 4, 16).matmul_flops_per_s["fp32"]
+    assert 40e9 < found < 80e9
+
+
+def test_two_ranks_a_core_take_about_twice_as_long() -> None:
+    plans = {ranks: ParallelPlan(dp=ranks, microbatch=8, precision="fp32") for ranks in (2, 4)}
+    steps = {}
+    for ranks, plan in plans.items():
+        here = local_cpu(HERE, ranks, 2, MEMORY)
+        steps[ranks] = predict(preset("tiny"), here.cluster, plan, rates=here.rates)
+    assert 1.9 < steps[4].step_time_s / steps[2].step_time_s < 2.6
+    # Between CPU ranks an exchange is work: nothing hides it.
+    assert steps[2].times.dp_s >= 2 * preset_gradient_bytes() / 2 / (50e9 / 2)
+
+
+def preset_gradient_bytes() -> int:
+    return predict(preset("tiny"), parse_cluster("2xcpu"), ParallelPlan(dp=2, precision="fp32")).exchanges["dp"][
+        "all_reduce"
+    ]
+
+
+def test_a_search_on_this_machine() -> None:
+    here = local_cpu(HERE, 2, 2, MEMORY)
+    found = search("tiny", here.cluster, batch=8, rates=here.rates)
+    assert found.cluster.name == "2xlocal"
+    assert found.best.plan.precision == "fp32"  # not the emulated bf16, however measured
+    with pytest.raises(NothingFitsError, match=r"the least a rank needs is .* a larger machine is needed"):
+        search("llama-2-7b", here.cluster, batch=8, rates=here.rates)
+
+
+def test_what_was_not_calibrated_is_refused() -> None:
+    with pytest.raises(UsageError, match="run `tilemesh calibrate`"):
+        local_cpu(Calibration("id", "a box", "today", one_core=Rates(), all_cores=Rates()), 2, 2, MEMORY)
+    with pytest.raises(UsageError, match="one rank a GPU"):
+        local_gpu(HERE, 2, ("NVIDIA H200",))
+    with pytest.raises(UsageError, match="no datasheet of 'NVIDIA GeForce 256'"):
+        local_gpu(HERE, 1, ("NVIDIA GeForce 256",))
+
+
+def test_measured_rates_move_the_prediction_one_by_one() -> None:
+    plan = ParallelPlan(microbatch=8, precision="fp32")
+    here = local_cpu(HERE, 1, 2, MEMORY)
+    base = predict(preset("tiny"), here.cluster, plan, rates=here.rates).step_time_s
+    for name in ("elementwise_bytes_per_s", "exponentials_per_s"):
+        slower = Rates(**{**vars(here.rates), name: getattr(here.rates, name) / 4})
+        assert predict(preset("tiny"), here.cluster, plan, rates=slower).step_time_s > 1.02 * base
+
+
+# ---- what runs it ----------------------------------------------------------------------------------------------
+
+
+def test_compiled_is_faster_and_smaller_than_eager() -> None:
+    model, cluster = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("1xh200")
+    plan = ParallelPlan(microbatch=32, precision="bf16")
+    compiled, eager = (predict(model, cluster, plan, code=code) for code in ("compiled", "eager"))
+    assert compiled.step_time_s < 0.6 * eager.step_time_s
+    assert compiled.memory.logits_bytes * 2 == eager.memory.logits_bytes
+    assert default_code(cluster.device, "bf16") == "compiled"
+    assert default_code(cluster.device, "bf16-master") == "fused"
+
+
+def test_rows_that_tensor_cores_cannot_load_cost() -> None:
+    even, odd = (preset("gpt2-124m").replace(vocabulary=size) for size in (50304, 50257))
+    assert (logits_element_bytes(even, 1, 2, "compiled"), logits_element_bytes(odd, 1, 2, "compiled")) == (4, 6)
+    cluster, plan = parse_cluster("1xh200"), ParallelPlan(microbatch=8, precision="bf16")
+    for code, most in (("compiled", 1.1), ("eager", 2.5)):
+        ratio = (
+            predict(odd, cluster, plan, code=code).step_time_s / predict(even, cluster, plan, code=code).step_time_s  # type: ignore[arg-type]
+        )
+        assert 1.02 < ratio < most
+
+
+# Measured steps of one H200, seconds and allocated bytes: benchmarks/results/steps-h200.jsonl.
+H200_STEPS = {
+    ("gpt2-124m", 32): (0.0702, 22_849_710_592),
+    ("tinyllama-1.1b", 8): (0.2345, 47_517_389_312),
+    ("tinyllama-1.1b", 4): (0.1274, 31_428_334_080),
+}
+H200 = Rates(
+    {"bf16": 799.8e12}, copy_bytes_per_s=4.235e12, launch_s=6.93e-6
+)  # benchmarks/results/calibration-h200.json
+
+
+@pytest.mark.parametrize(("name", "batch"), H200_STEPS)
+def test_steps_measured_on_an_h200(name: str, batch: int) -> None:
+    seconds, nbytes = H200_STEPS[name, batch]
+    model = preset(name).replace(dropout=0.0)
+    found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=batch, precision="bf16"), rates=H200)
+    assert found.step_time_s == pytest.approx(seconds, rel=0.10)
+    assert found.memory.total_bytes - found.memory.reserved_bytes == pytest.approx(nbytes, rel=0.055)
+
+
+def test_few_tiles_are_split_along_k() -> None:
+    """The weight gradient of a narrow layer: 18 tiles of 256 x 128 would leave six of seven multiprocessors idle."""
+    fraction, splits = shape_fraction(1, 768, 768, 32768, 132, HOPPER_TILES)
+    assert splits > 1
+    assert fraction > 0.8
+    assert shape_fraction(1, 8192, 8192, 8192, 132, HOPPER_TILES)[1] == 1
+    speed = speed_of(parse_cluster("1xh200").device, "bf16", H200, "compiled")
+    assert speed.matmul_s(Matmul("w", 1, 768, 768, 32768)) == pytest.approx(65e-6, rel=0.15)  # traced: 58 + 7 us
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plans_own_chunks_are_used() -> None:
+    model, cluster = preset("tiny"), parse_cluster("2xh100")
+    cut = predict(model, cluster, ParallelPlan(pp=2, accumulation=4))
+    assert cut.settled_plan.chunk_layers == cut.chunk_layers
+    own = predict(model, cluster, ParallelPlan(pp=2, accumulation=4, chunk_layers=(1, 3)))
+    assert own.chunk_layers == (1, 3)
+    assert own.step_time_s != cut.step_time_s
+    assert ParallelPlan.from_toml(own.plan.to_toml()) == own.plan
+    assert "layers 1+3" in own.plan.describe()
+
+
+def test_chunks_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="has 3 numbers and pp 2 is 2 chunks"):
+        ParallelPlan(pp=2, chunk_layers=(1, 1, 2))
+    with pytest.raises(UsageError, match="at least 1"):
+        ParallelPlan(pp=2, chunk_layers=(0, 4))
+    with pytest.raises(UsageError, match="add up to 5 layers, the model has 4"):
+        predict(preset("tiny"), parse_cluster("2xh100"), ParallelPlan(pp=2, chunk_layers=(2, 3)))
