@@ -23,6 +23,7 @@ _COLOURS = {
     "auto": "#d62728",
     "limit": "#888888",
     "flat": "#1f77b4",
+    "flat_one": "#7fb8e0",
     "flat_slices": "#2ca02c",
     "direct": "#9467bd",
     "direct_slices": "#8c564b",
@@ -58,7 +59,7 @@ def svg(rows: Sequence[Row]) -> str:
             lines.setdefault("limit", []).append((size, row.limit))
     if not panels:
         raise UsageError("no rows of collectives to draw a chart from")
-    across = min(3, len(panels))
+    across = 2 if len(panels) in (2, 4) else min(3, len(panels))
     down = -(-len(panels) // across)
     width, height = across * _PANEL, down * _HEIGHT
     body = []
