@@ -32,10 +32,8 @@ Say = Callable[[str], None]
 def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 64 << 20, say: Say = print) -> Fit:
     """A collective call. `seconds`: of readings for each size of each collective."""
     curves: dict[str, list[tuple[float, float]]] = {}
-    sync_s = _meeting(comm, seconds)
     _parts(comm, curves, seconds, most_bytes)
     curves["call"] = [(1, _call(comm, seconds))]
-    say(f"a meeting takes {sync_s * 1e6:.1f} µs")
     for collective in COLLECTIVES:
         for size in SIZES:
             if size <= most_bytes:
@@ -43,6 +41,7 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
                 cell = Cell(collective, comm.size, size)
                 for name, median in times(comm, cell, seconds).items():
                     curves.setdefault(f"{collective}/{name}", []).append((cell.payload, median))
+    sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: Curve(tuple(dict(sorted(points)).items())) for name, points in curves.items()}
     return Fit(comm.backend, comm.size, sync_s, fitted, when)
