@@ -15,6 +15,7 @@ from tilemesh.measure.row import read_rows
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 def test_a_fit_and_rows_with_all_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -42,7 +42,10 @@ def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
             return NotImplemented
         if out is None:
             out = np.empty(result, made)
-        elif not fits(out, result, made) or not out.flags.c_contiguous or np.may_share_memory(x, out):
+        elif not fits(out, result, made) or not out.flags.c_contiguous:
+            return NotImplemented
+        # Two arrays that own their memory cannot overlap; asking numpy takes longer than to see that.
+        elif (out is x or x.base is not None or out.base is not None) and np.may_share_memory(x, out):
             return NotImplemented
         watch.sequence = sequence = watch.sequence + 1
         watch.enter(sequence, name, nbytes)
