@@ -42,10 +42,7 @@ def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
             return NotImplemented
         if out is None:
             out = np.empty(result, made)
-        elif not fits(out, result, made) or not out.flags.c_contiguous:
-            return NotImplemented
-        # Two arrays that own their memory cannot overlap; asking numpy takes longer than to see that.
-        elif (out is x or x.base is not None or out.base is not None) and np.may_share_memory(x, out):
+        elif not fits(out, result, made) or not out.flags.c_contiguous or _overlap(x, out):
             return NotImplemented
         watch.sequence = sequence = watch.sequence + 1
         watch.enter(sequence, name, nbytes)
@@ -56,6 +53,11 @@ def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
         return out
 
     return ready
+
+
+def _overlap(x: Any, out: Any) -> bool:
+    # Two arrays that own their memory do not; asking numpy takes longer than to see that.
+    return (out is x or x.base is not None or out.base is not None) and np.may_share_memory(x, out)
 
 
 def _start(caller: Caller, call: Call, x: Any) -> Start | None:
