@@ -6,6 +6,7 @@ answers are compared bit for bit; that ranks agree on sums that are *not* exact 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -606,14 +607,17 @@ def arrays_of_the_arena(comm: Communicator) -> None:
 def memory_goes_back(comm: Communicator) -> None:
     """What all ranks have dropped is given out again: in the end as much is taken as before."""
     arena = comm._caller.sharing.arena
-    places = set()
-    for turn in range(6):
+    gc.collect()  # arrays of the cases before may hang in the tracebacks of expected errors
+    comm.barrier()
+    places = []
+    for turn in range(9):
         x = comm.empty((1 << 18) + turn, np.uint8)
         x[:] = turn
-        places.add(int(x.__array_interface__["data"][0]) - arena.start)
+        places.append(int(x.__array_interface__["data"][0]) - arena.start)
         del x
         comm.barrier()
-    assert len(places) <= 2
+    # Nine were made; without going back they would lie in nine places. What the cases before drop late moves them.
+    assert len(set(places)) <= 4
     kept = [comm.empty(1000, np.float64) for _ in range(5)]
     assert len({int(x.__array_interface__["data"][0]) for x in kept}) == 5
     torch = pytest.importorskip("torch")
