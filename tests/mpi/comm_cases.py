@@ -6,6 +6,7 @@ answers are compared bit for bit; that ranks agree on sums that are *not* exact 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from tilemesh.comm import Communicator, minimal
 from tilemesh.comm.runtime.choose import Request, refuses
-from tilemesh.comm.schedules.book import ALGORITHMS, BOOK
+from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, is_direct, is_shared
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED, cut
 from tilemesh.core.errors import RunError, UsageError
 
@@ -45,9 +46,10 @@ class Case:
 
 
 def serves(comm: Communicator, collective: str, algorithm: str, dtype: str, length: int, op: str = "sum") -> bool:
+    """Whether that algorithm takes such a call on ordinary arrays; the direct ones are in `arrays_of_the_arena`."""
     uneven = collective in BLOCKED and length % comm.size > 0 and collective != "all_gather"
     request = Request(collective, 1, dtype, op, uneven)
-    return refuses(request, algorithm, comm.transport) is None
+    return refuses(request, algorithm, comm.transport) is None and not (is_direct(algorithm) and comm.size > 1)
 
 
 def cases(comm: Communicator, full: bool) -> Iterator[Case]:
@@ -590,7 +592,93 @@ def wrong_use(comm: Communicator) -> None:
     assert ("widens to float32 on the wire" in told) == (comm.backend != "threads")
 
 
+def shared_memory_is_there(comm: Communicator) -> None:
+    """On one machine every transport has an arena: without this, no shared-memory case above would have run."""
+    assert comm.transport.caps.arena
+    shared = [name for row in BOOK.values() for name in row if is_shared(name)]
+    assert len(shared) >= 15
+
+
+def arrays_of_the_arena(comm: Communicator) -> None:
+    """Every direct algorithm, by name and by choice, from arrays of `empty`; results there and elsewhere."""
+    n, me = comm.size, comm.rank
+    for length, dtype in ((3 * n, "float32"), (5 * n, "int64"), (70_000 * n, "float64")):
+        x = comm.empty(length, dtype)
+        x[:] = np.arange(length) % 7 + me
+        for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            wanted = getattr(comm, collective)(np.array(x), algorithm="naive")
+            out = comm.empty(wanted.shape, dtype)
+            for algorithm in [name for name in BOOK[collective] if is_direct(name)] + ["auto"]:
+                out[:] = 0
+                assert getattr(comm, collective)(x, out=out, algorithm=algorithm) is out
+                assert np.array_equal(out, wanted), (collective, algorithm, length)
+                if algorithm != "direct_slices" or n == 1:
+                    assert np.array_equal(getattr(comm, collective)(x, algorithm=algorithm), wanted)
+        # One rank has its array elsewhere: all must go another way, and the same one.
+        odd = np.array(x) if me == n - 1 else x
+        assert np.array_equal(comm.all_reduce(odd), comm.all_reduce(np.array(x), algorithm="naive"))
+        if n > 1:
+            with pytest.raises(UsageError, match=f"the input of rank {n - 1} does not lie in memory that comm.empty"):
+                comm.all_reduce(odd, algorithm="direct")
+        total = comm.all_reduce(np.array(x), algorithm="naive")
+        assert comm.all_reduce(x, out=x) is x  # in place
+        assert np.array_equal(x, total)
+        gathered = comm.empty((n, length), dtype)
+        gathered[me] = me
+        comm.all_gather(gathered[me : me + 1], out=gathered)
+        assert (gathered == np.arange(n)[:, None]).all()
+
+
+def memory_goes_back(comm: Communicator) -> None:
+    """What all ranks have dropped is given out again: in the end as much is taken as before."""
+    arena = comm._caller.sharing.arena
+    gc.collect()  # arrays of the cases before may hang in the tracebacks of expected errors
+    comm.barrier()
+    places = []
+    for turn in range(9):
+        x = comm.empty((1 << 18) + turn, np.uint8)
+        x[:] = turn
+        places.append(int(x.__array_interface__["data"][0]) - arena.start)
+        del x
+        comm.barrier()
+    # Nine were made; without going back they would lie in nine places. What the cases before drop late moves them.
+    assert len(set(places)) <= 4
+    kept = [comm.empty(1000, np.float64) for _ in range(5)]
+    assert len({int(x.__array_interface__["data"][0]) for x in kept}) == 5
+    torch = pytest.importorskip("torch")
+    t = comm.empty((3, 4), torch.bfloat16)
+    assert t.dtype == torch.bfloat16
+    t[:] = 2
+    assert comm.all_reduce(t)[0, 0] == 2 * comm.size
+
+
+def shared_calls_in_every_order(comm: Communicator) -> None:
+    """Ranks may differ in `wait`, in strides and in whether a call was made before: memory is taken in call order."""
+    n, me = comm.size, comm.rank
+    for turn in range(12):
+        x = np.arange(600.0) + me + turn
+        handles = []
+        for i in range(4):
+            y = np.repeat(x + i, 2)[::2] if (me + i + turn) % 3 == 0 else x + i
+            result = comm.all_reduce(y, algorithm="flat" if i % 2 else "flat_slices", wait=(me + i) % 2 == 0)
+            handles.append(result)
+        for i, result in enumerate(handles):
+            value = result if isinstance(result, np.ndarray) else result.wait()
+            assert np.array_equal(value, n * (np.arange(600.0) + turn + i) + n * (n - 1) / 2)
+    group = comm.split(me % 2)
+    assert np.array_equal(group.all_reduce(np.full(5, me)), np.full(5, sum(range(me % 2, n, 2))))
+    big = np.full(400_000, 1.0, np.float32)  # several segments
+    for algorithm in ("flat", "flat_slices"):
+        assert (group.all_reduce(big, algorithm=algorithm) == group.size).all()
+        assert (comm.all_reduce(big, out=big.copy(), algorithm=algorithm) == n).all()
+    group.close()
+
+
 SURFACE = (
+    shared_memory_is_there,
+    arrays_of_the_arena,
+    memory_goes_back,
+    shared_calls_in_every_order,
     same_bits_everywhere,
     extremes_of_zeros_and_nans,
     averages_of_16_bits,

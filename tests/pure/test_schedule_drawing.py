@@ -17,7 +17,7 @@ from tilemesh.core.errors import RunError, UsageError
 
 
 def test_the_schedule_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_collective("all_reduce", draw="ring", ranks=8, svg=tmp_path / "ring.svg")
+    bench_collective(["all_reduce"], draw="ring", ranks="8", svg=tmp_path / "ring.svg")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "ring all_reduce: 8 ranks, 8 chunks"
     assert len(said) == 3 + 1 + 14 + len(["", *LEGEND.splitlines()])
@@ -57,23 +57,41 @@ def test_a_thousand_ranks_are_more_than_a_drawing_holds() -> None:
 
 
 def test_nodes_of_a_drawing(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_collective("all_reduce", draw="hierarchical", ranks=4, node_size=2)
+    bench_collective(["all_reduce"], draw="hierarchical", ranks="4", node_size=2)
     first = capsys.readouterr().out
-    bench_collective("all_reduce", draw="hierarchical", ranks=4)
+    bench_collective(["all_reduce"], draw="hierarchical", ranks="4")
     assert first != capsys.readouterr().out
     with pytest.raises(UsageError, match="nodes of 0 ranks"):
-        bench_collective("all_reduce", draw="hierarchical", ranks=4, node_size=0)
-    bench_collective("all_reduce", draw="ring", ranks=1)
+        bench_collective(["all_reduce"], draw="hierarchical", ranks="4", node_size=0)
+    bench_collective(["all_reduce"], draw="ring", ranks="1")
     assert capsys.readouterr().out.startswith("ring all_reduce: 1 rank, 1 chunk\n")
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"give --draw ALGORITHM; for all_reduce there are ring, "):
-        bench_collective("all_reduce")
+    with pytest.raises(UsageError, match="unknown collective to bench 'allreduce': did you mean 'all_reduce'"):
+        bench_collective(["allreduce"])
+    with pytest.raises(UsageError, match="unknown algorithm 'rign': did you mean 'ring'"):
+        bench_collective(["all_reduce"], algorithms="rign")
+    with pytest.raises(UsageError, match="unknown transport 'tcp'"):
+        bench_collective(["all_reduce"], transport="tcp")
+    with pytest.raises(UsageError, match=r"expected a file that ends in \.svg"):
+        bench_collective(["all_reduce"], chart="x.png")
+    with pytest.raises(UsageError, match="--fit with 1 rank: expected at least 2"):
+        bench_collective(fit=True, ranks="1")
+    with pytest.raises(UsageError, match="unknown topology 'torus'"):
+        bench_collective(simulate="torus")
     with pytest.raises(UsageError, match="unknown algorithm for broadcast 'trea': did you mean 'tree'"):
-        bench_collective("broadcast", draw="trea")
+        bench_collective(["broadcast"], draw="trea")
     with pytest.raises(RunError, match="could not be written"):
-        bench_collective("broadcast", draw="tree", svg=tmp_path / "nowhere" / "x.svg")
+        bench_collective(["broadcast"], draw="tree", svg=tmp_path / "nowhere" / "x.svg")
+
+
+def test_a_simulation_shows_who_overtakes_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_collective(["all_reduce"], simulate="two-level", ranks="64", sizes="1KiB..64MiB")
+    page = capsys.readouterr().out
+    assert "all_reduce, 64 ranks, two-level: seconds as simulated" in page
+    assert "tree is overtaken by hierarchical between 64 KiB and 256 KiB" in page
+    assert "tree is overtaken by ring between 1 MiB and 4 MiB" in page
 
 
 @pytest.mark.parametrize("module", ["tilemesh.comm", "tilemesh.comm.schedules.book", "tilemesh.comm.schedules.draw"])

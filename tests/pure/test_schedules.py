@@ -36,7 +36,8 @@ from tilemesh.comm.schedules.schedule import (
     sync,
     vector,
 )
-from tilemesh.comm.schedules.simulate import Flat, Memory, TwoLevel, Wire, simulate
+from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.topology import Flat, TwoLevel, Wire
 from tilemesh.core.errors import UsageError
 
 PAIRS = [(collective, algorithm) for collective, row in BOOK.items() for algorithm in row]
@@ -381,12 +382,12 @@ SAME = same(3, 0)
         (sync((0, 0, NOBODY)), "only all of them together can meet"),
         (sync((0, 0, 1)), "only all of them together can meet"),
         (read((NOBODY, NOBODY, -3), INPUT, SAME, SAME, same(3, 1)), "reads from rank -3"),
-        (read((1, 2, 0), TEMP, SAME, SAME, same(3, 1)), "reads scratch of rank 1"),
+        (read((1, 2, 0), TEMP, SAME, SAME, same(3, 1)), "reads temp of rank 1, which others cannot reach"),
         (Step("shout", (1, 2, 0), SAME, same(3, 1)), "unknown kind, 'shout'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_the_runtime_cannot_do_is_not_proved(step: Step, words: str) -> None:
-    schedule = Schedule("all_reduce", "made up", 3, 0, 1, lambda: iter([(step,)]), temp=1, shared=True)
+    schedule = Schedule("all_reduce", "made up", 3, 0, 1, lambda: iter([(step,)]), temp=1, shared=frozenset({0, 1}))
     with pytest.raises(BrokenScheduleError, match=words):
         check(schedule)
 

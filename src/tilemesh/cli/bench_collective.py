@@ -1,4 +1,4 @@
-"""`tilemesh bench collective`: look at the schedules behind the collectives."""
+"""`tilemesh bench collective`: the collectives measured against the library's own; fitted; simulated; drawn."""
 
 from __future__ import annotations
 
@@ -9,38 +9,47 @@ import typer
 
 
 def bench_collective(
-    collective: Annotated[str, typer.Argument(help="Which collective.")] = "all_reduce",
+    collectives: Annotated[
+        list[str] | None, typer.Argument(metavar="[COLLECTIVE]...", help="Which; all of five.")
+    ] = None,
+    ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, with commas between.")] = "2,4,8",
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="4B..64MiB (powers of four), or sizes with commas between.")
+    ] = "4B..64MiB",
+    transport: Annotated[
+        str, typer.Option("--transport", help="mpi, gloo or nccl; auto takes what there is.")
+    ] = "auto",
+    algorithms: Annotated[
+        str, typer.Option("--algorithms", help="Which of ours to time besides auto; all, none, or names with commas.")
+    ] = "all",
+    fit: Annotated[bool, typer.Option("--fit", help="Measure and store what auto predicts from.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter readings.")] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option("--simulate", metavar="TOPOLOGY", help="On paper instead: flat, ring or two-level; any --ranks."),
+    ] = None,
     draw: Annotated[
         str | None, typer.Option("--draw", metavar="ALGORITHM", help="Draw this algorithm's schedule, round by round.")
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="How many ranks the schedule is for.")] = 8,
-    root: Annotated[int, typer.Option("--root", help="Root of a broadcast, reduce, scatter or gather.")] = 0,
+    root: Annotated[int, typer.Option("--root", help="Of a drawn broadcast, reduce, scatter or gather.")] = 0,
     node_size: Annotated[
         int | None, typer.Option("--node-size", help="Ranks a node, for the hierarchical schedules. [default: 8]")
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
+    json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
+    chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size, as .svg.")] = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="The rounds on a page, with a slider.")
+        str | None, typer.Option("--html", metavar="FILE", help="A page of the rows, or of the rounds with a slider.")
     ] = None,
 ) -> None:
-    """Draw the schedule of a collective."""
-    from tilemesh.comm.schedules import draw as drawing
-    from tilemesh.comm.schedules.book import algorithms, build
-    from tilemesh.core.errors import RunError, UsageError
+    """Time our collectives against the library's own, fit the machine, or look at schedules."""
+    from tilemesh.cli import bench_collective_run as run
 
-    if draw is None:
-        known = ", ".join(algorithms(collective))
-        raise UsageError(f"nothing to do: give --draw ALGORITHM; for {collective} there are {known}")
-    schedule = build(collective, draw, ranks, root, node_size=node_size)
-    print(drawing.text(schedule))
-    if svg is not None:
-        try:
-            svg.write_text(drawing.svg(schedule), encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{svg} could not be written: {error.strerror}") from None
-    if html is not None:
-        from tilemesh.report.collective_page import render
-        from tilemesh.report.html import write
-
-        write(render([], [schedule]), html)
-        print(f"page: {html}")
+    if draw is not None:
+        run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, node_size, svg, html)
+    elif simulate is not None:
+        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes, node_size)
+    elif fit:
+        run.fit_machine(ranks, sizes, transport, quick)
+    else:
+        run.measure(collectives, ranks, sizes, transport, algorithms, quick=quick, json=json, chart=chart, html=html)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from tilemesh.core.hardware import CPU
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.calibrate_operators import AVX2_BYTES, operator_figures, torch_threads, vector_bytes
 from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
-from tilemesh.measure.machine import Machine
+from tilemesh.measure.machine import Machine, last_cache_bytes
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare, settle
 
@@ -189,17 +188,3 @@ def buffer_bytes(memory_bytes: int, *, quick: bool = False, cache_bytes: int | N
     cache = last_cache_bytes() if cache_bytes is None else cache_bytes
     wanted = max(2 * cache, 64 << 20) if quick else max(4 * cache, 256 << 20)
     return min(wanted, memory_bytes // 8)
-
-
-def last_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """The last level of cache of all cores together; 32 MiB where the kernel does not say."""
-    levels: dict[int, dict[str, int]] = {}
-    for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
-        try:
-            level = int((index / "level").read_text())
-            size = (index / "size").read_text().strip()
-            shared = (index / "shared_cpu_list").read_text().strip()
-            levels.setdefault(level, {})[shared] = int(size.removesuffix("K")) * 1024
-        except (OSError, ValueError):
-            continue
-    return sum(levels[max(levels)].values()) if levels else 32 << 20

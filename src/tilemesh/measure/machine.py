@@ -126,6 +126,20 @@ def memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     return installed
 
 
+def last_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """The last level of cache of all cores together; 32 MiB where the kernel does not say."""
+    levels: dict[int, dict[str, int]] = {}
+    for index in root.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level = int((index / "level").read_text())
+            size = (index / "size").read_text().strip()
+            shared = (index / "shared_cpu_list").read_text().strip()
+            levels.setdefault(level, {})[shared] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return sum(levels[max(levels)].values()) if levels else 32 << 20
+
+
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo"), arch: str | None = None) -> str:
     """The processor's name, or its part number where the kernel knows no name."""
     arch = arch or platform.machine()

@@ -23,7 +23,7 @@ _BLOCK = 1 << 14  # elements
 
 Combine = Callable[[Array, Array], Any]
 
-_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+UFUNCS: dict[str, Any] = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 def require_operation(op: str, dtype: str) -> None:
@@ -40,7 +40,7 @@ def is_floating(dtype: str) -> bool:
 
 def combiner(op: str, dtype: str) -> Combine:
     """The function that combines two flat arrays of that dtype (bf16: their 16-bit patterns) into the first."""
-    function = _NUMPY[op]
+    function = UFUNCS[op]
     if op in ("min", "max") and is_floating(dtype):
         return _bf16_extremes(op) if dtype == BF16 else _extremes(op)
     if dtype == BF16:
@@ -54,7 +54,7 @@ def combiner(op: str, dtype: str) -> Combine:
 
 def _extremes(op: str) -> Combine:
     """Min or max of floats. numpy's own leaves open which of two zeros or NaNs it takes, and ranks would differ."""
-    function: Any = _NUMPY[op]
+    function: Any = UFUNCS[op]
     both: Any = np.logical_or if op == "min" else np.logical_and  # a zero is negative if either one, or both are
 
     def combine(held: Array, arrived: Array) -> None:

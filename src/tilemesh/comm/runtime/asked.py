@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.native import WIDENED
 from tilemesh.comm.runtime.transport import Array
@@ -71,11 +72,15 @@ class Ready(NamedTuple):
 
     call: Call
     x: Any
-    name: str
+    choice: Choice
     device: Any
     target: Array | None
     has_result: bool
     wait: bool
+
+    @property
+    def name(self) -> str:
+        return self.choice.algorithm
 
 
 @dataclass(frozen=True)

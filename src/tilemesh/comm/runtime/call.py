@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from tilemesh.comm.runtime import debug
+from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
+from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
 from tilemesh.comm.runtime.asked import Call, Ready, Scatter
-from tilemesh.comm.runtime.choose import Request, choose
+from tilemesh.comm.runtime.choose import Choice, Request, choose
+from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
+from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.handle import Handle
-from tilemesh.comm.runtime.memory import opened, store
+from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running, Turns
+from tilemesh.comm.runtime.sharing import SharedCall, Sharing
 from tilemesh.comm.runtime.texts import Steps, exchange, spread
 from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
+from tilemesh.comm.schedules.book import is_shared
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.machine import memory_bytes
 
+_THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 T = TypeVar("T")
 
 
@@ -44,17 +54,23 @@ class Caller:
         self.turns = Turns()
         self.receipts: dict[tuple[int, int], Turns] = {}
         transport.names = watch.members
+        self.kept = ReadyCalls()
+        arena = self._arena()
+        self.sharing = None if arena is None else Sharing(arena, self.planner.program)
+        self.fit = self._fit()
 
-    def run(self, call: Call, x: Any, algorithm: str, wait: bool) -> Any:
-        """`x`: what this rank contributes; None: nothing."""
+    def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
+        """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
         ready = self._ready(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
-        is_native = ready.name == "native" or ready.device is not None
+        is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
         if self.is_debugging or not self.turns.is_free:
             first = self._compared(call, algorithm, sequence)
             running = self._later(first, lambda _: self._running(ready, sequence))
         else:
             running = self._running(ready, sequence)
+        if key is not None and wait and ready.device is None:
+            self.kept.keep(key, ready_call(self, call, x, ready.choice))
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
             return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
@@ -85,9 +101,9 @@ class Caller:
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        name = choose(request, algorithm, self.transport).algorithm
+        choice = choose(request, algorithm, self.transport, self.fit)
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
-        return Ready(call, x, name, device, target, has_result, wait)
+        return Ready(call, x, choice, device, target, has_result, wait)
 
     def _running(self, ready: Ready, sequence: int) -> Running:
         """Memory is taken, and nothing sent."""
@@ -108,6 +124,8 @@ class Caller:
         given = np.empty(0, call.like.carrier) if ready.x is None else flattened(opened(ready.x)[0], call.axis)
         if call.wire is not call.like:
             given = widened(given, call.like.dtype)
+        if self._goes_shared(ready.choice):
+            return self._shared(ready, given)
         if ready.name == "native":
             return self._native(ready, given)
         return self._scheduled(ready, given, self._tag(1, sequence))
@@ -191,9 +209,9 @@ class Caller:
         shape = Shape(call.collective, ready.name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
-        bound = self.planner.bound(shape, given, None if is_block else target, keeps=ready.wait)
+        bound = self.planner.bound(shape, given, None if is_block else target)
         data = bound.memory.spaces[DATA]
-        is_ours = target is None and not is_block and shape not in self.planner.free and bound.memory.arena is None
+        is_ours = target is None and not is_block and shape not in self.planner.free
 
         def finish() -> Any:
             result = None
@@ -208,6 +226,76 @@ class Caller:
             return self._finish(call, result)
 
         return Running(bound.steps(tag), finish)
+
+    def _goes_shared(self, choice: Choice) -> bool:
+        """Through the arena; or natively, after a look whether all arrays lie there."""
+        if self.sharing is None:
+            return False
+        return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
+
+    def _shared(self, ready: Ready, given: Array) -> Running:
+        assert self.sharing is not None
+        call, has_result = ready.call, ready.has_result
+        result = ready.target
+        if result is None:
+            result = np.empty(call.length if has_result else 0, call.wire.carrier)
+        steps = self.sharing.steps(self.shared_call(call, ready.choice), given, result)
+        return Running(steps, lambda: self._finish(call, result if has_result else None))
+
+    def shared_call(self, call: Call, choice: Choice) -> SharedCall:
+        """What all calls like this one have in common."""
+        name, dtype = choice.algorithm, call.wire.dtype
+        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
+        is_block = call.collective in ("reduce_scatter", "scatter")
+        lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
+
+        def natively(given: Array, result: Array) -> Iterator[Token]:
+            if np.may_share_memory(given, result) and given.size:
+                given = given.copy()
+            native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
+            return native_steps(self.transport, native, dtype)
+
+        return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
+
+    def empty(self, shape: tuple[int, ...], like: Like) -> Any:
+        """Memory of the arena, for all ranks of the communicator."""
+        if self.sharing is None:
+            return like.back(np.empty(shape, like.carrier))
+        self.watch.sequence += 1
+        sequence = self.watch.sequence
+        steps, made = self.sharing.empty(shape, like.carrier)
+        self._carried_out(Running(steps, lambda: None), (sequence, "empty", 0), wait=True)
+        return like.back(made[0])
+
+    def _arena(self) -> Arena | None:
+        """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
+        transport = self.transport
+        common = transport.common(Placing(transport.size, _THREADS_BYTES).nbytes)
+        if common is not None:
+            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
+        arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
+        if arena is not None:
+            arena.flags.watch = self.watch
+            transport.caps = replace(transport.caps, arena=True)
+        return arena
+
+    def _fit(self) -> Fit | None:
+        """The machine's fit for this many ranks, read by one of them for all: they must choose alike."""
+        transport = self.transport
+        if transport.size == 1 or transport.name == "threads":
+            return None
+        text = self._texts(stored_fit(transport.name, transport.size) if transport.rank == 0 else "")[0]
+        return Fit.from_dict(json.loads(text)) if text else None
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's text before any call has been made."""
+        told: list[str] = []
+
+        def steps() -> Iterator[Token]:
+            told.extend((yield from exchange(self.transport, text, self._tag(3, 0))))
+
+        self._carried_out(Running(steps(), lambda: None), (0, "connect", 0), wait=True)
+        return told
 
     def _finish(self, call: Call, result: Array | None) -> Any:
         if result is None or call.collective == "barrier":

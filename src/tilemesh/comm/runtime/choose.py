@@ -1,21 +1,32 @@
-"""Which algorithm a call uses. `auto` is a rule of thumb by size until values are fitted on the machine.
+"""Which algorithm a call uses. `auto` takes what the machine's fit predicts to be quickest, else a rule of thumb.
 
-The answer depends only on what all ranks know alike (collective, bytes, rank count, dtype, transport): ranks that
-disagreed here would wait for one another for ever.
+The answer depends only on what all ranks know alike (collective, bytes, rank count, dtype, transport, and a fit that
+one rank has read for all): ranks that disagreed here would wait for one another for ever.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.transport import Transport
-from tilemesh.comm.schedules.book import BOOK, require_algorithm
+from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
 from tilemesh.core.errors import UsageError
-from tilemesh.core.units import format_bytes
+from tilemesh.core.units import format_bytes, format_seconds
 
+DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
+FLAT_BYTES = 32 << 10  # up to this whoever comes last adds up for all: one meeting
+_SHARED = {
+    "all_reduce": "flat_slices",
+    "reduce_scatter": "flat",
+    "all_gather": "flat",
+    "all_to_all": "flat",
+    "broadcast": "flat",
+}
 _SMALL = {
     "all_reduce": "recursive_doubling",
     "reduce_scatter": "recursive_halving",
@@ -43,14 +54,17 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
+    """`direct`: what to use instead if every rank's arrays lie in the arena, which only the call itself can tell."""
+
     algorithm: str
     why: str
+    direct: str | None = None
 
 
-def choose(request: Request, algorithm: str, transport: Transport) -> Choice:
+def choose(request: Request, algorithm: str, transport: Transport, fit: Fit | None = None) -> Choice:
     """The algorithm to use; what was asked for by name is checked and kept."""
     if algorithm == "auto":
-        return _auto(request, transport)
+        return _auto(request, transport, fit)
     require_algorithm(request.collective, algorithm, ("native", "auto"))
     refusal = refuses(request, algorithm, transport)
     if refusal:
@@ -62,11 +76,19 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
     """Why this algorithm cannot serve the call, or None."""
     if algorithm == "native":
         return transport.lacks(request.collective, request.dtype, request.op, request.uneven)
-    if algorithm.startswith("flat") and not transport.caps.arena:
+    if is_shared(algorithm) and not transport.caps.arena:
         return f"it needs memory that the ranks share, which {transport.name} does not offer here"
-    if request.private and algorithm.startswith(("bruck", "hierarchical", "flat")):
+    if request.private and (is_shared(algorithm) or algorithm.startswith(("bruck", "hierarchical"))):
         return "it must know every rank's block sizes; with send_counts and recv_counts use pairwise, naive or native"
     return None
+
+
+def direct_way(collective: str, nbytes: int, ranks: int) -> str | None:
+    """What a call of that size becomes when all its arrays turn out to lie in the arena. The same on every rank."""
+    mine = nbytes // ranks if collective == "all_gather" else nbytes
+    if mine < DIRECT_BYTES or "direct" not in BOOK[collective]:
+        return None
+    return "direct+" if collective == "all_reduce" else "direct"
 
 
 def candidates(request: Request, transport: Transport) -> dict[str, str | None]:
@@ -75,9 +97,41 @@ def candidates(request: Request, transport: Transport) -> dict[str, str | None]:
     return {name: refuses(request, name, transport) for name in names}
 
 
-def _auto(request: Request, transport: Transport) -> Choice:
+def predicted(request: Request, transport: Transport, fit: Fit) -> dict[str, float]:
+    """Seconds of every algorithm that can serve the call and that the fit tells something of."""
+    known = {}
+    for name, refusal in candidates(request, transport).items():
+        seconds = None if refusal else fit.seconds(request.collective, name, request.nbytes)
+        if seconds is not None:
+            known[name] = seconds
+    return known
+
+
+def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
     if transport.size == 1:
         return Choice("naive", "one rank: nothing moves")
+    if fit is not None and not request.private:
+        known = predicted(request, transport, fit)
+        ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
+        # What was only simulated errs to its own favour: it does not know what ranks do to each other's caches.
+        measured = {name: ordinary[name] for name in ordinary if fit.has_measured(request.collective, name)}
+        ordinary = measured or ordinary
+        if ordinary:
+            direct = direct_way(request.collective, request.nbytes, transport.size)
+            there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)
+            if there >= min(ordinary.values()):
+                direct = None
+            if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
+                ordinary = {one: ordinary[one] for one in ordinary if is_shared(one) or one == "native"}
+            name = min(ordinary, key=lambda one: ordinary[one])
+            why = f"{format_seconds(ordinary[name])} predicted from this machine's fit"
+            return Choice(name, why, direct)
+    if transport.caps.arena and not request.private and request.collective in _SHARED:
+        direct = direct_way(request.collective, request.nbytes, transport.size)
+        name = _SHARED[request.collective]
+        if request.nbytes <= FLAT_BYTES:
+            name = "flat_one" if "flat_one" in BOOK[request.collective] else "flat"
+        return Choice(name, "through shared memory, until this machine is fitted", direct)
     if refuses(request, "native", transport) is None:
         return Choice("native", f"{transport.name}'s own is the safe choice until this machine is fitted")
     is_small = request.nbytes < SMALL_BYTES

@@ -52,6 +52,7 @@ class Communicator:
         self.watch = watch
         self.label = watch.label
         self._caller = Caller(transport, engine, watch, node_size)
+        self._ready = self._caller.kept
         self._splits = 0
         self._is_closed = False
 
@@ -81,10 +82,17 @@ class Communicator:
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", wait: bool = True
     ) -> Any:
         """Every rank gets the combination of all ranks' arrays (global-sum)."""
+        try:
+            ready = self._ready["all_reduce", op, algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            if wait and (result := ready(x, out)) is not NotImplemented:
+                return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         call = Call("all_reduce", like, shape, (math.prod(shape),), op=op, out=out)
-        return self._caller.run(call, x, algorithm, wait)
+        return self._caller.run(call, x, algorithm, wait, ("all_reduce", op, algorithm, x.dtype, x.shape))
 
     def reduce(
         self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True
@@ -98,10 +106,18 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True) -> Any:
         """Every rank gets the root's array. The others' `x` gives shape and dtype; its values are not looked at."""
+        try:
+            ready = self._ready["broadcast", root, algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            if wait and (result := ready(x, out)) is not NotImplemented:
+                return result
         shape, like = described(x)
         root = check.rank_of(root, self.size, "root")
         call = Call("broadcast", like, shape, (math.prod(shape),), root=root, out=out)
-        return self._caller.run(call, x if self.rank == root else None, algorithm, wait)
+        key = ("broadcast", root, algorithm, x.dtype, x.shape)
+        return self._caller.run(call, x if self.rank == root else None, algorithm, wait, key)
 
     def reduce_scatter(
         self,
@@ -115,13 +131,21 @@ class Communicator:
         wait: bool = True,
     ) -> Any:
         """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
+        try:
+            ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            if wait and counts is None and axis == 0 and (result := ready(x, out)) is not NotImplemented:
+                return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         axis = check.axis_of(axis, shape)
         parts = self._parts(counts, shape[axis], axis)
         mine = check.with_length(shape, axis, parts[self.rank])
         call = Call("reduce_scatter", like, mine, check.elements(parts, shape, axis), op=op, axis=axis, out=out)
-        return self._caller.run(call, x, algorithm, wait)
+        key = ("reduce_scatter", op, algorithm, x.dtype, x.shape)
+        return self._caller.run(call, x, algorithm, wait, key if counts is None else None)
 
     def all_gather(
         self,
@@ -134,12 +158,20 @@ class Communicator:
         wait: bool = True,
     ) -> Any:
         """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
+        try:
+            ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            if wait and counts is None and axis == 0 and (result := ready(x, out)) is not NotImplemented:
+                return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         parts = self._lengths(counts, shape[axis])
         joined = check.with_length(shape, axis, sum(parts))
         call = Call("all_gather", like, joined, check.elements(parts, shape, axis), axis=axis, out=out)
-        return self._caller.run(call, x, algorithm, wait)
+        key = ("all_gather", "", algorithm, x.dtype, x.shape)
+        return self._caller.run(call, x, algorithm, wait, key if counts is None else None)
 
     def gather(
         self,
@@ -221,6 +253,14 @@ class Communicator:
 
         With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
         """
+        try:
+            ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):
+            pass
+        else:
+            is_plain = wait and send_counts is None and recv_counts is None and axis == 0
+            if is_plain and (result := ready(x, out)) is not NotImplemented:
+                return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         if (send_counts is None) != (recv_counts is None):
@@ -242,7 +282,8 @@ class Communicator:
             out=out,
             private=send_counts is not None,
         )
-        return self._caller.run(call, x, algorithm, wait)
+        key = ("all_to_all", "", algorithm, x.dtype, x.shape)
+        return self._caller.run(call, x, algorithm, wait, key if send_counts is None else None)
 
     def barrier(self, *, algorithm: str = "auto", wait: bool = True) -> Any:
         """Nobody leaves before everybody has come."""
@@ -327,6 +368,7 @@ class Communicator:
             raise UsageError(f"close() of {self.label} with {self._caller.under_way} calls under way: wait() for them")
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
+        self._ready.clear()
         self._caller = cast(Any, Closed(self.label))
         self.watch.forget()
         self.transport.close()
@@ -339,14 +381,12 @@ class Communicator:
             self.close()
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Any:
-        """An array for this communicator's collectives (a collective call): ordinary memory for now."""
-        lengths = check.shape_of(shape)
-        like = check.dtype_of(dtype)
-        if like.is_torch:
-            import torch
+        """An array that neighbours can read where it is, which saves large collectives a copy (a collective call).
 
-            return torch.empty(lengths, dtype=dtype)
-        return np.empty(lengths, like.dtype)
+        Every rank gives the same shape and dtype (numpy's or torch's; "bfloat16" by torch's). The memory is the node's
+        and goes back when all ranks have dropped their arrays. Ranks that share no memory get an ordinary array.
+        """
+        return self._caller.empty(check.shape_of(shape), check.dtype_of(dtype))
 
     def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
         """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
@@ -358,7 +398,7 @@ class Communicator:
         if collective in REDUCING:
             require_operation(op, kind)
         request = Request(collective, size, kind, op)
-        return explanation(self.transport, request, self._caller.planner.node_size)
+        return explanation(self.transport, request, self._caller.planner.node_size, self._caller.fit)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""

@@ -66,7 +66,7 @@ class Program:
 
     instructions: tuple[Instruction, ...]
     lengths: tuple[int, int, int, int]  # of INPUT, DATA, TEMP and LANDING
-    shared: bool
+    shared: frozenset[int]
     sent_messages: int
     sent_elements: int
 

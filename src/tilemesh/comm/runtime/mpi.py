@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from tilemesh.comm.runtime.transport import (
-    Arena,
     Array,
     Bytes,
     Caps,
+    Common,
     Message,
     NativeCall,
     Sent,
@@ -136,7 +136,7 @@ class MpiTransport:
         name, arguments = _native_call(self.comm, call)
         return _Requests([getattr(self.comm, "I" + name.lower())(*arguments)])
 
-    def arena(self, nbytes: int) -> Arena | None:
+    def common(self, nbytes: int) -> Common | None:
         return None
 
     def split(self, members: Sequence[int], label: str) -> MpiTransport:

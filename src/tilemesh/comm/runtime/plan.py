@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilemesh.comm.runtime.arena import DIRECT_SEGMENT_BYTES, HALF_BYTES, SEGMENT_BYTES
 from tilemesh.comm.runtime.arithmetic import combiner
 from tilemesh.comm.runtime.lower import Program, lower
 from tilemesh.comm.runtime.memory import Like
-from tilemesh.comm.runtime.run import Bound, Memory, arena_bytes
+from tilemesh.comm.runtime.run import Bound, Memory
 from tilemesh.comm.runtime.transport import Array, Transport
-from tilemesh.comm.schedules.book import build
+from tilemesh.comm.schedules.book import build, is_direct, is_shared
 from tilemesh.comm.schedules.collectives import REDUCING, Layout, layout
-from tilemesh.comm.schedules.schedule import DATA, INPUT
-from tilemesh.core.errors import RunError
+from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
 KEPT_BYTES = 64 << 10  # up to this many bytes of input and result, a call's memory is kept
 KEPT_PROGRAMS = 512
@@ -48,14 +48,40 @@ class Planner:
         self.node_size = node_size
         self.program: Callable[[Shape], Program] = lru_cache(maxsize=KEPT_PROGRAMS)(self._program)
         self.free: dict[Shape, list[Bound]] = {}
-        self.shared: dict[Shape, Bound] = {}
 
     def _layout(self, shape: Shape, rank: int, chunks: int) -> Layout:
         return layout(shape.collective, rank, shape.root, self.transport.size, chunks, shape.sizes, shape.received)
 
     def _program(self, shape: Shape) -> Program:
-        schedule = build(shape.collective, shape.algorithm, self.transport.size, shape.root, node_size=self.node_size)
+        if is_shared(shape.algorithm):
+            return self._over_the_stage(shape)
+        return self._lowered(shape)
+
+    def _lowered(self, shape: Shape, stage_segments: int = 1) -> Program:
+        schedule = build(
+            shape.collective,
+            shape.algorithm,
+            self.transport.size,
+            shape.root,
+            stage_segments=stage_segments,
+            node_size=self.node_size,
+        )
         return lower(schedule, self.transport.rank, lambda rank: self._layout_of(shape, rank, schedule.chunks))
+
+    def _over_the_stage(self, shape: Shape) -> Program:
+        """In as many segments as the stage asks for: the same number on every rank."""
+        size = shape.like.carrier.itemsize
+        blocks = {"all_gather": 1, "gather": 1}.get(shape.collective, len(shape.sizes))
+        staged = max(shape.sizes, default=0) * blocks * size
+        segment = SEGMENT_BYTES
+        if is_direct(shape.algorithm):  # what is reduced passes over the stage, or at least through the caches
+            segment = DIRECT_SEGMENT_BYTES
+        segments = max(1, -(-staged // segment))
+        while True:
+            program = self._lowered(shape, segments)
+            if program.lengths[TEMP] * size <= HALF_BYTES or not program.shared:
+                return program
+            segments *= 2
 
     def _layout_of(self, shape: Shape, rank: int, chunks: int) -> Layout:
         if shape.collective == "all_to_all" and rank != self.transport.rank:
@@ -64,11 +90,9 @@ class Planner:
             return layout("all_to_all", rank, 0, self.transport.size, chunks, shape.sizes, received)
         return self._layout(shape, rank, chunks)
 
-    def bound(self, shape: Shape, given: Array, data: Array | None, *, keeps: bool) -> Bound:
-        """The program over its memory, with the input in place. `keeps`: a blocking call, done before the next."""
+    def bound(self, shape: Shape, given: Array, data: Array | None) -> Bound:
+        """The program over its memory, with the input in place."""
         program = self.program(shape)
-        if program.shared:
-            return self._in_arena(shape, program, given, keeps)
         carrier = shape.like.carrier
         if (program.lengths[INPUT] + program.lengths[DATA]) * carrier.itemsize <= KEPT_BYTES:
             pool = self.free.setdefault(shape, [])
@@ -89,23 +113,6 @@ class Planner:
     def _bind(self, shape: Shape, program: Program, memory: Memory) -> Bound:
         combine = combiner(shape.op, shape.like.dtype) if shape.collective in (*REDUCING, "barrier") else None
         return Bound(program, self.transport, combine, memory)
-
-    def _in_arena(self, shape: Shape, program: Program, given: Array, keeps: bool) -> Bound:
-        """Which arena a call uses must not depend on what has finished when: every rank must take the same one."""
-        bound = self.shared.get(shape) if keeps else None
-        if bound is None:
-            carrier, ranks = shape.like.carrier, range(self.transport.size)
-            inputs = max(sum(self._layout_of(shape, rank, len(ranks)).input) for rank in ranks)
-            data = max(sum(self._layout_of(shape, rank, len(ranks)).data) for rank in ranks)
-            arena = self.transport.arena(arena_bytes(inputs, data, carrier.itemsize))
-            if arena is None:
-                raise RunError(f"{self.transport.name} has no memory that its ranks share")
-            memory = Memory(program, carrier, None, None, arena, inputs, self.transport.rank)
-            bound = self._bind(shape, program, memory)
-            if keeps:
-                self.shared[shape] = bound
-        np.copyto(bound.memory.spaces[INPUT], given)
-        return bound
 
     def _may_alias(self, shape: Shape, given: Array, data: Array) -> bool:
         """Whether the input lies in the result exactly where the schedule would copy it first."""

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import Combine
-from tilemesh.comm.runtime.lower import LANDING, Local, Meet, Post, Program, Span, Wait
-from tilemesh.comm.runtime.transport import Arena, Array, Message, Token, Transport, as_bytes
+from tilemesh.comm.runtime.lower import LANDING, Instruction, Local, Post, Program, Span, Wait
+from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 from tilemesh.core.errors import RunError
 
-_POST, _WAIT, _COPY, _REDUCE, _MEET = range(5)
-_LINE = 64  # bytes of a cache line: spaces in an arena start on one
+_POST, _WAIT, _COPY, _REDUCE = range(4)
 
 
 class Bound:
@@ -36,18 +35,15 @@ class Bound:
         for instruction in program.instructions:
             self._bind(instruction)
 
-    def _bind(self, instruction: Post | Wait | Local | Meet) -> None:
+    def _bind(self, instruction: Instruction) -> None:
         if isinstance(instruction, Post):
             self.posts += 1
             messages = [self._message(*message) for message in instruction.messages]
             self.code.append((_POST, instruction.number, messages))
         elif isinstance(instruction, Wait):
             self.code.append((_WAIT, instruction.number, None))
-        elif isinstance(instruction, Meet):
-            self.code.append((_MEET, None, None))
-        else:
-            target = self.memory.view(instruction.target)
-            source = self.memory.view(instruction.source, instruction.peer)
+        elif isinstance(instruction, Local):
+            target, source = self.memory.view(instruction.target), self.memory.view(instruction.source)
             if instruction.reduce:
                 self.code.append((_REDUCE, target, source))
             elif not _is_same(target, source):
@@ -68,38 +64,15 @@ class Bound:
                 yield tokens[first]
             elif code == _REDUCE:
                 combine(first, second)  # type: ignore[misc]
-            elif code == _COPY:
-                copy(first, second)
             else:
-                yield self.memory.arena.meet()  # type: ignore[union-attr]
+                copy(first, second)
 
 
 class Memory:
-    """The spaces of one rank as flat arrays: the caller's, our own, or (shared) parts of an arena.
+    """The spaces of one rank as flat arrays. Given arrays are used as they are; missing ones are made."""
 
-    Given arrays are used as they are; missing ones are made. In an arena INPUT and DATA begin at the same place on
-    every rank: `input_elements` is the largest INPUT of all ranks.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        carrier: np.dtype[Any],
-        given: Array | None,
-        data: Array | None,
-        arena: Arena | None = None,
-        input_elements: int = 0,
-        rank: int = 0,
-    ) -> None:
-        self.arena = arena
-        self.rank = rank
-        self.carrier = carrier
-        self.starts = (0, _line_up(input_elements * carrier.itemsize))
+    def __init__(self, program: Program, carrier: np.dtype[Any], given: Array | None, data: Array | None) -> None:
         lengths = program.lengths
-        if arena is not None:
-            mine = arena.of(rank)
-            given = mine[: lengths[INPUT] * carrier.itemsize].view(carrier)
-            data = mine[self.starts[1] :][: lengths[DATA] * carrier.itemsize].view(carrier)
         self.spaces: dict[int, Array] = {
             INPUT: np.empty(lengths[INPUT], carrier) if given is None else given,
             DATA: np.empty(lengths[DATA], carrier) if data is None else data,
@@ -107,17 +80,8 @@ class Memory:
             LANDING: np.empty(lengths[LANDING], carrier),
         }
 
-    def view(self, span: Span, peer: int = -1) -> Array:
-        if peer in (-1, self.rank):
-            return self.spaces[span.space][span.lo : span.hi]
-        assert self.arena is not None
-        size = self.carrier.itemsize
-        start = self.starts[span.space]
-        return self.arena.of(peer)[start + span.lo * size : start + span.hi * size].view(self.carrier)
-
-
-def arena_bytes(input_elements: int, data_elements: int, itemsize: int) -> int:
-    return _line_up(input_elements * itemsize) + _line_up(data_elements * itemsize)
+    def view(self, span: Span) -> Array:
+        return self.spaces[span.space][span.lo : span.hi]
 
 
 class Running:
@@ -263,10 +227,6 @@ class Turn:
         while turns.next in turns.over:
             turns.over.remove(turns.next)
             turns.next += 1
-
-
-def _line_up(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE
 
 
 def _is_same(one: Array, other: Array) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from tilemesh.comm.runtime.transport import TAGS, Arena, Bytes, Caps, Message, NativeCall, Sent, Token, wrong_size
+from tilemesh.comm.runtime.transport import TAGS, Bytes, Caps, Common, Message, NativeCall, Sent, Token, wrong_size
 from tilemesh.core.errors import RunError
 
 T = TypeVar("T")
@@ -23,12 +23,12 @@ _GRACE_S = 3.0  # after a failure, ranks that do not end by themselves are left 
 
 
 class World:
-    """What the ranks of one process share: mailboxes, arenas, and the reason why it all ended, if it did."""
+    """What the ranks of one process share: mailboxes, memory, and the reason why it all ended, if it did."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.posted: dict[tuple[Any, ...], deque[tuple[Message, _Pending]]] = defaultdict(deque)
-        self.arenas: dict[tuple[str, int], _Shared] = {}
+        self.commons: dict[tuple[str, int], _Shared] = {}
         self.failure: str | None = None
         self.failed_at: float | None = None
 
@@ -75,7 +75,7 @@ class ThreadTransport:
         self.names: Sequence[int] = range(size)
         self.label = label
         self.sent = Sent()
-        self._arenas = 0
+        self._commons = 0
 
     def view(self, region: Bytes) -> Bytes:
         return region
@@ -117,17 +117,21 @@ class ThreadTransport:
     def native(self, call: NativeCall) -> Token:
         raise RunError(f"native {call.collective}: threads have no library of collectives underneath")
 
-    def arena(self, nbytes: int) -> Arena | None:
-        self._arenas += 1
-        with self.world.changed:
-            key = (self.label, self._arenas)
-            if key not in self.world.arenas:
-                self.world.arenas[key] = _Shared(self.world, self.size, nbytes)
-            shared = self.world.arenas[key]
+    def common(self, nbytes: int) -> Common | None:
+        self._commons += 1
+        world = self.world
+        with world.changed:
+            key = (self.label, self._commons)
+            shared = world.commons.setdefault(key, _Shared(nbytes))
             shared.users += 1
             if shared.users == self.size:
-                del self.world.arenas[key]  # everybody has it: the list need not keep it alive
-        return _ThreadArena(shared, self.rank)
+                del world.commons[key]  # everybody has it: the list need not keep it alive
+
+        def pause() -> None:
+            world.require_whole()
+            time.sleep(0)
+
+        return Common(shared.memory, pause)
 
     def split(self, members: Sequence[int], label: str) -> ThreadTransport:
         return ThreadTransport(self.world, members.index(self.rank), len(members), label)
@@ -141,43 +145,9 @@ class ThreadTransport:
 
 
 class _Shared:
-    def __init__(self, world: World, size: int, nbytes: int) -> None:
-        self.world = world
-        self.memory = [np.zeros(nbytes, np.uint8) for _ in range(size)]
-        self.epoch = [0] * size
+    def __init__(self, nbytes: int) -> None:
+        self.memory = np.zeros(nbytes, np.uint8)  # taken from the machine when written to
         self.users = 0
-
-
-class _ThreadArena:
-    def __init__(self, shared: _Shared, rank: int) -> None:
-        self.shared = shared
-        self.rank = rank
-
-    def of(self, rank: int) -> Bytes:
-        return self.shared.memory[rank]
-
-    def meet(self) -> Token:
-        world = self.shared.world
-        with world.changed:
-            self.shared.epoch[self.rank] += 1
-            world.changed.notify_all()
-        return _Meeting(self.shared, self.shared.epoch[self.rank])
-
-
-class _Meeting:
-    def __init__(self, shared: _Shared, epoch: int) -> None:
-        self.shared = shared
-        self.epoch = epoch
-
-    def test(self) -> bool:
-        self.shared.world.require_whole()
-        return min(self.shared.epoch) >= self.epoch
-
-    def wait(self) -> None:
-        world = self.shared.world
-        with world.changed:
-            while not self.test():
-                world.changed.wait()
 
 
 def run_ranks(ranks: int, main: Callable[[ThreadTransport], T]) -> list[T]:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from tilemesh.comm.runtime.device import OPS, Device, Work
 from tilemesh.comm.runtime.transport import (
     TAGS,
-    Arena,
     Bytes,
     Caps,
+    Common,
     Done,
     Lazy,
     Message,
@@ -167,7 +167,7 @@ class TorchTransport:
         sends, receives = [[count * size for count in counts] for counts in (call.counts, call.received)]
         return dist.all_to_all_single(target_bytes, source_bytes, receives, sends, **options)
 
-    def arena(self, nbytes: int) -> Arena | None:
+    def common(self, nbytes: int) -> Common | None:
         return None
 
     def split(self, members: Sequence[int], label: str) -> TorchTransport:

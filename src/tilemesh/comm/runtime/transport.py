@@ -66,12 +66,11 @@ class NativeCall:
     received: tuple[int, ...] = ()
 
 
-class Arena(Protocol):
-    """Memory of equal size for each rank, in which all can read: one's own part, the others', and a meeting point."""
+class Common(NamedTuple):
+    """Memory that the ranks have in common anyway, because they are threads; `pause` while one waits in it."""
 
-    def of(self, rank: int) -> Bytes: ...
-
-    def meet(self) -> Token: ...
+    memory: Bytes
+    pause: Callable[[], object]
 
 
 @dataclass
@@ -103,8 +102,8 @@ class Transport(Protocol):
     def native(self, call: NativeCall) -> Token:
         """The library's own collective; it starts when the token is first tested or waited for."""
 
-    def arena(self, nbytes: int) -> Arena | None:
-        """A collective call."""
+    def common(self, nbytes: int) -> Common | None:
+        """Memory that all ranks have without asking the system; None: `arena.py` asks. A collective call."""
 
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among these ranks of this one, in that order; called by each of them, and by no other."""

@@ -27,7 +27,10 @@ BOOK: dict[str, dict[str, Builder]] = {
         "tree": tree.all_reduce,
         "hierarchical": hierarchical.all_reduce,
         "flat": flat.all_reduce,
+        "flat_one": flat.all_reduce_by_one,
         "flat_slices": flat.all_reduce_slices,
+        "direct": flat.direct_all_reduce,
+        "direct_slices": flat.direct_all_reduce_slices,
         "naive": naive.all_reduce,
     },
     "reduce_scatter": {
@@ -38,6 +41,8 @@ BOOK: dict[str, dict[str, Builder]] = {
         "tree": tree.reduce_scatter,
         "hierarchical": hierarchical.reduce_scatter,
         "flat": flat.reduce_scatter,
+        "flat_one": flat.reduce_scatter_by_one,
+        "direct": flat.direct_reduce_scatter,
         "naive": naive.reduce_scatter,
     },
     "all_gather": {
@@ -49,6 +54,7 @@ BOOK: dict[str, dict[str, Builder]] = {
         "tree": tree.all_gather,
         "hierarchical": hierarchical.all_gather,
         "flat": flat.all_gather,
+        "direct": flat.direct_all_gather,
         "naive": naive.all_gather,
     },
     "all_to_all": {
@@ -56,6 +62,7 @@ BOOK: dict[str, dict[str, Builder]] = {
         "bruck": bruck.all_to_all,
         "hierarchical": exchange.all_to_all,
         "flat": flat.all_to_all,
+        "direct": flat.direct_all_to_all,
         "naive": naive.all_to_all,
     },
     "broadcast": {
@@ -64,6 +71,7 @@ BOOK: dict[str, dict[str, Builder]] = {
         "ring_segmented": ring.broadcast,
         "hierarchical": hierarchical.broadcast,
         "flat": flat.broadcast,
+        "direct": flat.direct_broadcast,
         "naive": naive.broadcast,
     },
     "reduce": {
@@ -80,6 +88,16 @@ BOOK: dict[str, dict[str, Builder]] = {
 }
 
 ALGORITHMS = tuple(dict.fromkeys(name for row in BOOK.values() for name in row))
+
+
+def is_shared(algorithm: str) -> bool:
+    """Whether it goes through memory that the ranks share."""
+    return algorithm.startswith(("flat", "direct"))
+
+
+def is_direct(algorithm: str) -> bool:
+    """Whether it reads the neighbours' inputs where they are."""
+    return algorithm.startswith("direct")
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
@@ -105,9 +123,13 @@ def build(
     root: int = 0,
     *,
     segments: int = SEGMENTS,
+    stage_segments: int = 1,
     node_size: int | None = None,
 ) -> Schedule:
-    """The schedule of that name. `segments` matters to ring_segmented, `node_size` to hierarchical."""
+    """The schedule of that name. `segments` matters to ring_segmented, `node_size` to hierarchical.
+
+    `stage_segments`: in how many the shared-memory ones pass over the stage.
+    """
     require_algorithm(collective, algorithm)
     for what, value in (("ranks", ranks), ("root", root), ("segments", segments), ("node_size", node_size)):
         if value is not None and not isinstance(value, int):
@@ -121,9 +143,12 @@ def build(
     if node_size is not None and node_size < 1:
         raise UsageError(f"nodes of {node_size} ranks: expected at least 1")
     make = BOOK[collective][algorithm]
+    takes = inspect.signature(make).parameters
     options: dict[str, int] = {}
     if algorithm == "ring_segmented":
         options["segments"] = segments
-    elif "node_size" in inspect.signature(make).parameters:
+    elif is_shared(algorithm) and "segments" in takes:
+        options["segments"] = stage_segments
+    elif "node_size" in takes:
         options["node_size"] = node_size or hierarchical.NODE_SIZE
     return make(ranks, root, **options)

@@ -7,6 +7,9 @@ A slot holds a label and the set of ranks whose contributions went into it. The 
   its own round, nobody waits for a later round of another: no circle of waiting);
 - a slot is overwritten while a message leaves it or another arrives in it;
 - a neighbour's slot is read in the epoch in which it is written, or may be overwritten while somebody still reads it.
+
+Scratch that neighbours read lies on the node's stage, whose two halves calls use in turn. So such a schedule is run
+three times in a row: what is still being read when a call ends must have been read when its half comes round again.
 """
 
 from __future__ import annotations
@@ -30,11 +33,14 @@ def check(schedule: Schedule) -> int:
     _require_sense(schedule)
     proof = _Proof(schedule)
     rounds = 0
-    for number, steps in enumerate(schedule.rounds()):
-        proof.number = number
-        proof.round(steps)
-        rounds += 1
-    proof.end()
+    for _ in range(3 if TEMP in schedule.shared else 1):
+        proof.begin()
+        rounds = 0
+        for number, steps in enumerate(schedule.rounds()):
+            proof.number = number
+            proof.round(steps)
+            rounds += 1
+        proof.end()
     return rounds
 
 
@@ -70,15 +76,26 @@ class _Proof:
         # A barrier carries no data: hearing of somebody twice is as good as once.
         self.is_idempotent = schedule.collective == "barrier"
         self.slots: list[tuple[list[int | None], ...]] = []
-        for rank in range(n):
-            given = starts(schedule.collective, rank, schedule.root, n, chunks)
-            leaves = [who << self.above | label << n | 1 << who for label, who in given]
-            self.slots.append((list(leaves), [None] * chunks, [None] * schedule.temp))
+        self.half = 1
         # Happens-before through syncs alone: clock[q][p] is the first epoch of p that q has not yet met.
         self.clock = [[0] * n for _ in range(n)] if schedule.shared else []
         self.epoch = [0] * n
+        self.began = 0
         self.written: dict[tuple[int, int, int], int] = {}
         self.reads: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """One more call: new inputs, empty slots, the other half of the stage; epochs go on."""
+        s = self.schedule
+        self.slots.clear()
+        for rank in range(self.ranks):
+            given = starts(s.collective, rank, s.root, self.ranks, s.chunks)
+            leaves = [who << self.above | label << self.ranks | 1 << who for label, who in given]
+            self.slots.append((list(leaves), [None] * s.chunks, [None] * s.temp))
+        self.half = 1 - self.half
+        self.began = self.epoch[0]
+        self.written = {place: epoch for place, epoch in self.written.items() if place[1] == TEMP}
+        self.reads = defaultdict(list, {place: who for place, who in self.reads.items() if place[1] == TEMP})
 
     def fail(self, rank: int, words: str) -> BrokenScheduleError:
         s = self.schedule
@@ -120,8 +137,8 @@ class _Proof:
             raise self.fail(rank, "a read in a schedule that is not marked as sharing memory")
         if step.kind == "read" and not 0 <= peer < self.ranks:
             raise self.fail(rank, f"reads from rank {peer}")
-        if step.kind == "read" and peer != rank and step.source == TEMP:
-            raise self.fail(rank, f"reads scratch of rank {peer}, which others cannot reach")
+        if step.kind == "read" and peer != rank and step.source not in self.schedule.shared:
+            raise self.fail(rank, f"reads {SPACES[step.source]} of rank {peer}, which others cannot reach")
         for i in range(count):
             value = self.get(owner, step.source, source_at + i, reader=rank)
             if step.kind == "read":
@@ -194,7 +211,10 @@ class _Proof:
             value = self.combine(rank, space, slot, value)
         label = self.label(value)
         if space == DATA:
-            at_home = (label, value & self.everyone) == (rank, 1 << slot) if self.is_exchange else label == slot
+            at_home = label == slot
+            if self.is_exchange:
+                sender, piece = divmod(slot, self.schedule.segments)
+                at_home = (label, value & self.everyone) == (rank * self.schedule.segments + piece, 1 << sender)
             if not at_home:
                 raise self.fail(rank, f"chunk {label} is put into data slot {slot}, which has another chunk's size")
         if self.clock:
@@ -222,19 +242,27 @@ class _Proof:
     def note_read(self, rank: int, owner: int, space: int, slot: int) -> None:
         if owner == rank:
             return
-        # An input counts as written in epoch 0: until a sync its owner may not have arrived with it.
-        if self.clock[rank][owner] <= self.written.get((owner, space, slot), 0):
+        # An input counts as written when the call begins: until a sync its owner may not have arrived with it.
+        place = self.place(owner, space, slot)
+        if self.clock[rank][owner] <= self.written.get(place, self.began):
             raise self.fail(
                 rank, f"reads {SPACES[space]} slot {slot} of rank {owner} in the epoch in which it is written"
             )
-        self.reads[owner, space, slot].append((rank, self.epoch[rank]))
+        self.reads[place].append((rank, self.epoch[rank]))
+
+    def place(self, rank: int, space: int, slot: int) -> tuple[int, int, int]:
+        on_stage = space == TEMP and TEMP in self.schedule.shared
+        return rank, space, slot + self.half * self.schedule.temp * on_stage
 
     def note_write(self, rank: int, space: int, slot: int) -> None:
-        self.require_unread(rank, space, slot, "is overwritten while rank {} may still read it")
-        self.written[rank, space, slot] = self.epoch[rank]
+        place = self.place(rank, space, slot)
+        self.require_unread(place, "is overwritten while rank {} may still read it")
+        self.reads.pop(place, None)
+        self.written[place] = self.epoch[rank]
 
-    def require_unread(self, rank: int, space: int, slot: int, words: str) -> None:
-        for reader, epoch in self.reads.get((rank, space, slot), ()):
+    def require_unread(self, place: tuple[int, int, int], words: str) -> None:
+        rank, space, slot = place
+        for reader, epoch in self.reads.get(place, ()):
             if self.clock[rank][reader] <= epoch:
                 raise self.fail(rank, f"{SPACES[space]} slot {slot} " + words.format(reader))
 
@@ -254,8 +282,9 @@ class _Proof:
                     raise self.fail(rank, f"ends with {self.words(row[slot])} in slot {slot}, not {self.words(wanted)}")
             if s.collective == "all_reduce" and row != self.slots[0][DATA]:
                 raise self.fail(rank, "adds in another order than rank 0: their sums could differ in the last bit")
-        for rank, space, slot in self.reads:
-            self.require_unread(rank, space, slot, "goes back to the caller while rank {} may still read it")
+        for place in self.reads:
+            if place[1] != TEMP:  # the stage is ours until its half comes round again
+                self.require_unread(place, "goes back to the caller while rank {} may still read it")
 
     def words(self, value: int | None) -> str:
         if value is None:

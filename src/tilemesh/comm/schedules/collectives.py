@@ -1,7 +1,8 @@
 """What each collective promises: which slots a rank starts with, and what it must end with.
 
 A slot's content is a label and the set of ranks whose contributions are in it. For all but all_to_all the label is
-the chunk's number in the whole payload; there it is the rank the block is meant for, and the contributor is the sender.
+the chunk's number in the whole payload; there it is the chunk's number in what its sender sends, and the contributor is
+that sender.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def ends(collective: str, rank: int, root: int, ranks: int, chunks: int) -> dict
     if collective == "all_gather" or (collective == "gather" and rank == root):
         return {c: (c, frozenset({c // segments})) for c in range(chunks)}
     if collective == "all_to_all":
-        return {c: (rank, frozenset({c})) for c in range(chunks)}
+        return {c: (rank * segments + c % segments, frozenset({c // segments})) for c in range(chunks)}
     return {}
 
 
@@ -90,7 +91,9 @@ def layout(
     For all_to_all `sizes` are the blocks this rank sends and `received` those it gets.
     """
     if collective == "all_to_all":
-        return Layout(tuple(sizes), tuple(received), max((*sizes, *received), default=0))
+        pieces = max(1, chunks // ranks)
+        sent, got = [tuple(size for block in blocks for size in cut(block, pieces)) for blocks in (sizes, received)]
+        return Layout(sent, got, max((*sent, *got), default=0))
     if collective not in BLOCKED:
         data = cut(sizes[0], chunks)
         is_given = collective != "broadcast" or rank == root

@@ -60,7 +60,7 @@ def traffic(
     node_size: int = 8,
 ) -> Traffic:
     """The closed form: what one rank sends."""
-    if ranks == 1 or algorithm.startswith("flat"):
+    if ranks == 1 or algorithm.startswith(("flat", "direct")):
         return Traffic()  # shared memory is read, not sent
     case = _Case(collective, ranks, nbytes, rank, root, segments, node_size)
     return _FORMS[algorithm](case)

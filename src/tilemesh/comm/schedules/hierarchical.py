@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tilemesh.comm.schedules import ring, tree
 from tilemesh.comm.schedules.groups import Part, in_groups, spans_of
 from tilemesh.comm.schedules.ring import own_block, root_input, whole_input
-from tilemesh.comm.schedules.schedule import Round, Schedule
+from tilemesh.comm.schedules.schedule import Grid, Round, Schedule, recv, same, send
 
 NODE_SIZE = 8
 
@@ -69,20 +69,35 @@ def all_reduce(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedul
     chunks = size * count
 
     def by_all() -> Iterator[Round]:
+        """Chunk p·count + j is node j's share of what the ranks at place p carry."""
         yield whole_input(ranks, chunks)
-        slices = [(place * count, count) for place in range(size)]
-        yield from in_groups(ranks, [Part(ring.reduce_scatter(size), node, slices) for node in nodes.members])
-        rails = [range(place, ranks, size) for place in range(size)]
-        yield from in_groups(
-            ranks,
-            [
-                Part(ring.all_reduce(count), rail, [(place * count + j, 1) for j in range(count)])
-                for place, rail in enumerate(rails)
-            ],
-        )
-        yield from in_groups(ranks, [Part(ring.all_gather(size), node, slices) for node in nodes.members])
+        yield from _inside(ranks, size, first=0, reduce=True)
+        yield from _between(ranks, size, first=0, reduce=True)
+        yield from _between(ranks, size, first=1, reduce=False)
+        yield from _inside(ranks, size, first=1, reduce=False)
 
     return Schedule("all_reduce", "hierarchical", ranks, root, chunks, by_all)
+
+
+def _inside(ranks: int, size: int, *, first: int, reduce: bool) -> Iterator[Round]:
+    """A lap of the ring inside each node: the slice of the rank `first` places on goes to the next rank, and so on."""
+    count = ranks // size
+    whole = same(ranks, count)
+    to, source = (Grid(ranks, size, 1, step, size) for step in (1, -1))
+    for k in range(size - 1):
+        leaves, arrives = (Grid(ranks, size, count, first - k - later) for later in (0, 1))
+        yield (send(to, leaves, whole), recv(source, arrives, whole, reduce=reduce))
+
+
+def _between(ranks: int, size: int, *, first: int, reduce: bool) -> Iterator[Round]:
+    """The same between the ranks of equal place: each carries its own slice, after the lap inside, round the nodes."""
+    count = ranks // size
+    one = same(ranks, 1)
+    to, source = (Grid(ranks, size, 1, 0, size, step) for step in (1, -1))
+    for k in range(count - 1):
+        # After the lap inside a rank holds the slice of the place after its own.
+        leaves, arrives = (Grid(ranks, size, count, 1, 1, first - k - later) for later in (0, 1))
+        yield (send(to, leaves, one), recv(source, arrives, one, reduce=reduce))
 
 
 def broadcast(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:

@@ -59,6 +59,33 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks in rows of `size`: `offset + across · ((column + right) mod size) + down · ((row + below) mod rows)`.
+
+    What Shift is to a ring, this is to nodes of equal size: rings inside them and rings between them, without a table.
+    """
+
+    ranks: int
+    size: int
+    across: int = 1
+    right: int = 0
+    down: int = 0
+    below: int = 0
+    offset: int = 0
+
+    def __getitem__(self, rank: int, /) -> int:
+        row, column = divmod(rank, self.size)
+        at = self.offset + self.across * ((column + self.right) % self.size)
+        return at + self.down * ((row + self.below) % (self.ranks // self.size))
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[rank] for rank in range(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
 class Sparse:
     """A few ranks have a value, all others NOBODY."""
 
@@ -105,7 +132,7 @@ class Schedule:
     """One algorithm for one collective and rank count. `make` starts the rounds from the beginning each time.
 
     `chunks`: into how many DATA is cut (for the collectives with one block a rank, a multiple of the ranks).
-    `temp`: how many TEMP slots, each as large as the largest chunk. `shared`: reads neighbours' memory.
+    `temp`: how many TEMP slots, each as large as the largest chunk. `shared`: the spaces in which neighbours read.
     """
 
     collective: str
@@ -115,7 +142,7 @@ class Schedule:
     chunks: int
     make: Callable[[], Iterator[Round]]
     temp: int = 0
-    shared: bool = False
+    shared: frozenset[int] = frozenset()
 
     def rounds(self) -> Iterator[Round]:
         return self.make()

@@ -1,79 +1,47 @@
 """How long a schedule would take: an α-β-γ clock over a topology, without a byte moved.
 
-A message starts when both ends have come to its round and takes the wire's latency (α) and its bytes over the wire's
-bandwidth (β); a rank's messages in one direction follow each other, both directions run at once; a reduction adds its
-bytes over the reducing bandwidth (γ). Where every rank does the same over equal wires, one rank stands for all, so a
-ring of thousands of ranks is a matter of seconds.
+A message starts when both ends have come to its round and takes what the topology says (latency, and its bytes over
+what it gets of the links it shares). A rank's messages in one direction follow each other, both directions run at once;
+a reduction adds its own time. Where ranks are alike up to a period (all of them on equal wires, those of equal place in
+nodes of equal size), one period stands for all, so a ring of thousands of ranks is a matter of seconds.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from tilemesh.comm.schedules.collectives import BLOCKED
-from tilemesh.comm.schedules.schedule import NOBODY, Round, Schedule, Shift, Step, Vector
+from tilemesh.comm.schedules.schedule import NOBODY, Grid, Round, Schedule, Shift, Step, Vector
+from tilemesh.comm.schedules.topology import Sent, Topology
 from tilemesh.core.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Wire:
-    """One direction between two ranks."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, nbytes: float) -> float:
-        return self.latency_s + nbytes / self.bytes_per_s
-
-
-class Topology(Protocol):
-    @property
-    def ranks(self) -> int: ...
+class Work(Protocol):
+    """What a rank does by itself, in seconds: combining and copying so many bytes of result, and meeting the others."""
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all wires are alike."""
+    def sync_s(self) -> float: ...
 
-    def wire(self, source: int, target: int) -> Wire: ...
+    def reduce_s(self, nbytes: float) -> float: ...
 
-
-@dataclass(frozen=True)
-class Flat:
-    """Every rank reaches every other over a wire of its own."""
-
-    ranks: int
-    every: Wire
-    is_uniform: bool = True
-
-    def wire(self, source: int, target: int) -> Wire:
-        return self.every
-
-
-@dataclass(frozen=True)
-class TwoLevel:
-    """Nodes of neighbouring ranks: fast wires inside, slower ones between."""
-
-    ranks: int
-    node_size: int
-    inside: Wire
-    between: Wire
-
-    @property
-    def is_uniform(self) -> bool:
-        return self.inside == self.between or self.ranks <= self.node_size
-
-    def wire(self, source: int, target: int) -> Wire:
-        return self.inside if source // self.node_size == target // self.node_size else self.between
+    def copy_s(self, nbytes: float) -> float: ...
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank does by itself: combining, copying and reading, bytes of result per second; and meeting others."""
+    """Work at constant rates."""
 
     reduce_bytes_per_s: float
     copy_bytes_per_s: float
     sync_s: float = 0.0
+
+    def reduce_s(self, nbytes: float) -> float:
+        return nbytes / self.reduce_bytes_per_s
+
+    def copy_s(self, nbytes: float) -> float:
+        return nbytes / self.copy_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -85,7 +53,7 @@ class Timeline:
     finished_s: tuple[float, ...]
 
 
-def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Memory) -> Timeline:
+def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) -> Timeline:
     """`nbytes`: the whole payload, as in `cost.traffic`; chunks are taken to be equal."""
     if topology.ranks != schedule.ranks:
         raise UsageError(f"a schedule of {schedule.ranks} ranks on a topology of {topology.ranks}: expected the same")
@@ -101,87 +69,84 @@ def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Memory
 
 
 class _Clock:
-    """When each rank is free again. While all are equal, one number is kept instead of a list."""
+    """When each rank is free again: of one period while ranks that far apart are equal, otherwise of all."""
 
-    def __init__(self, ranks: int, chunk: float, topology: Topology, memory: Memory) -> None:
+    def __init__(self, ranks: int, chunk: float, topology: Topology, memory: Work) -> None:
         self.ranks = ranks
         self.chunk = chunk
         self.topology = topology
         self.memory = memory
-        self.together = 0.0
-        self.apart: list[float] | None = None
+        self.free = [0.0] * topology.period
 
     def times(self) -> list[float]:
-        return [self.together] * self.ranks if self.apart is None else self.apart
+        return self.free * (self.ranks // len(self.free))
 
     def round(self, steps: Round) -> None:
-        if self.apart is None and self.topology.is_uniform and all(_is_alike(step) for step in steps):
-            self.together += self._alike(steps)
-            return
-        self.apart = self._ranks(steps, self.times())
-        if min(self.apart) == max(self.apart):
-            self.together, self.apart = self.apart[0], None
+        period = math.lcm(len(self.free), *(_period(step, self.ranks) for step in steps))
+        self.free = self.free * (period // len(self.free))
+        self._advance(steps)
+        if len(self.free) > self.topology.period and min(self.free) == max(self.free):
+            self.free = self.free[: self.topology.period]
 
-    def _alike(self, steps: Round) -> float:
-        """A round in which rank 0 stands for everybody."""
-        sends = receives = local = 0.0
-        for step in steps:
-            nbytes = step.count[0] * self.chunk
-            if step.kind == "send":
-                sends += self.topology.wire(0, 0).seconds(nbytes)
-            elif step.kind == "recv":
-                receives += self.topology.wire(0, 0).seconds(nbytes)
-                local += nbytes / self.memory.reduce_bytes_per_s if step.reduce else 0.0
-            else:
-                local += self._local(step, nbytes)
-        return max(sends, receives) + local
-
-    def _local(self, step: Step, nbytes: float) -> float:
-        if step.kind == "sync":
-            return self.memory.sync_s
-        return nbytes / (self.memory.reduce_bytes_per_s if step.reduce else self.memory.copy_bytes_per_s)
-
-    def _ranks(self, steps: Round, ready: list[float]) -> list[float]:
-        before = list(ready)
+    def _advance(self, steps: Round) -> None:
+        free, memory = self.free, self.memory
+        count = len(free)
         for step in steps:
             if step.kind == "sync":
-                self._meet(step, before)
+                self._meet(step, free)
         for step in steps:
             if step.kind in ("copy", "read"):
-                for rank, _, count in _parts(step):
-                    before[rank] += self._local(step, count * self.chunk)
-        start, sends, receives, after = list(before), [0.0] * self.ranks, [0.0] * self.ranks, [0.0] * self.ranks
+                for rank, _, slots in _parts(step, count):
+                    nbytes = slots * self.chunk
+                    free[rank] += memory.reduce_s(nbytes) if step.reduce else memory.copy_s(nbytes)
+        if not any(step.kind in ("send", "recv") for step in steps):
+            return
+        start, after = list(free), [0.0] * count
+        sends, receives = [0.0] * count, [0.0] * count
         for step in steps:
-            if step.kind in ("send", "recv"):
-                for rank, peer, count in _parts(step):
-                    nbytes = count * self.chunk
-                    start[rank] = max(start[rank], before[peer])
-                    seconds = self.topology.wire(rank, peer).seconds(nbytes)
-                    (sends if step.kind == "send" else receives)[rank] += seconds
-                    after[rank] += nbytes / self.memory.reduce_bytes_per_s if step.reduce else 0.0
-        return [start[r] + max(sends[r], receives[r]) + after[r] for r in range(self.ranks)]
+            if step.kind not in ("send", "recv"):
+                continue
+            is_send = step.kind == "send"
+            parts = _parts(step, count)
+            sent: list[Sent] = [
+                (rank, peer, slots * self.chunk) if is_send else (peer, rank, slots * self.chunk)
+                for rank, peer, slots in parts
+            ]
+            took = self.topology.times(sent, count)
+            busy = sends if is_send else receives
+            for (rank, peer, slots), seconds in zip(parts, took, strict=True):
+                start[rank] = max(start[rank], free[peer % count])
+                busy[rank] += seconds
+                after[rank] += memory.reduce_s(slots * self.chunk) if step.reduce else 0.0
+        self.free = [start[r] + max(sends[r], receives[r]) + after[r] for r in range(count)]
 
-    def _meet(self, step: Step, ready: list[float]) -> None:
+    def _meet(self, step: Step, free: list[float]) -> None:
+        groups = step.peer if len(free) == self.ranks else [step.peer[rank] for rank in range(len(free))]
         latest: dict[int, float] = {}
-        for rank, group in enumerate(step.peer):
-            latest[group] = max(latest.get(group, 0.0), ready[rank])
-        for rank, group in enumerate(step.peer):
+        for rank, group in enumerate(groups):
+            latest[group] = max(latest.get(group, 0.0), free[rank])
+        for rank, group in enumerate(groups):
             if group != NOBODY:
-                ready[rank] = latest[group] + self.memory.sync_s
+                free[rank] = latest[group] + self.memory.sync_s
 
 
-def _is_alike(step: Step) -> bool:
-    """Whether all ranks take part, in the same way but for their place."""
-    return isinstance(step.peer, Shift) and _is_constant(step.count)
+def _period(step: Step, ranks: int) -> int:
+    """How far apart ranks are that take part in the same way but for their place."""
+    if not _is_constant(step.count):
+        return ranks
+    if isinstance(step.peer, Shift):
+        return 1
+    return step.peer.size if isinstance(step.peer, Grid) else ranks
 
 
 def _is_constant(vector: Vector) -> bool:
     return isinstance(vector, Shift) and vector.scale == 0
 
 
-def _parts(step: Step) -> list[tuple[int, int, int]]:
-    return [
-        (rank, peer, count)
-        for rank, (peer, count) in enumerate(zip(step.peer, step.count, strict=True))
-        if peer != NOBODY and count > 0
-    ]
+def _parts(step: Step, ranks: int) -> list[tuple[int, int, int]]:
+    """(rank, peer, slots) of the first so many ranks that take part."""
+    if ranks == len(step.peer):
+        pairs = enumerate(zip(step.peer, step.count, strict=True))
+        return [(rank, peer, slots) for rank, (peer, slots) in pairs if peer != NOBODY and slots > 0]
+    some = [(rank, step.peer[rank], step.count[rank]) for rank in range(ranks)]
+    return [part for part in some if part[1] != NOBODY and part[2] > 0]

@@ -1,0 +1,302 @@
+"""`tilemesh bench collective`, inside the ranks: `-m tilemesh.comm.bench_ranks JOB.json`.
+
+All ranks measure together; rank 0 writes rows (or the fit) to the file that the job names, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.bench_job import Job
+from tilemesh.comm.cells import Cell
+from tilemesh.comm.connection import connect
+from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
+from tilemesh.comm.native_calls import native_call
+from tilemesh.comm.runtime.choose import Request, candidates, choose
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.timed import where
+from tilemesh.comm.schedules.book import is_direct
+from tilemesh.comm.schedules.cost import traffic
+from tilemesh.comm.schedules.hierarchical import NODE_SIZE
+from tilemesh.core.calibration import Calibration, find
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.machine import granted_cores, last_cache_bytes, stamp, this_machine
+from tilemesh.measure.ranks import ranks_case
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import compare
+
+LARGEST_NAIVE = 1 << 20  # beyond, the slowest algorithms take minutes and tell nothing
+
+
+def main(arguments: Sequence[str]) -> None:
+    job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+    comm = connect(timeout_s=120.0)
+    sys.setswitchinterval(1e-3)
+
+    def say(words: str) -> None:
+        if comm.rank == 0:
+            print(f"  {comm.size} ranks: {words}", file=sys.stderr, flush=True)
+
+    if job.fit:
+        fit = measure_fit(comm, seconds=job.seconds, most_bytes=max(job.sizes), say=say)
+        lines = [json.dumps(fit.to_dict())]
+    else:
+        bench = Bench(comm, job)
+        lines = []
+        # Ordinary arrays first: once there are arrays of `empty`, large calls look whose is where.
+        for buffers in job.buffers:
+            for collective in job.collectives:
+                for size in job.sizes:
+                    say(f"{collective} {size} bytes, {buffers}")
+                    lines += [row.to_json() for row in bench.cell(Cell(collective, comm.size, size, buffers))]
+        if job.overlap:
+            lines += [row.to_json() for row in bench.overlaps()]
+    if comm.rank == 0:
+        Path(job.out).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    comm.barrier()
+
+
+class Bench:
+    """Measures cells. Every rank builds the same rows; rank 0's are kept."""
+
+    def __init__(self, comm: Communicator, job: Job) -> None:
+        self.comm = comm
+        self.job = job
+        self.timer = timer_of(comm)
+        self.stamp = stamp() | {"command": job.command}
+        self.calibration = _calibration()
+        self.cache_bytes = last_cache_bytes()
+
+    def cell(self, cell: Cell) -> list[Row]:
+        """One row an algorithm, with the library's own as its peer."""
+        comm = self.comm
+        request = Request(cell.collective, cell.payload, "float32", "sum")
+        fit = comm._caller.fit
+        choice = choose(request, "auto", comm.transport, fit)
+        x, out = arrays(comm, cell)
+        method = getattr(comm, cell.collective)
+        calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
+        for name, refusal in candidates(request, comm.transport).items():
+            # The library's own is the peer, called without us; as called by us it is what auto may pick.
+            wanted = name != "native" and (not self.job.algorithms or name in self.job.algorithms)
+            hopeless = name in ("naive", "ring_segmented") and cell.payload > LARGEST_NAIVE
+            cannot = is_direct(name) and cell.buffers != "empty"
+            if refusal is None and wanted and not hopeless and not cannot:
+                calls[name] = lambda _, name=name: method(x, out=out, algorithm=name)  # type: ignore[misc]
+        if not self.job.algorithms and candidates(request, comm.transport)["native"] is None:
+            calls["native_by_us"] = lambda _: method(x, out=out, algorithm="native")
+        missing = {}
+        x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory
+        try:
+            native = native_call(comm, cell.collective, x0, out0)
+            calls["native"] = lambda _: native()
+        except UsageError as error:
+            missing["native"] = str(error)
+        # Predicted before anything is read.
+        before = {name: self._predicted(cell, name, choice.algorithm, choice.direct) for name in calls}
+        result = compare(
+            calls,
+            timer=self.timer,
+            repeats=self.job.repeats,
+            warmup=2,
+            seconds=self.job.seconds * len(calls),
+            on_error="raise",
+        )
+        self._verify(cell, calls, x, out)
+        rows = []
+        for name in calls:
+            if name != "native":
+                extra = self._where(lambda: method(x, out=out), result[name].median) if name == "auto" else {}
+                picked = {"picked": choice.algorithm} if name == "auto" else {}
+                rows.append(self._row(cell, name, before[name], result, missing, {**picked, **extra}))
+        if "native" in result:
+            rows.append(self._row(cell, "native", before["native"], result, missing, {}))
+        return rows
+
+    def _predicted(self, cell: Cell, name: str, picked: str, direct: str | None) -> float | None:
+        fit = self.comm._caller.fit
+        if fit is None or name == "native":
+            return None  # what a call of the library's costs without us is measured, never predicted
+        names = ["native" if name == "native_by_us" else name]
+        if name == "auto":
+            names = [picked]
+            if direct is not None and cell.buffers == "empty":
+                names = ["direct_slices" if cell.collective == "all_reduce" else "direct"]
+        return fit.seconds(cell.collective, names[0], cell.payload)
+
+    def _row(
+        self,
+        cell: Cell,
+        name: str,
+        predicted: float | None,
+        result: Any,
+        missing: dict[str, str],
+        extra: dict[str, CaseValue],
+    ) -> Row:
+        measured: Sample = result[name]
+        limit, why = cell.limit_s(self.calibration, self.cache_bytes)
+        absent = dict(missing)
+        if predicted is None:
+            absent["predicted"] = "a peer" if name == "native" else "not fitted: run with --fit first"
+        if limit is None:
+            absent["limit"] = why
+        if name == "native" or "native" not in result:
+            absent.setdefault("peers", "this is the library's own" if name == "native" else "no native collective")
+        bandwidth = cell.payload / measured.median
+        case: dict[str, CaseValue] = {
+            "algorithm": name,
+            "bytes": cell.payload,
+            "buffers": cell.buffers,
+            "transport": self.comm.backend,
+            **ranks_case(cell.ranks, granted_cores()),
+            "algorithm_bytes_per_s": round(bandwidth),
+            "bus_bytes_per_s": round(bandwidth * cell.bus_factor),
+            "sent_bytes": self._sent(cell, str(extra.get("picked", name))),
+            **extra,
+        }
+        peers = {"native": result["native"]} if name != "native" and "native" in result else {}
+        return Row(
+            name=cell.collective,
+            case=case,
+            unit="s",
+            predicted=predicted,
+            measured=measured,
+            limit=limit,
+            peers=peers,
+            missing=absent,
+            **self.stamp,
+        )
+
+    def _sent(self, cell: Cell, name: str) -> int | None:
+        """The most that a rank sends in one call of ours; the library's own does not say."""
+        if name.startswith("native"):
+            return None
+        size = self.comm._caller.planner.node_size or NODE_SIZE
+        each = [
+            traffic(cell.collective, name, cell.ranks, cell.payload, rank=rank, node_size=size).nbytes
+            for rank in range(cell.ranks)
+        ]
+        return round(max(each))
+
+    def _where(self, call: Callable[[], object], whole_s: float) -> dict[str, CaseValue]:
+        """Shares of a call's time by part, the mean over ranks; what no part accounts for is set-up."""
+        for _ in range(3):  # the last counts: the first makes its programs anew
+            self.comm.barrier()
+            spent = where(self.comm, call)
+        total = self.comm.all_reduce(np.array(list(spent.values())), "avg", algorithm="ring")
+        shares = {part: float(seconds) / whole_s for part, seconds in zip(spent, total, strict=True)}
+        known = sum(shares.values())
+        shares = {"set-up": max(0.0, 1 - known), **shares}
+        return {f"in_{part}": round(share / max(1.0, known), 3) for part, share in shares.items()}
+
+    def _verify(self, cell: Cell, calls: dict[str, Callable[[int], object]], x: Any, out: Any) -> None:
+        """A bench of wrong answers would be no bench. `out` is spoilt first: it must not keep another's answer."""
+        n, me = cell.ranks, self.comm.rank
+        places = np.resize(np.arange(5, dtype=np.float32), x.size)
+        if cell.collective in ("all_reduce", "reduce_scatter"):
+            start = me * cell.got if cell.collective == "reduce_scatter" else 0
+            wanted = n * places[start : start + cell.got] + n * (n + 1) // 2
+        elif cell.collective == "broadcast":
+            wanted = places + 1
+        else:
+            block = cell.elements // n
+            start = me * block if cell.collective == "all_to_all" else 0
+            wanted = np.concatenate([places[start : start + block] + (rank + 1) for rank in range(n)])
+        np.add(places, me + 1, out=x)
+        for name, call in calls.items():
+            if name == "native":
+                continue
+            out[:] = -1
+            call(0)
+            if not np.array_equal(out, wanted):
+                raise RunError(f"{name} gave a wrong {cell.collective} of {cell.payload} bytes on rank {me}")
+
+    def overlaps(self) -> list[Row]:
+        """The share of communication that hides behind compute: started, computed over, waited for."""
+        rows = []
+        for nbytes in (256 << 10, 16 << 20):
+            if nbytes > max(self.job.sizes):
+                continue
+            x, out = arrays(self.comm, Cell("all_reduce", self.comm.size, nbytes))
+            for name in ("auto", "native"):
+                if name == "native" and self.comm.transport.lacks("all_reduce", "float32", "sum", False):
+                    continue
+                rows.append(self._overlap(name, nbytes, x, out))
+        return rows
+
+    def _overlap(self, name: str, nbytes: int, x: Any, out: Any) -> Row:
+        comm = self.comm
+        a = np.ones((128, 128), np.float32)
+
+        def compute(times: int, test: Callable[[], object] | None = None) -> None:
+            for _ in range(times):
+                np.matmul(a, a)
+                if test is not None:
+                    test()
+
+        began = time.perf_counter()
+        compute(50)
+        one_s = comm.max_over_ranks([(time.perf_counter() - began) / 50])[0]
+        alone = compare(
+            {"call": lambda _: comm.all_reduce(x, out=out, algorithm=name)},
+            timer=self.timer,
+            repeats=7,
+            seconds=1.0,
+            on_error="raise",
+        )["call"].median
+        times = max(1, round(alone / one_s))
+
+        def both(_: int) -> None:
+            handle = comm.all_reduce(x, out=out, algorithm=name, wait=False)
+            compute(times, handle.test)
+            handle.wait()
+
+        result = compare(
+            {"compute": lambda _: compute(times), "both": both},
+            timer=self.timer,
+            repeats=7,
+            seconds=2.0,
+            on_error="raise",
+        )
+        computing, together = result["compute"].median, result["both"].median
+        has_room = comm.size < granted_cores()
+        hidden = max(0.0, (alone + computing - together) / min(alone, computing))
+        return Row(
+            name="overlap",
+            case={
+                "collective": "all_reduce",
+                "algorithm": name,
+                "bytes": nbytes,
+                "transport": comm.backend,
+                **ranks_case(comm.size, granted_cores()),
+                "communication_s": alone,
+                "compute_s": computing,
+                "both_s": together,
+            },
+            unit="fraction",
+            predicted=None,
+            measured=Sample(hidden, hidden, hidden, result["both"].n),
+            limit=1.0 if has_room else None,
+            missing={"predicted": "no model of overlap", "peers": "native is a row of its own"}
+            | ({} if has_room else {"limit": "no core is free: communication is CPU work, as compute is"}),
+            **self.stamp,
+        )
+
+
+def _calibration() -> Calibration | None:
+    try:
+        return find(this_machine().id)
+    except RunError:
+        return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""What a bench of collectives measures: cells, their sizes, what must move in each, and the least time that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilemesh.core.calibration import Calibration
+from tilemesh.core.errors import UsageError
+from tilemesh.core.units import format_bytes, parse_bytes
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+BUFFERS = ("ordinary", "empty")
+ITEM = 4  # float32
+STEP = 4  # from size to size of a range
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One collective of `nbytes` (the whole payload: all blocks together) on so many ranks. `buffers`: whose memory."""
+
+    collective: str
+    ranks: int
+    nbytes: int
+    buffers: str = "ordinary"
+
+    @property
+    def elements(self) -> int:
+        """Of the whole payload: at least one, and as many for every rank."""
+        return -(-max(1, self.nbytes // ITEM) // self.ranks) * self.ranks
+
+    @property
+    def payload(self) -> int:
+        return self.elements * ITEM
+
+    @property
+    def given(self) -> int:
+        """Elements a rank gives."""
+        return self.elements // self.ranks if self.collective == "all_gather" else self.elements
+
+    @property
+    def got(self) -> int:
+        """Elements a rank gets."""
+        return self.elements // self.ranks if self.collective == "reduce_scatter" else self.elements
+
+    @property
+    def read_bytes(self) -> int:
+        """The fewest that all ranks together must read: every input once."""
+        inputs = {"broadcast": 1, "all_gather": 1}.get(self.collective, self.ranks)
+        return self.payload * inputs
+
+    @property
+    def written_bytes(self) -> int:
+        """The fewest that must be written: every result once."""
+        return self.payload * (1 if self.collective == "reduce_scatter" else self.ranks)
+
+    @property
+    def bus_factor(self) -> float:
+        """Of the algorithm's bandwidth: what each rank's link would carry (as nccl's own tests count it)."""
+        n = self.ranks
+        factors = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}
+        return factors.get(self.collective, (n - 1) / n)
+
+    def limit_s(self, calibration: Calibration | None, cache_bytes: int) -> tuple[float | None, str]:
+        """The least time on one machine, or None and why: every input read and every result written at full speed."""
+        if calibration is None or calibration.all_cores is None:
+            return None, "this machine is not calibrated: run `tilemesh calibrate`"
+        read, write = calibration.all_cores.read_bytes_per_s, calibration.all_cores.write_bytes_per_s
+        if not read or not write:
+            return None, "reading and writing were not calibrated apart"
+        if self.read_bytes + self.written_bytes < 2 * cache_bytes:
+            return None, f"fits into the caches ({format_bytes(cache_bytes)}), whose speed is not calibrated"
+        return self.read_bytes / read + self.written_bytes / write, ""
+
+
+def parse_sizes(text: str) -> list[int]:
+    """`4B..64MiB` (by powers of four), or sizes with commas between."""
+    if ".." in text:
+        low, high = (parse_bytes(part) for part in text.split("..", 1))
+        if not 0 < low <= high:
+            raise UsageError(f"--sizes {text}: expected the smaller size first, such as 4B..64MiB")
+        sizes = [low]
+        while sizes[-1] * STEP <= high:
+            sizes.append(sizes[-1] * STEP)
+        return sizes if sizes[-1] == high else [*sizes, high]
+    sizes = [parse_bytes(part) for part in text.split(",") if part.strip()]
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--sizes {text}: expected sizes such as 1KiB,1MiB or a range such as 4B..64MiB")
+    return sizes
+
+
+def parse_ranks(text: str) -> list[int]:
+    try:
+        ranks = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ranks {text}: expected whole numbers with commas between, such as 2,4,8") from None
+    if min(ranks) < 1:
+        raise UsageError(f"--ranks {text}: expected at least 1")
+    return ranks
+
+
+def crossovers(times: dict[str, Sequence[tuple[int, float]]]) -> list[tuple[int, int, str, str]]:
+    """Where the quickest changes: (last size of the one, first size of the other, the one, the other)."""
+    sizes = sorted({size for points in times.values() for size, _ in points})
+    best = []
+    for size in sizes:
+        here = {name: dict(points)[size] for name, points in times.items() if size in dict(points)}
+        best.append(min(here, key=lambda name: here[name]))
+    return [(sizes[i], sizes[i + 1], best[i], best[i + 1]) for i in range(len(sizes) - 1) if best[i] != best[i + 1]]

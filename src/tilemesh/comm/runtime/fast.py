@@ -1,0 +1,257 @@
+"""Calls that have been made before: what does not change about them is kept, and the rest is a few numpy calls.
+
+A ready call is made by the first ordinary call of its kind (same collective, operation, algorithm, dtype and shape) and
+found by that key alone. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
+another kind, an odd array), and the ordinary way is gone. Both ways are the same to the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, ufunc_of
+from tilemesh.comm.schedules.book import is_shared
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.asked import Call
+    from tilemesh.comm.runtime.call import Caller
+    from tilemesh.comm.runtime.choose import Choice
+
+Ready = Callable[[Any, Any], Any]
+
+KEPT = 1024
+
+
+class ReadyCalls(dict[tuple[Any, ...], Ready]):
+    """Ready calls by (collective, operation or root, algorithm, dtype, shape)."""
+
+    def keep(self, key: tuple[Any, ...], ready: Ready | None) -> None:
+        if ready is not None:
+            if len(self) >= KEPT:
+                del self[next(iter(self))]
+            self[key] = ready
+
+
+def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
+    """The quick way for calls like this one, or None when there is none."""
+    name = choice.algorithm
+    if x is None and not call.like.is_torch:
+        x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
+    if type(x) is not np.ndarray or caller.is_debugging or call.private or caller.transport.size == 1:
+        return None
+    if call.axis or not x.flags.c_contiguous or not x.size or call.wire is not call.like:
+        return None
+    if name == "native" and (choice.direct is None or caller.sharing is None):
+        if caller.transport.name != "mpi":
+            return None
+        from tilemesh.comm.runtime.mpi_ready import ready_native
+
+        return ready_native(caller, call, x)
+    if caller.sharing is None or not (is_shared(name) or choice.direct):
+        return None
+    if name == "flat_one" and choice.direct is None:
+        shared = caller.shared_call(call, choice)
+        bound = caller.sharing.bound(shared.shape, shared.lo)
+        if isinstance(bound, ByLast):
+            return _by_last(caller, call, x, bound)
+    even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
+    if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
+        return _SMALL[call.collective](caller, call, x)
+    return _large(caller, call, x, choice)
+
+
+def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    # Almost always the very same dtype object, which is quicker to see than equality.
+    is_alike = type(out) is np.ndarray and (out.dtype is dtype or out.dtype == dtype)
+    return is_alike and out.shape == shape and out.flags.writeable
+
+
+def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
+    """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows at once."""
+    assert caller.sharing is not None
+    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
+    at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
+    nbytes = call.length * dtype.itemsize
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
+    reduce, empty = ufunc_of(call.op, call.like.dtype).reduce, np.empty
+    is_average = call.op == "avg"
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+            return NotImplemented
+        if out is None:
+            out = empty(result, dtype)
+        elif not fits(out, result, dtype):
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        arena.staged = staged = arena.staged + 1
+        half = staged & 1
+        mine[half][...] = x
+        flags.meet()
+        reduce(rows[half], 0, dtype, out)
+        if is_average:
+            np.divide(out, ranks, out)
+        return out
+
+    return ready
+
+
+def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
+    """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
+    assert caller.sharing is not None
+    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
+    mine = [stage.reshape(x.shape) for stage in bound.mine]
+    parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
+    published, add, words, me = flags.await_published, bound.add, flags.words, flags.mine
+    others, fence, full_fence = flags.others, flags.fence, flags.full_fence
+    empty, is_average, rank = np.empty, call.op == "avg", arena.rank
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+            return NotImplemented
+        if out is None:
+            out = empty(result, dtype)
+        elif not fits(out, result, dtype):
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        arena.staged = staged = arena.staged + 1
+        half = staged & 1
+        mine[half][...] = x
+        if fence is not None:  # from here on what `Flags.is_last` does, without the call: cold calls are what costs
+            fence()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        full_fence()
+        for other in others:
+            if words[other] < epoch:
+                out[...] = parts[half][published()]
+                break
+        else:
+            if fence is not None:
+                fence()
+            add(half)
+            out[...] = parts[half][rank]
+        if is_average:
+            np.divide(out, ranks, out)
+        return out
+
+    return ready
+
+
+def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
+    """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
+    assert caller.sharing is not None
+    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
+    block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
+    at = 0 if call.collective == "all_gather" else caller.transport.rank * block
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    stacked = (ranks, result[0] // ranks, *result[1:])
+    rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
+    words, me, others, fence, wait = flags.words, flags.mine, flags.others, flags.fence, flags._wait
+    empty = np.empty
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+            return NotImplemented
+        if out is None:
+            out = empty(result, dtype)
+        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        arena.staged = staged = arena.staged + 1
+        half = staged & 1
+        mine[half][...] = x
+        if fence is not None:  # `Flags.meet`, without the call: cold calls are what costs
+            fence()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        for other in others:
+            if words[other] < epoch:
+                wait(other, epoch)
+        if fence is not None:
+            fence()
+        out.reshape(stacked)[...] = rows[half]
+        return out
+
+    return ready
+
+
+def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
+    assert caller.sharing is not None
+    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
+    is_root = caller.transport.rank == root
+    staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+            return NotImplemented
+        if out is not None and not fits(out, shape, dtype):
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        arena.staged = staged = arena.staged + 1
+        half = staged & 1
+        if is_root:
+            staged_by[half][...] = x
+        flags.meet()
+        if out is None:
+            return staged_by[half].copy()
+        out[...] = staged_by[half]
+        return out
+
+    return ready
+
+
+_SMALL: dict[str, Callable[..., Ready]] = {
+    "all_reduce": _small_reduce,
+    "reduce_scatter": _small_reduce,
+    "all_gather": _small_gather,
+    "all_to_all": _small_gather,
+    "broadcast": _small_broadcast,
+}
+
+
+def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
+    """Any shared-memory call over flat arrays, without what the first one has found out."""
+    sharing = caller.sharing
+    assert sharing is not None
+    if call.collective in ("reduce", "gather", "scatter"):
+        return None
+    engine, watch, arena = caller.engine, caller.watch, sharing.arena
+    flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
+    run = sharing.ready(caller.shared_call(call, choice))
+    contributes = call.collective != "broadcast" or caller.transport.rank == call.root
+    nothing = np.empty(0, dtype)
+    is_average = call.op == "avg"
+    doing = (call.collective, call.nbytes)
+
+    def ready(x: Any, out: Any) -> Any:
+        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
+            return NotImplemented
+        if out is None:
+            out = np.empty(result, dtype)
+        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
+            return NotImplemented
+        watch.sequence += 1
+        flags.doing = doing
+        run(x.reshape(-1) if contributes else nothing, out.reshape(-1))
+        if is_average:
+            np.divide(out, ranks, out)
+        return out
+
+    return ready

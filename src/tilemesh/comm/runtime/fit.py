@@ -1,0 +1,143 @@
+"""What collectives cost on this machine, as measured: curves of seconds over bytes, and what follows from them.
+
+A fit belongs to one machine, transport and number of ranks, and was measured with all ranks busy, because ranks that
+share cores are slowed by one another. It holds a curve for each collective of the library's own and each shared-memory
+algorithm, and curves of the parts of which all others are made: one round of messages (α and β), a reduction (γ), a
+copy, a meeting. What has no curve of its own is simulated over those. β is not one number: bandwidth falls once buffers
+leave the caches, so a curve is a line in logarithms between each two measured sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from tilemesh.comm.schedules.book import BOOK, build, is_shared
+from tilemesh.comm.schedules.simulate import simulate
+from tilemesh.comm.schedules.topology import Flat
+from tilemesh.core.calibration import find
+from tilemesh.core.errors import RunError
+from tilemesh.measure.machine import this_machine
+
+SECTION = "collectives"  # of a calibration
+PARTS = ("message", "reduce", "copy")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over bytes. Below the first point as there, beyond the last in proportion to bytes."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, nbytes: float) -> float:
+        points = self.points
+        if nbytes <= points[0][0]:
+            return points[0][1]
+        if nbytes >= points[-1][0]:
+            return points[-1][1] * nbytes / points[-1][0]
+        place = bisect_right(points, (nbytes, math.inf))
+        (x0, y0), (x1, y1) = points[place - 1], points[place]
+        share = math.log(nbytes / x0) / math.log(x1 / x0)
+        return float(y0 * (y1 / y0) ** share)
+
+    @property
+    def latency_s(self) -> float:
+        """α: what the smallest costs."""
+        return self.points[0][1]
+
+    def bytes_per_s(self) -> list[tuple[float, float, float]]:
+        """β by piece: (from, to, bytes a second more)."""
+        pairs = zip(self.points, self.points[1:], strict=False)
+        return [(x0, x1, (x1 - x0) / (y1 - y0)) for (x0, y0), (x1, y1) in pairs if y1 > y0]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was measured for one transport and number of ranks. `curves`: by "collective/algorithm", and `PARTS`."""
+
+    transport: str
+    ranks: int
+    sync_s: float
+    curves: Mapping[str, Curve]
+    when: str = ""
+
+    def seconds(self, collective: str, algorithm: str, nbytes: int, node_size: int | None = None) -> float | None:
+        """What a call is predicted to take; None when nothing is known that would tell."""
+        curve = self.curves.get(f"{collective}/{algorithm}")
+        if curve is not None:
+            return curve.seconds(max(1, nbytes))
+        if algorithm == "native" or algorithm not in BOOK[collective] or "message" not in self.curves:
+            return None
+        if is_shared(algorithm):
+            return None  # without a curve of its own: no arena when it was fitted
+        return float(self._simulated(collective, algorithm, _rounded(nbytes), node_size))
+
+    def has_measured(self, collective: str, algorithm: str) -> bool:
+        return f"{collective}/{algorithm}" in self.curves
+
+    @cached_property
+    def _simulated(self) -> Any:
+        return lru_cache(maxsize=4096)(self._simulate)
+
+    def _simulate(self, collective: str, algorithm: str, nbytes: int, node_size: int | None) -> float:
+        schedule = build(collective, algorithm, self.ranks, node_size=node_size)
+        topology = Flat(self.ranks, self.curves["message"], is_uniform=False)
+        return simulate(schedule, nbytes, topology, self).seconds + self.call_s
+
+    @property
+    def call_s(self) -> float:
+        """What our own call costs before anything moves."""
+        curve = self.curves.get("call")
+        return 0.0 if curve is None else curve.latency_s
+
+    # As a simulation's Work.
+    def reduce_s(self, nbytes: float) -> float:
+        return self.curves["reduce"].seconds(nbytes) if nbytes else 0.0
+
+    def copy_s(self, nbytes: float) -> float:
+        return self.curves["copy"].seconds(nbytes) if nbytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        curves = {name: [list(point) for point in curve.points] for name, curve in self.curves.items()}
+        return {"transport": self.transport, "ranks": self.ranks, "sync_s": self.sync_s, "when": self.when} | {
+            "curves": curves
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fit:
+        """The inverse of `to_dict`; raises KeyError, TypeError or ValueError for anything else."""
+        curves = {}
+        for name, points in data["curves"].items():
+            made = tuple(sorted((float(x), float(y)) for x, y in points))
+            if not made or any(x <= 0 or not 0 < y < math.inf for x, y in made):
+                raise ValueError(f"curve {name} has points that are no measurements")
+            curves[str(name)] = Curve(made)
+        return cls(str(data["transport"]), int(data["ranks"]), float(data["sync_s"]), curves, str(data.get("when", "")))
+
+
+def key_of(transport: str, ranks: int) -> str:
+    """Under which a fit lies in a calibration's section."""
+    return f"{transport}/{ranks}"
+
+
+def stored_fit(transport: str, ranks: int) -> str:
+    """This machine's fit as JSON text; empty when there is none that can be read."""
+    try:
+        found = find(this_machine().id)
+        if found is None:
+            return ""
+        fit = Fit.from_dict(found.extra[SECTION][key_of(transport, ranks)])
+    except (RunError, LookupError, TypeError, ValueError, AttributeError):  # damaged, or of another version: as if none
+        return ""
+    return json.dumps(fit.to_dict())
+
+
+def _rounded(nbytes: int) -> int:
+    """To three binary digits: a simulation is kept for sizes alike."""
+    shift = max(0, nbytes.bit_length() - 3)
+    return nbytes >> shift << shift

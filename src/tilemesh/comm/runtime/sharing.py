@@ -1,0 +1,237 @@
+"""Calls through the node's shared memory, from an array to its result: which program, over which views, in whose turn.
+
+Whether an array lies in the arena is known to its own rank alone, and all ranks must run the same program. So where it
+matters (`direct`), each rank writes the places of its arrays beside its flag, they meet once, and all read the same
+answers; for the direct schedules that meeting is their own first one. As long as no rank has asked for arena memory,
+which all know because `empty` is a collective call, nobody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
+from tilemesh.comm.runtime.flags import SOURCE, TARGET
+from tilemesh.comm.runtime.lower import Program
+from tilemesh.comm.runtime.plan import Shape
+from tilemesh.comm.runtime.shared import STACK_BYTES, Bound, ByLast, Reducer, ufunc_of
+from tilemesh.comm.runtime.transport import Array, Token
+from tilemesh.comm.schedules.book import is_direct
+from tilemesh.comm.schedules.collectives import REDUCING
+from tilemesh.core.errors import UsageError
+
+_SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
+KEPT = 256  # bound programs: views only, so this bounds what is kept
+
+Places = tuple[tuple[int, int], ...]  # (input, data) of each rank in the arena; 0: not there
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """A call but for its arrays. `lo`: where in DATA its result begins. `direct`: what to use instead if every rank's
+    arrays lie in the arena; `natively`: the library's own collective, where that is the choice if they do not."""
+
+    shape: Shape
+    lo: int
+    direct: str | None = None
+    natively: Callable[[Array, Array], Iterator[Token]] | None = None
+
+
+class Sharing:
+    """The shared-memory calls of one communicator."""
+
+    def __init__(self, arena: Arena, program: Callable[[Shape], Program]) -> None:
+        self.arena = arena
+        self.program = program
+        self.kept: OrderedDict[tuple[Shape, int, Places], Bound | ByLast] = OrderedDict()
+
+    def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        """The call's steps; its turn is taken now."""
+        return self._steps(self.arena.turn(), call, given, data)
+
+    def ready(self, call: SharedCall) -> Callable[[Array, Array], None]:
+        """The same, blocking, for calls like this one; only when nothing is under way."""
+        arena, flags, shape = self.arena, self.arena.flags, call.shape
+        staged = None if call.natively is not None or is_direct(shape.algorithm) else self.bound(shape, call.lo)
+        ways: dict[Places, Bound | ByLast] = {}
+        wanted = shape.algorithm if is_direct(shape.algorithm) else call.direct
+        ranks = range(arena.ranks)
+
+        def run(given: Array, data: Array) -> None:
+            if wanted is None or not arena.live:
+                if staged is not None and (staged.meets == 1 or not np.may_share_memory(given, data)):
+                    staged.run(given, data)
+                    return
+            elif not np.may_share_memory(given, data):
+                flags.put(SOURCE, self._place(given, 1))
+                flags.put(TARGET, self._place(data, 2))
+                flags.meet()
+                places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in ranks)
+                bound = ways.get(places)
+                if bound is None and (name := self._way(shape, places, wanted)) is not None:
+                    if len(ways) > KEPT:
+                        ways.clear()
+                    bound = ways[places] = self.bound(shape._replace(algorithm=name), call.lo, places)
+                if bound is not None:
+                    bound.run(given, data, is_met=True)
+                    return
+                if staged is not None:  # the same as `_refused`
+                    flags.meet()
+                    staged.run(given, data)
+                    return
+                for token in self._refused(call, places, given, data):
+                    token.wait()
+                return
+            for token in self.steps(call, given, data):
+                token.wait()
+
+        return run
+
+    def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        arena = self.arena
+        if arena.done != turn - 1:
+            yield Turn(arena, turn)
+        # Where the arrays of a single rank lie does not matter.
+        if arena.ranks > 1 and (is_direct(call.shape.algorithm) or (call.direct is not None and arena.live)):
+            try:
+                yield from self._agreed(call, given, data)
+            except UsageError:  # on every rank alike: this call is over, and those after it have their turn
+                arena.done = turn
+                raise
+        else:
+            yield from self._otherwise(call, given, data)
+        arena.done = turn
+
+    def _otherwise(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        if call.natively is not None:
+            return call.natively(given, data)
+        return self._staged(call.shape, given, data, call.lo)
+
+    def _staged(self, shape: Shape, given: Array, data: Array, lo: int) -> Iterator[Token]:
+        bound = self.bound(shape, lo)
+        in_place = shape.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
+        if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
+            given = given.copy()  # the result grows while later segments are still to be put on the stage
+        yield from bound.steps(given, data)
+
+    def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
+        """Tell the others where this rank's arrays lie, and go the way that is open to all."""
+        arena, flags, shape = self.arena, self.arena.flags, call.shape
+        source, target = self._place(given, 1), self._place(data, 2)
+        if np.may_share_memory(given, data) and not self._harmless(shape, source, target):
+            source = target = 0  # a neighbour would read what is being overwritten
+        flags.put(SOURCE, source)
+        flags.put(TARGET, target)
+        yield Meeting(arena)
+        places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
+        name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else call.direct)
+        if name is not None:
+            shape = shape._replace(algorithm=name)
+            bound = self.bound(shape, call.lo, places)
+            assert isinstance(bound, Bound)
+            yield from bound.steps(given, data, is_met=arena.ranks > 1)
+            return
+        yield from self._refused(call, places, given, data)
+
+    def _refused(self, call: SharedCall, places: Places, given: Array, data: Array) -> Iterator[Token]:
+        """Not every rank's arrays lie there."""
+        yield Meeting(self.arena)  # the places must not change while somebody still looks at them
+        if is_direct(call.shape.algorithm):
+            raise UsageError(_why(call.shape, places))
+        yield from self._otherwise(call, given, data)
+
+    def _harmless(self, shape: Shape, source: int, target: int) -> bool:
+        """Whether the input lies in the result where it will be, so that overwriting it changes nothing too early."""
+        if shape.collective == "all_gather":
+            target += sum(shape.sizes[: self.arena.rank]) * shape.like.carrier.itemsize
+        return shape.collective in ("all_reduce", "all_gather") and source == target
+
+    def _way(self, shape: Shape, places: Places, wanted: str | None) -> str | None:
+        """The direct algorithm that is open, or None."""
+        contributes = [shape.collective != "broadcast" or rank == shape.root for rank in range(len(places))]
+        inputs = all(source for (source, _), does in zip(places, contributes, strict=True) if does)
+        if not inputs:
+            return None
+        if wanted == "direct_slices":
+            return wanted if all(target for _, target in places) else None
+        if shape.collective == "all_reduce" and wanted == "direct+":
+            wanted = "direct"
+            if all(target for _, target in places):
+                return "direct_slices"
+        if shape.collective == "all_reduce" and any(source == target for source, target in places):
+            return None  # neighbours would read an input that its owner already overwrites
+        return wanted and "direct"
+
+    def bound(self, shape: Shape, lo: int, places: Places = ()) -> Bound | ByLast:
+        key = (shape, lo, places)
+        bound = self.kept.get(key)
+        if bound is None:
+            bound = self.kept[key] = self._bind(shape, lo, places)
+            if len(self.kept) > KEPT:
+                self.kept.popitem(last=False)
+        return bound
+
+    def _bind(self, shape: Shape, lo: int, places: Places) -> Bound | ByLast:
+        if shape.algorithm == "flat_one" and is_by_last(shape, self.arena.ranks):
+            length = sum(shape.sizes)
+            mine = shape.sizes[self.arena.rank] if shape.collective == "reduce_scatter" else length
+            function = ufunc_of(shape.op, shape.like.dtype)
+            return ByLast(self.arena, shape.like.carrier, function, length, slice(lo, lo + mine), mine)
+        program = self.program(shape)
+        lengths = (program.lengths[0], self._result_length(shape, program))
+        return Bound(program, self.arena, shape.like.carrier, _reducer(shape), lengths, lo, places)
+
+    def _result_length(self, shape: Shape, program: Program) -> int:
+        if shape.collective in ("reduce_scatter", "scatter"):
+            return shape.sizes[self.arena.rank]
+        return program.lengths[1]
+
+    def _place(self, array: Array, of_nothing: int) -> int:
+        """Where the array lies in the arena; 0: elsewhere. An empty array is nowhere, and in nobody's way."""
+        return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else of_nothing
+
+    def empty(self, shape: tuple[int, ...], carrier: np.dtype[Any]) -> tuple[Iterator[Token], list[Array]]:
+        """The steps of an allocation, and the list into which they put the array."""
+        turn, made = self.arena.turn(), []
+        nbytes = math.prod(shape) * carrier.itemsize
+
+        def steps() -> Iterator[Token]:
+            if self.arena.done != turn - 1:
+                yield Turn(self.arena, turn)
+            block = yield from self.arena.allocate(nbytes)
+            self.arena.done = turn
+            made.append(block.view(carrier).reshape(shape))
+
+        return steps(), made
+
+
+def is_by_last(shape: Shape, ranks: int) -> bool:
+    """Whether whoever comes last may add up for all: small, with numpy's own function. The same on every rank."""
+    nbytes = sum(shape.sizes) * shape.like.carrier.itemsize
+    is_even = shape.collective == "all_reduce" or len(set(shape.sizes)) == 1
+    return ranks > 1 and is_even and 0 < nbytes <= STACK_BYTES and ufunc_of(shape.op, shape.like.dtype) is not None
+
+
+def _reducer(shape: Shape) -> Reducer | None:
+    return Reducer(shape.op, shape.like.dtype, shape.like.carrier) if shape.collective in REDUCING else None
+
+
+def _same_start(one: Array, other: Array) -> bool:
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
+
+
+def _why(shape: Shape, places: Places) -> str:
+    missing = [str(rank) for rank, (source, _) in enumerate(places) if not source]
+    what = "input" if missing else "out"
+    who = missing or [str(rank) for rank, (_, target) in enumerate(places) if not target]
+    where = f"the {what} of rank{'s' if len(who) > 1 else ''} {', '.join(who)}" if who else "an input that is also out"
+    return (
+        f"algorithm '{shape.algorithm}' cannot serve this {shape.collective}: {where} does not lie in memory that "
+        "comm.empty() made"
+    )

@@ -1,0 +1,94 @@
+"""What a bench of collectives is made of: sizes, limits, crossovers, and the picture."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from tilemesh.comm.bench_job import Job
+from tilemesh.comm.cells import Cell, crossovers, parse_ranks, parse_sizes
+from tilemesh.comm.chart import svg
+from tilemesh.core.calibration import Calibration, Rates
+from tilemesh.core.errors import UsageError
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
+
+MIB = 1 << 20
+
+
+def test_sizes_and_ranks() -> None:
+    assert parse_sizes("4B..1KiB") == [4, 16, 64, 256, 1024]
+    assert parse_sizes("4B..2KiB") == [4, 16, 64, 256, 1024, 2048]
+    assert parse_sizes("1KiB,3MiB") == [1024, 3 * MIB]
+    assert parse_ranks("2,4") == [2, 4]
+    for wrong in ("64MiB..4B", "", "0B"):
+        with pytest.raises(UsageError):
+            parse_sizes(wrong)
+    for wrong in ("two", "0", "2,,4"):
+        with pytest.raises(UsageError, match="--ranks"):
+            parse_ranks(wrong)
+
+
+def test_a_cell_has_as_much_for_every_rank() -> None:
+    cell = Cell("all_gather", 3, 4)
+    assert (cell.elements, cell.given, cell.got, cell.payload) == (3, 1, 3, 12)
+    cell = Cell("reduce_scatter", 4, MIB)
+    assert (cell.given, cell.got) == (MIB // 4, MIB // 16)
+    assert Cell("all_reduce", 8, MIB).bus_factor == 1.75
+    assert Cell("all_to_all", 8, MIB).bus_factor == 0.875
+
+
+@pytest.mark.parametrize(
+    ("collective", "read", "written"),
+    [("all_reduce", 8, 8), ("reduce_scatter", 8, 1), ("all_gather", 1, 8), ("all_to_all", 8, 8), ("broadcast", 1, 8)],
+)
+def test_the_limit_reads_every_input_and_writes_every_result_once(collective: str, read: int, written: int) -> None:
+    machine = Calibration("m", "w", "t", all_cores=Rates(read_bytes_per_s=4e9, write_bytes_per_s=8e9))
+    cell = Cell(collective, 8, 64 * MIB)
+    limit, why = cell.limit_s(machine, 32 * MIB)
+    assert limit == pytest.approx(64 * MIB * (read / 4e9 + written / 8e9))
+    assert why == ""
+    assert "not calibrated" in cell.limit_s(None, 0)[1]
+    assert "caches" in Cell(collective, 8, 1000).limit_s(machine, 32 * MIB)[1]
+    half = Calibration("m", "w", "t", all_cores=Rates(copy_bytes_per_s=1e9))
+    assert "apart" in cell.limit_s(half, 0)[1]
+
+
+def test_where_the_quickest_changes() -> None:
+    times = {"flat": [(4, 1.0), (16, 2.0), (64, 8.0)], "slices": [(4, 3.0), (16, 3.0), (64, 4.0)]}
+    assert crossovers(times) == [(16, 64, "flat", "slices")]  # type: ignore[arg-type]
+    assert crossovers({"flat": [(4, 1.0), (16, 2.0)]}) == []  # type: ignore[dict-item]
+
+
+def row(algorithm: str, size: int, seconds: float) -> Row:
+    return Row(
+        name="all_reduce",
+        case={"algorithm": algorithm, "ranks": 4, "bytes": size, "buffers": "ordinary"},
+        unit="s",
+        predicted=None,
+        measured=Sample(seconds, seconds, seconds, 3),
+        limit=seconds / 2,
+        missing={"predicted": "none", "peers": "none"},
+        machine="m",
+        versions={},
+        commit=None,
+        command="c",
+    )
+
+
+def test_the_chart_is_a_picture_with_its_crossover() -> None:
+    rows = [row("flat", 4, 1e-6), row("flat", 64, 9e-6), row("ring", 4, 2e-6), row("ring", 64, 3e-6)]
+    rows += [row("auto", 4, 1e-6), row("auto", 64, 3e-6), row("native", 4, 2e-6), row("native", 64, 4e-6)]
+    picture = svg(rows)
+    root = ET.fromstring(picture)
+    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 5  # four algorithms and the limit
+    assert picture.count("from here ring") == 1
+    with pytest.raises(UsageError, match="no rows"):
+        svg([])
+
+
+def test_a_job_survives_its_file() -> None:
+    job = Job(out="", command="c", collectives=("all_reduce",), sizes=(4, 16), fit=True).with_out("x")
+    assert Job.from_json(job.to_json()) == job
