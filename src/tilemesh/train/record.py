@@ -81,6 +81,7 @@ def watch_mesh(mesh: Mesh, recorder: Recorder, choices: Mapping[str, str]) -> No
 
 def _watch(comm: Communicator, axis: str, recorder: Recorder, choices: Mapping[str, str]) -> None:
     if comm.size > 1:
+        comm._ready.clear()
         comm._caller = cast(Any, _WatchedCaller(comm._caller, axis, recorder, choices))
 
 
@@ -93,7 +94,8 @@ class _WatchedCaller:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run(self, call: Any, x: Any, algorithm: str, wait: bool) -> Any:
+    def run(self, call: Any, x: Any, algorithm: str, wait: bool, key: Any = None) -> Any:
+        """Without the key: a call that is kept ready would pass by here the next time, unseen."""
         recorder, operation, nbytes = self._recorder, call.collective, call.nbytes
         if algorithm == "auto":
             algorithm = self._chosen(call)
@@ -113,9 +115,12 @@ class _WatchedCaller:
                 found = "auto"  # what the device's library does is its own
             else:
                 request = Request(call.collective, call.nbytes, call.like.dtype, call.op, uneven, call.private)
-                found = self._choices.get(key) or choose(request, "auto", self._inner.transport).algorithm
+                found = self._choices.get(key) or self._now(request)
             self._recorder.choices[key] = found
         return found
+
+    def _now(self, request: Request) -> str:
+        return choose(request, "auto", self._inner.transport, self._inner.fit).algorithm
 
 
 class _WatchedHandle:
