@@ -7,6 +7,7 @@ BIN := .venv/bin
 .PHONY: train test test-setup test-all check format setup clean
 
 train: setup
+	@$(BIN)/tilemesh calibrate --if-missing
 	@$(BIN)/tilemesh train
 
 # Two at a time, except those that start ranks: these have the machine to themselves.

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from tilemesh.cli.calibrate import calibrate as command
-from tilemesh.core.calibration import Calibration, Rates, find
+from tilemesh.core.calibration import Calibration, Rates, find, path_for
 from tilemesh.measure import calibrate as measuring
 from tilemesh.measure import calibrate_cpu
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
@@ -227,6 +227,13 @@ def test_the_command_shows_rows_and_stores(
     assert "predicted" in out
     assert read_rows(tmp_path / "rows.jsonl") == list(calibrated.rows)
     assert find(calibrated.calibration.identity) == calibrated.calibration
+
+
+def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
+    assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
+    path_for(calibrated.calibration.identity).write_text("{")
+    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
 
 
 def test_rows_have_standard_output_to_themselves(

@@ -11,13 +11,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tilemesh.core.calibration import find
+from tilemesh.core.errors import RunError
+
 
 def calibrate(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Coarser, in less than half the time.")] = False,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Only where this machine was not measured.")] = False,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Store the calibration for later limits.")] = True,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
+    if if_missing and _is_known():
+        return
     # Standard output belongs to the rows when they go there; people read the other one.
     console = Console(stderr=json == "-", highlight=False)
     # Late, because torch takes seconds to import and `--help` needs none of it.
@@ -43,6 +49,17 @@ def calibrate(
             console.print(f"rows: {json}", soft_wrap=True)
     if save:
         console.print(f"calibration: {result.calibration.save()}", soft_wrap=True)
+
+
+def _is_known() -> bool:
+    """Whether this machine was measured; a file that cannot be read is measured over."""
+    from tilemesh.measure.machine import this_machine
+
+    try:
+        found = find(this_machine().id)
+    except RunError:
+        return False
+    return found is not None and found.all_cores is not None
 
 
 @contextmanager
