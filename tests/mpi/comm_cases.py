@@ -587,6 +587,8 @@ def wrong_use(comm: Communicator) -> None:
         assert message in str(caught.value), (message, str(caught.value))
         assert isinstance(caught.value, ValueError)
     assert comm.all_reduce(x)[0] == n
+    with pytest.raises(UsageError, match="several elements in one place"):  # also where such a call was made before
+        comm.all_reduce(x, out=as_strided(x.copy(), (4,), (0,)))
     told = comm.explain("all_reduce", 4096, dtype="bfloat16")
     assert f"on {n} rank{'s' if n > 1 else ''} over" in told
     assert ("widens to float32 on the wire" in told) == (comm.backend != "threads")

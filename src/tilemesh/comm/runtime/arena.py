@@ -230,16 +230,18 @@ class _Allocator:
         del self.taken[number]
 
 
-class Meeting:
-    """A token: all ranks of the arena have come. It begins when it is made."""
+class _Awaited:
+    """A token that is asked again and again; once a second it makes sure that the others still live."""
 
     def __init__(self, arena: Arena) -> None:
         self.flags = arena.flags
-        self.epoch = arena.flags.raise_()
         self.looked_at = 0.0
 
+    def is_there(self) -> bool:
+        raise NotImplementedError
+
     def test(self) -> bool:
-        if self.flags.have_come(self.epoch):
+        if self.is_there():
             return True
         self.flags.pause()
         now = time.monotonic()
@@ -247,27 +249,27 @@ class Meeting:
             self.looked_at = now
             self.flags.require_alive()
         return False
+
+
+class Meeting(_Awaited):
+    """A token: all ranks of the arena have come. It begins when it is made."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self.epoch = arena.flags.raise_()
+
+    def is_there(self) -> bool:
+        return self.flags.have_come(self.epoch)
 
     def wait(self) -> None:
         self.flags.wait(self.epoch)
 
 
-class Published:
+class Published(_Awaited):
     """A token: whoever came last to the present meeting has done what was to be done for all."""
 
-    def __init__(self, arena: Arena) -> None:
-        self.flags = arena.flags
-        self.looked_at = 0.0
-
-    def test(self) -> bool:
-        if self.flags.published() >= 0:
-            return True
-        self.flags.pause()
-        now = time.monotonic()
-        if now > self.looked_at + 1.0:
-            self.looked_at = now
-            self.flags.require_alive()
-        return False
+    def is_there(self) -> bool:
+        return self.flags.published() >= 0
 
     def wait(self) -> None:
         self.flags.await_published()

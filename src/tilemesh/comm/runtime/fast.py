@@ -64,9 +64,10 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
 
 
 def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether a result can be written there as it is; any other `out` goes the ordinary way, which checks it."""
     # Almost always the very same dtype object, which is quicker to see than equality.
     is_alike = type(out) is np.ndarray and (out.dtype is dtype or out.dtype == dtype)
-    return is_alike and out.shape == shape and out.flags.writeable
+    return is_alike and out.shape == shape and out.flags.carray
 
 
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
@@ -167,7 +168,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
+        elif not fits(out, result, dtype):
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing
@@ -245,7 +246,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             return NotImplemented
         if out is None:
             out = np.empty(result, dtype)
-        elif not fits(out, result, dtype) or not out.flags.c_contiguous:
+        elif not fits(out, result, dtype):
             return NotImplemented
         watch.sequence += 1
         flags.doing = doing

@@ -42,7 +42,7 @@ def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
             return NotImplemented
         if out is None:
             out = np.empty(result, made)
-        elif not fits(out, result, made) or not out.flags.c_contiguous or _overlap(x, out):
+        elif not fits(out, result, made) or _overlap(x, out):
             return NotImplemented
         watch.sequence = sequence = watch.sequence + 1
         watch.enter(sequence, name, nbytes)

@@ -241,9 +241,9 @@ class Reducer:
             for source in sources[1:]:
                 self.combine(target, source)
             return
-        function(sources[0], sources[1], target)
+        function(sources[0], sources[1], out=target)
         for source in sources[2:]:
-            function(target, source, target)
+            function(target, source, out=target)
 
 
 def _runs(program: Program) -> list[list[Local] | None]:
