@@ -4,16 +4,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-setup test-all check format setup clean
+.PHONY: train test test-units test-ranks test-again test-setup test-all check format setup clean
 
 train: setup
 	@$(BIN)/tilemesh calibrate --if-missing
 	@$(BIN)/tilemesh train
 
+test: test-units test-ranks
+
 # Two at a time, except those that start ranks: these have the machine to themselves.
-test: setup
+test-units: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/mpi
+
+test-ranks: setup
 	@$(BIN)/python -m pytest tests/mpi
+
+# Those that failed in the last run, one after the other.
+test-again: setup
+	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # The real set-up, killed half way and moved: minutes long, so apart.
 test-setup: setup
