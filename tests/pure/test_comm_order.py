@@ -83,6 +83,26 @@ def test_what_is_wrong_with_a_scatter_in_the_background_is_raised_by_its_wait_al
     run_threads(3, main, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "flat", "tree"])
+def test_an_out_that_does_not_fit_is_refused_where_it_is_and_the_ranks_stay_in_step(algorithm: str) -> None:
+    def scattered(comm: Communicator, out: np.ndarray, wait: bool) -> np.ndarray:
+        x = np.arange(6.0) if comm.rank == 0 else None
+        answer = comm.scatter(x, out=out, algorithm=algorithm, wait=wait)
+        return answer if wait else answer.wait()
+
+    def main(comm: Communicator) -> None:
+        for wait in (True, False):
+            if comm.rank == 1:
+                with pytest.raises(UsageError, match="out"):
+                    scattered(comm, np.empty(5), wait)
+            else:
+                assert list(scattered(comm, np.empty(2), wait)) == [2 * comm.rank, 2 * comm.rank + 1]
+            assert comm.all_reduce(np.ones(1))[0] == 3
+            assert comm._caller.turns.is_free
+
+    run_threads(3, main, timeout_s=TIMEOUT_S)
+
+
 def test_calls_behind_a_scatter_begin_in_order() -> None:
     """Shared memory is taken in the order of the calls: those made while a scatter waits for its root, after it."""
 

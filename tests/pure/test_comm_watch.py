@@ -175,3 +175,29 @@ def test_connect_ends_when_a_rank_never_comes(how: str, tmp_path: Path) -> None:
 def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", MEETING, how, "0.4"], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "met\ndone\n", "")
+
+
+LOOKING = """
+import gc, threading, time
+from tilemesh.comm.runtime.watch import current_frames
+
+class Cycle:
+    def __init__(self): self.me = self
+    def __del__(self): time.sleep(0)  # lets other threads run, as freeing a tensor does
+
+def look():
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        Cycle()
+        current_frames()
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=look) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_a_collection_while_the_stacks_are_looked_at_does_not_stop_the_process() -> None:
+    """With `sys._current_frames` itself, this never ends."""
+    subprocess.run([sys.executable, "-c", LOOKING], check=True, timeout=60)

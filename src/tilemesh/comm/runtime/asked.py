@@ -11,6 +11,7 @@ from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.native import WIDENED
 from tilemesh.comm.runtime.transport import Array
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED
+from tilemesh.core.errors import UsageError
 
 _FLOAT32 = Like("float32")
 
@@ -96,3 +97,7 @@ class Scatter:
     def words(self) -> str:
         counts = "" if self.counts is None else f", counts={list(self.counts)}"
         return f"scatter(root={self.root}, algorithm={self.algorithm}, axis={self.axis}{counts})"
+
+
+# What a rank makes of the root's words: the call, what it contributes, and what it must refuse once it has taken part.
+Made = tuple[Call, Any, UsageError | None]

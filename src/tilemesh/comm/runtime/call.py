@@ -15,7 +15,7 @@ from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
 from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
-from tilemesh.comm.runtime.asked import Call, Ready, Scatter
+from tilemesh.comm.runtime.asked import Call, Made, Ready, Scatter
 from tilemesh.comm.runtime.choose import Choice, Request, choose
 from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
@@ -76,7 +76,7 @@ class Caller:
             return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
         return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
 
-    def scatter(self, told: Callable[[], str], made: Callable[[str], tuple[Call, Any]], given: Scatter) -> Any:
+    def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
         """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
         self.watch.sequence += 1
         sequence = self.watch.sequence
@@ -88,8 +88,9 @@ class Caller:
             return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
 
         def running(text: str) -> Running:
-            call, x = made(text)
-            return self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+            call, x, refusal = made(text)
+            running = self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+            return running if refusal is None else running.ending_in(refusal)
 
         return self._carried_out(self._later(first(), running), (sequence, "scatter", 0), given.wait)
 

@@ -197,7 +197,7 @@ class Communicator:
         axis, parts = check.whole(axis, "axis"), check.counts_of(counts, self.size, "counts")
         choose(Request("scatter", 0, "uint8", "sum"), algorithm, self.transport)  # refused by name, whatever the array
 
-        def prepared(shape: tuple[int, ...], like: Like) -> Call:
+        def prepared(shape: tuple[int, ...], like: Like, out: Any = out) -> Call:
             along = check.axis_of(axis, shape)
             lengths = self._parts(parts, shape[along], along)
             mine = check.with_length(shape, along, lengths[self.rank])
@@ -214,15 +214,19 @@ class Communicator:
             kind = "numpy" if like.device is None else "cuda" if like.is_cuda else "cpu"
             return f"{kind} {like.dtype} {','.join(map(str, shape))}"
 
-        def made(text: str) -> tuple[Call, Any]:
+        def made(text: str) -> tuple[Call, Any, UsageError | None]:
             kind, rest = text.split(" ", 1)
             if kind == "refused":
                 raise UsageError(f"scatter from rank {root}: {rest}")
             if self.rank == root:
-                return prepared(*described(x)), x
+                return prepared(*described(x)), x, None
             dtype, lengths = rest.split(" ")
             shape = tuple(int(length) for length in lengths.split(",") if length)
-            return prepared(shape, Like(dtype, here(kind))), None
+            like = Like(dtype, here(kind))
+            try:
+                return prepared(shape, like), None, None
+            except UsageError as error:  # an `out` that does not fit: the others are on their way, so take part first
+                return prepared(shape, like, None), None, error
 
         return self._caller.scatter(told, made, Scatter(root, axis, parts, algorithm, wait))
 

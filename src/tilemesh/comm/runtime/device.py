@@ -54,7 +54,7 @@ class Device:
 
     def running(self, call: Call, x: Any, has_result: bool) -> Running:
         """The call under way; `x` is None on ranks that contribute nothing."""
-        device = torch.device("cuda", torch.cuda.current_device()) if x is None else x.device
+        device = call.like.device  # this rank's own, also where it contributes nothing
         dtype = getattr(torch, call.like.dtype)
         source = torch.empty(0, dtype=dtype, device=device) if x is None else x.detach()
         if source.ndim and x is not None:
@@ -96,13 +96,17 @@ class Device:
             return dist.reduce_scatter(result, list(source.split(call.sizes)), op, **options)
         if call.collective == "all_gather":
             return dist.all_gather(list(result.split(call.sizes)), source, **options)
+        sent, received = list(call.sizes), list(call.received)
+        # torch's own gather and scatter want equal parts: these are exchanges in which only the root gets or gives.
         if call.collective == "gather":
-            parts = list(result.split(call.sizes)) if is_root else None
-            return dist.gather(source, parts, group_dst=call.root, **options)
-        if call.collective == "scatter":
-            parts = list(source.split(call.sizes)) if is_root else None
-            return dist.scatter(result, parts, group_src=call.root, **options)
-        return dist.all_to_all_single(result, source, list(call.received), list(call.sizes), **options)
+            sent, received = self._only(call.root, source), sent if is_root else self._only(call.root, result)
+        elif call.collective == "scatter":
+            sent, received = sent if is_root else self._only(call.root, source), self._only(call.root, result)
+        return dist.all_to_all_single(result, source, received, sent, **options)
+
+    def _only(self, root: int, array: Any) -> list[int]:
+        """An array that goes to the root or comes from it, as parts by rank."""
+        return [array.numel() if rank == root else 0 for rank in range(self.group.size())]
 
 
 def _shaped(call: Call, result: Any, ranks: int, has_result: bool, dtype: Any) -> Any:

@@ -115,6 +115,17 @@ class Running:
         self.result = self.finish()
         self.is_done = True
 
+    def ending_in(self, refusal: Exception) -> Running:
+        """The same exchange, so that the ranks stay in step, whose end is the refusal."""
+        finish = self.finish
+
+        def refuse() -> Any:
+            finish()
+            raise refusal
+
+        self.finish = refuse
+        return self
+
 
 class Engine:
     """All that is under way in the communicators that came from one `connect`.

@@ -8,6 +8,7 @@ same. It publishes what it saw, together with the line of the program that the r
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -29,6 +30,7 @@ _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did
 
 _TILEMESH = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
+_ASKING = threading.Lock()
 
 
 # (sequence, name, nbytes, since_ns) of a call under way, as in `Doing`; a bare tuple, because every call makes one.
@@ -97,7 +99,7 @@ class Process:
 
     def look(self) -> tuple[Watch, Note] | None:
         """Publish what this rank is doing; returns the call that will be the first to have waited too long, if any."""
-        frames = sys._current_frames()
+        frames = current_frames()
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
@@ -138,7 +140,7 @@ class Process:
         """Whether the call did not end while this thread was thinking about it."""
         if watch.note is note:
             return True
-        return self._natives(sys._current_frames().values(), 0).get(watch) is note
+        return self._natives(current_frames().values(), 0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
         """How many ranks that have waited about as long as this one come before it in speaking up."""
@@ -148,6 +150,23 @@ class Process:
             if record and record.doing and record.doing.since_ns < since_ns + _TURN_S * 1e9:
                 waiting += 1
         return min(waiting, 3)
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Where every thread is: `sys._current_frames()`, without the way in which it stops a process for good.
+
+    CPython (gh-106883) asks it under a lock of its own. A garbage collection in the midst may free a tensor and so let
+    other threads run while that lock is held; the next one that asks, begins or ends waits for it with the interpreter
+    in its hands. Hence: no collection meanwhile, and one thread at a time.
+    """
+    with _ASKING:
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 class Watch:
