@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +176,17 @@ def test_connect_ends_when_a_rank_never_comes(how: str, tmp_path: Path) -> None:
 def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", MEETING, how, "0.4"], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "met\ndone\n", "")
+
+
+@pytest.mark.parametrize(("age_s", "is_said"), [(0.5, False), (40.0, True)])
+def test_a_rank_that_no_longer_says_where_it_is_is_not_believed(age_s: float, is_said: bool) -> None:
+    process = watch.Process(0, private_board(2), lambda reason: None)
+    ours = watch.Watch(process, [0, 1])
+    at_ns = time.monotonic_ns() - int(age_s * 1e9)
+    process.board.write(1, Record(os.getpid(), at_ns, where="train.py:7 in step", seen={"world": 2}))
+    words = ours.report((3, "barrier", 0, 0), 60.0)
+    assert "rank 1 is in no collective, at train.py:7 in step" in words
+    assert ("its last word is 40 s old: stopped, or in code that lets no other thread run" in words) == is_said
 
 
 LOOKING = """

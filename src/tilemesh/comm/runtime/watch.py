@@ -25,6 +25,7 @@ from tilemesh.core.units import format_bytes
 
 TICK_S = 0.2
 TIMEOUT_S = 60.0
+_SILENT_S = 5.0  # a rank that looks every TICK_S and has said nothing for so long is not merely busy
 _STOP_S = 1.0  # it may be in the middle of ending the job
 _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did not end the job
 
@@ -244,6 +245,9 @@ class Watch:
             return f"(its process {record.pid} is gone)"
         at = f", at {record.where}" if record.where else ""
         maybe = " (it may have arrived: it has too many groups to tell)" if record.is_cut else ""
+        silent_s = (time.monotonic_ns() - record.at_ns) / 1e9
+        if silent_s > _SILENT_S:
+            maybe += f" (its last word is {silent_s:.0f} s old: stopped, or in code that lets no other thread run)"
         if record.doing is not None:
             doing = record.doing
             for_s = (time.monotonic_ns() - doing.since_ns) / 1e9
