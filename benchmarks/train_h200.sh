@@ -13,17 +13,7 @@ import sys, torch, triton
 print(sys.version.split()[0], torch.__version__, triton.__version__, torch.cuda.get_device_name())
 PY
 # Limits come from this machine's calibration: the committed one where it is this machine's, else a quick new one.
-$python - <<'PY' || $python -m tilemesh calibrate --quick >"$out/calibrate.txt" 2>&1
-import sys
-from pathlib import Path
-from tilemesh.core import calibration
-from tilemesh.measure.machine import this_machine
-known = calibration.load(Path("benchmarks/results/calibration-h200.json"))
-if known.identity != this_machine().id:
-    print(f"calibrating {this_machine().id}, which is not {known.identity}", flush=True)
-    sys.exit(1)
-known.save()
-PY
+$python benchmarks/known_calibration.py || $python -m tilemesh calibrate --quick >"$out/calibrate.txt" 2>&1
 
 for model in gpt2-124m tinyllama-1.1b; do
   timeout 200 $python -m tilemesh bench train "$model" --mesh dp=1 --peers compile \
