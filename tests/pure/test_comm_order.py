@@ -14,7 +14,7 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime.run import Turns
 from tilemesh.core.errors import RunError, UsageError
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 30.0
 
 
 def ring(comm: Communicator) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def test_after_a_mismatch_that_was_caught_groups_are_the_same_on_all(monkeypatch
         assert group is not None
         return group.label, float(group.all_reduce(np.ones(1))[0])
 
-    assert run_threads(3, main, timeout_s=5) == [("world/1.0", 3.0)] * 3
+    assert run_threads(3, main, timeout_s=TIMEOUT_S) == [("world/1.0", 3.0)] * 3
 
 
 def test_a_rank_without_memory_for_a_call_stays_in_step() -> None:
@@ -181,7 +181,7 @@ def test_a_rank_without_memory_for_a_call_stays_in_step() -> None:
         total: list[float] = comm.all_reduce(np.ones(2)).tolist()
         return total
 
-    assert run_threads(3, main, timeout_s=5) == [[3.0, 3.0]] * 3
+    assert run_threads(3, main, timeout_s=TIMEOUT_S) == [[3.0, 3.0]] * 3
 
 
 def test_a_groups_ranks_are_called_by_their_numbers_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_groups_ranks_are_called_by_their_numbers_in_the_world(monkeypatch: py
         with pytest.raises(UsageError, match=rf"rank {first + 1} calls .*; rank {first} calls"):
             group.all_reduce(np.ones(1 + group.rank))
 
-    run_threads(4, main, timeout_s=5)
+    run_threads(4, main, timeout_s=TIMEOUT_S)
 
 
 def test_ctrl_c_ends_the_ranks_too() -> None:
