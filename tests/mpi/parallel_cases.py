@@ -136,6 +136,18 @@ def sharding(comm: Communicator) -> None:
                     here[there] += 1
                 start += value.numel()
             assert (comm.all_reduce(written) == 1).all()
+    # What is wrong with the one state there is, every rank hears: none waits for a tensor that never comes.
+    last, name = comm.size - 1, "token_embedding.weight"
+    wrong: list[tuple[dict[str, Tensor] | None, str]] = [
+        (None, "load without a state"),
+        ({**state, "nonsense": state[name]}, "unknown parameter 'nonsense'"),
+        ({key: value for key, value in state.items() if key != name}, f"the state lacks {name}"),
+        ({**state, name: state[name][1:]}, f"{name}: the whole array has shape"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(UsageError) as caught:
+            other.load(given if comm.rank == last else None, root=last)
+        assert message in str(caught.value)
     fresh = laid_of(comm, "llama", 1, comm.size)
     fresh.initialize(seed=5)
     whole = fresh.gather()

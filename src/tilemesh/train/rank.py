@@ -31,7 +31,7 @@ from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.agree import agree
+from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -251,16 +251,6 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
             with contextlib.suppress(OSError):
                 os.rename(path, folder / f"damaged-{name}")
     return None
-
-
-def tell(comm: Communicator, text: str) -> str:
-    """Rank 0's text, on every rank."""
-    raw = np.frombuffer(text.encode(), np.uint8)
-    length = int(comm.broadcast(np.array([len(raw)], np.int64))[0])
-    buffer = np.zeros(length, np.uint8)
-    if comm.rank == 0:
-        buffer[:] = raw
-    return bytes(comm.broadcast(buffer)).decode() if length else ""
 
 
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
