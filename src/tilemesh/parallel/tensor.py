@@ -5,6 +5,8 @@ layers every rank has them whole, so the gradient that comes back is the sum of 
 row-split layer every rank has a partial result, so the value is the sum and the gradient passes. With sequence
 parallelism what lies outside the regions is cut along the tokens: entering joins the tokens (backward: scatter-sum),
 leaving is a scatter-sum (backward: join). Twice the calls, the same bytes, and 1/tp of the memory outside.
+Under autocast, what is only joined travels in the dtype that the products are computed in, half the bytes and the same
+values; sums of gradients stay as wide as the gradients.
 
 B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
 """
@@ -93,11 +95,18 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, seams: Seams) -> Tensor:
         ctx.seams = seams
-        return seams.join_tokens(x_BTD, seams.tokens)
+        # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
+        return seams.join_tokens(x_BTD.to(_product_dtype(x_BTD)), seams.tokens).to(x_BTD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
         return ctx.seams.scatter_sum_tokens(grad_BTD), None
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What x is cast to where a matrix product takes it in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
 class _ScatterSum(torch.autograd.Function):
