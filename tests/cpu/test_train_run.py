@@ -128,12 +128,19 @@ class TestResume:
         ours, theirs = state(tmp_path / "a", 6), state(tmp_path / "b", 6)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert losses(tmp_path / "a")[6] < losses(tmp_path / "a")[1]
+        # Resumed past the steps that are traced: what was recorded before stays.
+        assert traced_steps(tmp_path / "b") == traced_steps(tmp_path / "a") == {1, 2, 3}
 
     def test_recomputation_changes_nothing(self, text: str, tmp_path: Path) -> None:
         for name, every in (("kept", "0"), ("again", "2")):
             sets = f"train.steps=3,sample.tokens=0,train.recompute_every={every}"
             trained(made(text, "dp=1,tp=2", sets), tmp_path / name)
         assert losses(tmp_path / "kept") == losses(tmp_path / "again")
+
+
+def traced_steps(folder: Path) -> set[int]:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return {event["args"]["step"] for event in events if event.get("cat") == "compute"}
 
 
 class TestFiles:
@@ -160,6 +167,21 @@ class TestFiles:
         assert exchange["args"]["bytes"] > 0
         assert exchange["args"]["group"] in ("tp", "dp", "control")
         assert (whole / "sample.txt").read_text().startswith("def ")
+
+    def test_a_run_keeps_what_auto_picked_and_its_continuation_keeps_to_it(self, text: str, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        config = made(text, "dp=1,tp=2", "train.kernels=tilemesh,train.steps=4,sample.tokens=0")
+        trained(config, folder, stop_after=2)
+        first = read_json(folder / "choices.json")
+        assert first["kernels"] == "tilemesh"
+        assert first["matmul"]
+        assert set(first["matmul"].values()) == {"kind=torch"}  # what `auto` stands for on a CPU
+        assert all("float32" in key for key in first["matmul"])
+        # As if this process came to something else by itself: what was picked before stands, on both sides.
+        ours = {key: "tree" if value != "tree" else "ring" for key, value in first["collectives"].items()}
+        (folder / "choices.json").write_text(json.dumps({**first, "collectives": ours}))
+        trained(config, folder, resume=True)
+        assert read_json(folder / "choices.json")["collectives"].items() >= ours.items()
 
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")

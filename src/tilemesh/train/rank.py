@@ -26,6 +26,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.kernels.matmul.choice import keep_to
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
@@ -126,7 +127,7 @@ def train_here(
     check_tokens(corpus, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
-    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank)
+    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank, resume=resume)
 
     def at(text: str) -> None:
         status.at(text)
@@ -135,7 +136,9 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    watch_mesh(mesh, recorder, read_json(folder / CHOICES).get("collectives", {}))
+    earlier = read_json(folder / CHOICES)
+    watch_mesh(mesh, recorder, earlier.get("collectives", {}))
+    keep_to(earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
     writer = checkpoint.Writer(
@@ -148,7 +151,7 @@ def train_here(
         note=journal.add,
     )
     stepper = Stepper(config, laid, corpus, optimizer, recorder)
-    loop = Loop(config, stepper, writer, journal, folder, emit)
+    loop = Loop(config, stepper, writer, journal, folder, emit, earlier)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
@@ -283,7 +286,7 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     if comm.rank == 0:
         predicted = read_json(loop.folder / PREDICTED)
         journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
-        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels_on(loop.device.type)})
+        loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
