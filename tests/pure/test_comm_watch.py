@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -175,3 +176,62 @@ def test_connect_ends_when_a_rank_never_comes(how: str, tmp_path: Path) -> None:
 def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", MEETING, how, "0.4"], capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "met\ndone\n", "")
+
+
+# Looks from several threads, among objects whose end lets go of the interpreter, as a freed tensor's may. With
+# sys._current_frames() in place of frames_now() Python 3.11 stops for good within a few hundred of them.
+_LOOKS = """
+import gc, os, threading, time
+from tilemesh.comm.runtime.watch import frames_now
+
+class Slow:
+    def __init__(self): self.me = self
+    def __del__(self): time.sleep(0)
+
+def look(left):
+    if left: return look(left - 1)
+    Slow(), Slow()
+    frames_now()
+
+def looks():
+    for _ in range(1500): look(3)
+
+gc.set_threshold(3)
+others = [threading.Thread(target=looks) for _ in range(4)]
+for thread in others: thread.start()
+for thread in others: thread.join()
+assert gc.isenabled()
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_looking_at_all_threads_does_not_stop_them() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOOKS], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_frames_that_may_yield_meanwhile_are_not_followed() -> None:
+    """Their link to the caller is stale once they have yielded: following it ended the process."""
+
+    def numbers() -> Iterator[tuple[FrameType | None, FrameType | None]]:
+        here = sys._getframe()
+        yield here.f_back, watch._outer(here)
+
+    def frame() -> FrameType:
+        return sys._getframe()
+
+    ((caller, followed),) = numbers()
+    assert caller is sys._getframe()
+    assert followed is None
+    here = frame()
+    assert watch._outer(here) is here.f_back is sys._getframe()
+
+
+def test_ranks_that_are_threads_have_no_library_to_look_for() -> None:
+    class Untouchable:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} of a frame was looked at")
+
+    process = watch.Process(0, private_board(2), end=lambda words: None, pids=False)
+    assert process._natives([Untouchable()], 0) == {}  # type: ignore[list-item]

@@ -8,6 +8,7 @@ same. It publishes what it saw, together with the line of the program that the r
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import sys
@@ -29,7 +30,10 @@ _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did
 
 _TILEMESH = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
+_LOOKING = threading.Lock()
 
+
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 # (sequence, name, nbytes, since_ns) of a call under way, as in `Doing`; a bare tuple, because every call makes one.
 Note: TypeAlias = tuple[int, str, int, int]
@@ -97,7 +101,7 @@ class Process:
 
     def look(self) -> tuple[Watch, Note] | None:
         """Publish what this rank is doing; returns the call that will be the first to have waited too long, if any."""
-        frames = sys._current_frames()
+        frames = frames_now()
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
@@ -138,7 +142,7 @@ class Process:
         """Whether the call did not end while this thread was thinking about it."""
         if watch.note is note:
             return True
-        return self._natives(sys._current_frames().values(), 0).get(watch) is note
+        return self._natives(frames_now().values(), 0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
         """How many ranks that have waited about as long as this one come before it in speaking up."""
@@ -233,6 +237,23 @@ class Watch:
         return f"is in no collective{at}{maybe}"
 
 
+def frames_now() -> dict[int, FrameType]:
+    """Where every thread of this process is, without a collection meanwhile.
+
+    Python up to 3.11 takes a lock of the interpreter here and makes objects under it. A collection that these set off
+    may free a tensor, which lets go of the interpreter; the next thread that wants that lock (another watchdog, a
+    thread that begins or ends) then waits for it with the interpreter in hand, and nothing moves any more.
+    """
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """0, 1, 2, 3, 7 as "0-3, 7"."""
     runs: list[list[int]] = []
@@ -255,7 +276,7 @@ def _where(frame: FrameType | None) -> str:
 
 def _outer(frame: FrameType) -> FrameType | None:
     """The caller's frame. Not a generator's: it may yield meanwhile, and Python 3.11 then follows a stale link."""
-    return None if frame.f_code.co_flags & inspect.CO_GENERATOR else frame.f_back
+    return None if frame.f_code.co_flags & _YIELDS else frame.f_back
 
 
 def _is_program(file: str) -> bool:
