@@ -108,6 +108,9 @@ def configurations_differ(comm: Communicator) -> None:
     with pytest.raises(UsageError) as caught:
         agree(comm, {"model.layers": 2, "train.lr": 0.1 if comm.rank != comm.size - 1 else 0.2})
     assert f"train.lr is 0.1 on rank 0 and 0.2 on rank {comm.size - 1}" in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        Mesh(comm, dp=comm.size if comm.rank else 1, tp=1 if comm.rank else comm.size)
+    assert f"mesh.dp is 1 on rank 0 and {comm.size} on rank 1" in str(caught.value)
     config = MODELS["gpt"] if comm.rank else MODELS["gpt"].replace(norm_epsilon=1e-6)
     mesh = Mesh(comm, dp=comm.size)
     with pytest.raises(UsageError) as caught:
@@ -204,6 +207,9 @@ def exchanges(comm: Communicator) -> None:
     with pytest.raises(UsageError) as caught:
         collect.forward_output(half, comm, split="both")
     assert "unknown split 'both'" in str(caught.value)
+    for nothing in ([1.0], np.array(1.0)):
+        with pytest.raises(UsageError):
+            collect.backward_output(nothing, comm)
 
 
 def forward(comm: Communicator) -> None:

@@ -150,8 +150,13 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
-    """The slices of a column-split layer's output are joined where it ends."""
-    module.register_forward_hook(lambda module, args, y: seams.join_features(y, total))
+    """The slices of a column-split layer's output are joined where it ends; of a padded one's, the padding is left."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        joined = y.shape[-1] * seams.comm.size  # all slices are as long as this one
+        return seams.join_features(y, joined)[..., :total]
+
+    module.register_forward_hook(hook)
 
 
 class RowLinear(Linear):
@@ -162,6 +167,11 @@ class RowLinear(Linear):
         self.seams = seams
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if input.shape[-1] != self.weight.shape[1]:
+            raise UsageError(
+                f"a row-split layer of {self.in_features} inputs got {input.shape[-1]}: this rank's part takes "
+                f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
+            )
         y = self.seams.leave(functional.linear(input, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
