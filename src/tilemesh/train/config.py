@@ -82,7 +82,7 @@ class LoopConfig:
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
     trace_steps: int = 20
-    """Steps that are recorded span by span, the last ones before the end of each hundred; 0 records none."""
+    """The first so many steps are recorded span by span; 0 records none."""
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,25 @@ def load(
     plan: str | Path | None = None,
     ranks: int | None = None,
     gpus: int = 0,
+    init: str | Path | None = None,
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
     `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch. `ranks`: how many there are,
     where neither says so. `gpus`: how many this machine has; without a word on the mesh there is one rank a GPU.
+    `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     """
+    is_default = name is None
     name = name or DEFAULT_PRESET
     if name.endswith(".toml"):
         made = config.load(TrainConfig, file=name, sets=sets)
     else:
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
     told = {key for key, _ in config.split_sets(sets)}
+    if init is not None and not (Path(init) / "config.json").is_file():
+        raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
+    if init is not None and is_default and not any(key.startswith("model.") for key in told):
+        made = _of_folder(made, Path(init), told)
     if plan is not None:
         if mesh is not None:
             raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
@@ -248,6 +255,17 @@ def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
 
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
+
+
+def _of_folder(made: TrainConfig, folder: Path, told: set[str]) -> TrainConfig:
+    """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
+    from tilemesh.model import huggingface  # late: it needs torch, which whoever only starts ranks does not
+
+    made = replace(made, model=huggingface.read_config(folder))
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and "data.tokenizer" not in told:
+        made = replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))
+    return made
 
 
 def _meshed(plan: ParallelPlan, mesh: str) -> ParallelPlan:
