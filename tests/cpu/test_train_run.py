@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train import checkpoint, sampling
+from tilemesh.train import checkpoint, optimizer, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
@@ -143,6 +144,15 @@ def traced_steps(folder: Path) -> set[int]:
     return {event["args"]["step"] for event in events if event.get("cat") == "compute"}
 
 
+def test_sixteen_bits_of_a_cpu_that_has_none_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(optimizer, "_multiplies", lambda short: short == "fp16")
+    assert "multiplies no bf16 numbers" in optimizer.warning("bf16", cpu)
+    assert "multiplies no bf16 numbers" in optimizer.warning("bf16-master", cpu)
+    for precision, device in (("fp16", cpu), ("fp32", cpu), ("bf16", torch.device("cuda"))):
+        assert optimizer.warning(precision, device) == ""
+
+
 class TestFiles:
     def test_what_a_run_leaves(self, text: str, whole: Path) -> None:
         found = read_json(whole / "summary.json")
@@ -198,12 +208,27 @@ class TestFiles:
         longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
+    def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
+        shutil.copytree(whole, tmp_path / "run")
+        config = tmp_path / "run" / "config.toml"
+        config.write_text(config.read_text().replace(text, "/nothing/here.txt"))
+        wrote = sampling.generate(tmp_path / "run", "line ", tokens=8)
+        assert wrote == sampling.generate(whole, "line ", tokens=8)
+
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         assert sampling.export(whole, tmp_path / "hf") == 10
         ours = sampling.read_model(made(text).model, sampling.open_run(whole)[1])
         theirs = huggingface.load(tmp_path / "hf")
         tokens = torch.arange(12)[None]
         assert torch.equal(ours(tokens), theirs.eval()(tokens))
+        # Where nothing else says what the model is, it is the folder's, with its tokenizer.
+        (tmp_path / "hf" / "tokenizer.json").touch()
+        taken = load(init=tmp_path / "hf")
+        assert (taken.model.width, taken.model.layers) == (made(text).model.width, made(text).model.layers)
+        assert taken.data.tokenizer == tmp_path / "hf" / "tokenizer.json"
+        assert load(init=tmp_path / "hf", sets=["model.width=64"]).model.width == 64
+        with pytest.raises(UsageError, match=r"no config\.json there"):
+            load(init=tmp_path / "nothing")
         # And a run may begin from them: its first loss is that of the trained model.
         folder = tmp_path / "again"
         trained(made(text, "dp=1,tp=2", "train.steps=2"), folder, init=tmp_path / "hf")

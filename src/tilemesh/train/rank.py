@@ -54,7 +54,7 @@ from tilemesh.train.folder import (
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype
+from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, watch_mesh
@@ -156,8 +156,11 @@ def train_here(
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
     _begin(loop, laid, init, resume, say)
+    slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, mesh, corpus, device))
+        if slow:
+            say(slow)
     # A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed.
     signals = (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
     interrupt = Interrupt(signals, stop_after)
