@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -151,6 +152,14 @@ def test_sixteen_bits_of_a_cpu_that_has_none_are_warned_of(monkeypatch: pytest.M
     assert "multiplies no bf16 numbers" in optimizer.warning("bf16-master", cpu)
     for precision, device in (("fp16", cpu), ("fp32", cpu), ("bf16", torch.device("cuda"))):
         assert optimizer.warning(precision, device) == ""
+
+
+def test_tokens_that_the_model_does_not_have_are_named(text: str, tmp_path: Path) -> None:
+    """Shards from elsewhere do not say how many tokens there are."""
+    (tmp_path / "shards").mkdir()
+    (np.arange(4000) % 900).astype("uint16").tofile(tmp_path / "shards" / "theirs.bin")
+    with pytest.raises(UsageError, match=r"the data has token \d{3} and the model's vocabulary is 256"):
+        trained(made(str(tmp_path / "shards"), "dp=1"), tmp_path / "run")
 
 
 class TestFiles:

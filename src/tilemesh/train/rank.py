@@ -334,7 +334,10 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
 
 
 def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.device) -> str:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread"
+    threads = torch.get_num_threads()
+    where = f"the CPU with {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
     epochs = config.train.steps * config.batch / max(1, corpus.train.samples(config.context))
     return (
         f"{config.plan.describe()} over {mesh.comm.backend}, a rank on {where}\n"
