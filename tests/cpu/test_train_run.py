@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -15,10 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from tilemesh.cli.train_rows import rows
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
@@ -202,6 +208,17 @@ class TestFiles:
         trained(config, folder, resume=True)
         assert read_json(folder / "choices.json")["collectives"].items() >= ours.items()
 
+    def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:
+        found = read_json(whole / "summary.json") | {"step_time_s": None}
+        found["shares"] = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "idle": 0.0}
+        predicted = {"step_time_s": 1.0, "exchange_share": 0.1, "memory_bytes": 1e6, "mfu": 0.1, "hfu": 0.1}
+        shown = io.StringIO()
+        made = rows(found, predicted)
+        print_rows(made, Console(file=shown, width=160))
+        assert "too few steps" in shown.getvalue()
+        nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
+        assert (nothing.prediction_error, nothing.of_limit) == (None, None)
+
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [10, 9]
@@ -382,6 +399,8 @@ class TestFaults:
             trained(made(text, "dp=1", "plan.zero=1"), tmp_path / "a")
         with pytest.raises(UsageError, match="selective"):
             trained(made(text, "dp=1", "plan.recompute=selective"), tmp_path / "b")
+        with pytest.raises(UsageError, match=r"plan\.pp is 2: training has no pipeline"):
+            made(text, "dp=1,pp=2")
         (tmp_path / "short.txt").write_text("x")
         with pytest.raises(UsageError, match="shorter than one sequence"):
             trained(made(str(tmp_path / "short.txt"), "dp=1"), tmp_path / "c")

@@ -295,6 +295,17 @@ def _default_mesh(plan: ParallelPlan, ranks: int, gpus: int, told: set[str]) -> 
 
 def _check(made: TrainConfig) -> None:
     loop = made.train
+    if made.plan.zero:
+        raise UsageError(
+            f"plan.zero is {made.plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
+            "plan with `tilemesh plan … --fix zero=0`"
+        )
+    if made.plan.pp > 1:
+        raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
+    if made.plan.recompute == "selective":
+        raise UsageError(
+            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
+        )
     positive = {"train.steps": loop.steps, "checkpoint.keep": made.checkpoint.keep, "train.batch": loop.batch}
     for name, value in positive.items():
         if value < 1:

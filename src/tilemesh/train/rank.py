@@ -176,14 +176,6 @@ def train_here(
 
 def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
     """The model of the config on this rank of the mesh, with fresh weights."""
-    if config.plan.zero:
-        raise UsageError(
-            f"plan.zero is {config.plan.zero}: optimiser states are whole in each replica; set plan.zero=0"
-        )
-    if config.plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or recompute_every"
-        )
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
     if config.kernels_on(device.type) == "torch":
