@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import ops
-from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul import choice, reference
 from tilemesh.kernels.matmul.arguments import apart
 
 pytest.importorskip("triton")
@@ -372,3 +372,25 @@ def test_only_an_input_that_shares_memory_with_out_is_copied(first, second, shar
     given, out = (memory[start : start + 64].view(8, 8) for start in (first, second))
     assert (apart(given, out) is not given) == shared
     assert apart(given[:0], out).shape == (0, 8)
+
+
+def test_what_auto_picked_is_kept_and_kept_to(monkeypatch):
+    """A process that goes on with another's work uses the kernels that the other used, where it can run them."""
+    ops.forget()
+    a, b = torch.ones(3, 5), torch.ones(5, 2)
+    ops.fused_matmul(a, b, activation="none")
+    name = next(key for key in choice.picks() if key.startswith("3x2x5 "))
+    assert choice.picks()[name] == "kind=torch"
+    asked = []
+    real = ops.prepare
+    monkeypatch.setattr(ops, "prepare", lambda problem, config, *rest, **more: asked.append(config.kind) or real(
+        problem, config, *rest, **more))  # fmt: skip
+    try:
+        choice.keep_to({name: "kind=pointer,block_m=64"})
+        ops.forget()
+        assert torch.equal(ops.fused_matmul(a, b, activation="none"), a @ b)
+        assert asked == ["pointer", "torch"]  # asked for first; a CPU cannot, and says what it took instead
+        assert choice.picks()[name] == "kind=torch"
+    finally:
+        choice.keep_to({})
+        ops.forget()

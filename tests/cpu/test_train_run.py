@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import io
 import json
 import math
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from tilemesh.cli.train_rows import rows
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train import checkpoint, sampling
+from tilemesh.train import checkpoint, optimizer, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
@@ -128,12 +136,36 @@ class TestResume:
         ours, theirs = state(tmp_path / "a", 6), state(tmp_path / "b", 6)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert losses(tmp_path / "a")[6] < losses(tmp_path / "a")[1]
+        # Resumed past the steps that are traced: what was recorded before stays.
+        assert traced_steps(tmp_path / "b") == traced_steps(tmp_path / "a") == {1, 2, 3}
 
     def test_recomputation_changes_nothing(self, text: str, tmp_path: Path) -> None:
         for name, every in (("kept", "0"), ("again", "2")):
             sets = f"train.steps=3,sample.tokens=0,train.recompute_every={every}"
             trained(made(text, "dp=1,tp=2", sets), tmp_path / name)
         assert losses(tmp_path / "kept") == losses(tmp_path / "again")
+
+
+def traced_steps(folder: Path) -> set[int]:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return {event["args"]["step"] for event in events if event.get("cat") == "compute"}
+
+
+def test_sixteen_bits_of_a_cpu_that_has_none_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(optimizer, "_multiplies", lambda short: short == "fp16")
+    assert "multiplies no bf16 numbers" in optimizer.warning("bf16", cpu)
+    assert "multiplies no bf16 numbers" in optimizer.warning("bf16-master", cpu)
+    for precision, device in (("fp16", cpu), ("fp32", cpu), ("bf16", torch.device("cuda"))):
+        assert optimizer.warning(precision, device) == ""
+
+
+def test_tokens_that_the_model_does_not_have_are_named(text: str, tmp_path: Path) -> None:
+    """Shards from elsewhere do not say how many tokens there are."""
+    (tmp_path / "shards").mkdir()
+    (np.arange(4000) % 900).astype("uint16").tofile(tmp_path / "shards" / "theirs.bin")
+    with pytest.raises(UsageError, match=r"the data has token \d{3} and the model's vocabulary is 256"):
+        trained(made(str(tmp_path / "shards"), "dp=1"), tmp_path / "run")
 
 
 class TestFiles:
@@ -161,6 +193,32 @@ class TestFiles:
         assert exchange["args"]["group"] in ("tp", "dp", "control")
         assert (whole / "sample.txt").read_text().startswith("def ")
 
+    def test_a_run_keeps_what_auto_picked_and_its_continuation_keeps_to_it(self, text: str, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        config = made(text, "dp=1,tp=2", "train.kernels=tilemesh,train.steps=4,sample.tokens=0")
+        trained(config, folder, stop_after=2)
+        first = read_json(folder / "choices.json")
+        assert first["kernels"] == "tilemesh"
+        assert first["matmul"]
+        assert set(first["matmul"].values()) == {"kind=torch"}  # what `auto` stands for on a CPU
+        assert all("float32" in key for key in first["matmul"])
+        # As if this process came to something else by itself: what was picked before stands, on both sides.
+        ours = {key: "tree" if value != "tree" else "ring" for key, value in first["collectives"].items()}
+        (folder / "choices.json").write_text(json.dumps({**first, "collectives": ours}))
+        trained(config, folder, resume=True)
+        assert read_json(folder / "choices.json")["collectives"].items() >= ours.items()
+
+    def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:
+        found = read_json(whole / "summary.json") | {"step_time_s": None}
+        found["shares"] = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "idle": 0.0}
+        predicted = {"step_time_s": 1.0, "exchange_share": 0.1, "memory_bytes": 1e6, "mfu": 0.1, "hfu": 0.1}
+        shown = io.StringIO()
+        made = rows(found, predicted)
+        print_rows(made, Console(file=shown, width=160))
+        assert "too few steps" in shown.getvalue()
+        nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
+        assert (nothing.prediction_error, nothing.of_limit) == (None, None)
+
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [10, 9]
@@ -176,12 +234,27 @@ class TestFiles:
         longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
+    def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
+        shutil.copytree(whole, tmp_path / "run")
+        config = tmp_path / "run" / "config.toml"
+        config.write_text(config.read_text().replace(text, "/nothing/here.txt"))
+        wrote = sampling.generate(tmp_path / "run", "line ", tokens=8)
+        assert wrote == sampling.generate(whole, "line ", tokens=8)
+
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         assert sampling.export(whole, tmp_path / "hf") == 10
         ours = sampling.read_model(made(text).model, sampling.open_run(whole)[1])
         theirs = huggingface.load(tmp_path / "hf")
         tokens = torch.arange(12)[None]
         assert torch.equal(ours(tokens), theirs.eval()(tokens))
+        # Where nothing else says what the model is, it is the folder's, with its tokenizer.
+        (tmp_path / "hf" / "tokenizer.json").touch()
+        taken = load(init=tmp_path / "hf")
+        assert (taken.model.width, taken.model.layers) == (made(text).model.width, made(text).model.layers)
+        assert taken.data.tokenizer == tmp_path / "hf" / "tokenizer.json"
+        assert load(init=tmp_path / "hf", sets=["model.width=64"]).model.width == 64
+        with pytest.raises(UsageError, match=r"no config\.json there"):
+            load(init=tmp_path / "nothing")
         # And a run may begin from them: its first loss is that of the trained model.
         folder = tmp_path / "again"
         trained(made(text, "dp=1,tp=2", "train.steps=2"), folder, init=tmp_path / "hf")
@@ -326,6 +399,8 @@ class TestFaults:
             trained(made(text, "dp=1", "plan.zero=1"), tmp_path / "a")
         with pytest.raises(UsageError, match="selective"):
             trained(made(text, "dp=1", "plan.recompute=selective"), tmp_path / "b")
+        with pytest.raises(UsageError, match=r"plan\.pp is 2: training has no pipeline"):
+            made(text, "dp=1,pp=2")
         (tmp_path / "short.txt").write_text("x")
         with pytest.raises(UsageError, match="shorter than one sequence"):
             trained(made(str(tmp_path / "short.txt"), "dp=1"), tmp_path / "c")

@@ -24,7 +24,7 @@ from tilemesh.comm.schedules.book import build
 from tilemesh.comm.schedules.collectives import BLOCKED, cut, layout
 from tilemesh.comm.schedules.cost import count
 from tilemesh.core.errors import UsageError
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.launch.job import launch
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Cache, Transformer, loss_sum
@@ -48,13 +48,20 @@ def close(got: Any, wanted: Any, bound: float = 1e-12) -> None:
 
 
 def laid_of(
-    comm: Communicator, model: str | ModelConfig, dp: int, tp: int, sequence: bool = False, **options: Any
+    comm: Communicator,
+    model: str | ModelConfig,
+    dp: int,
+    tp: int,
+    sequence: bool = False,
+    precision: Precision = "fp64",
+    **options: Any,
 ) -> Laid:
-    """A gate's model laid on all ranks, in float64, with weights of which none is 0 or 1."""
+    """A gate's model laid on all ranks, in float64 unless said, with weights of which none is 0 or 1."""
     config = MODELS[model] if isinstance(model, str) else model
     mesh = Mesh(comm, dp=dp, tp=tp)
-    plan = ParallelPlan(dp=dp, tp=tp, sequence_parallel=sequence, precision="fp64")
-    laid = lay(Transformer(config, device="meta", dtype=torch.float64), mesh, plan, **options)
+    plan = ParallelPlan(dp=dp, tp=tp, sequence_parallel=sequence, precision=precision)
+    stored = torch.bfloat16 if precision == "bf16-master" else alone.weights_dtype(precision)
+    laid = lay(Transformer(config, device="meta", dtype=stored), mesh, plan, **options)
     laid.load(alone.start(config, "fp64"))
     return laid
 
@@ -101,6 +108,9 @@ def configurations_differ(comm: Communicator) -> None:
     with pytest.raises(UsageError) as caught:
         agree(comm, {"model.layers": 2, "train.lr": 0.1 if comm.rank != comm.size - 1 else 0.2})
     assert f"train.lr is 0.1 on rank 0 and 0.2 on rank {comm.size - 1}" in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        Mesh(comm, dp=comm.size if comm.rank else 1, tp=1 if comm.rank else comm.size)
+    assert f"mesh.dp is 1 on rank 0 and {comm.size} on rank 1" in str(caught.value)
     config = MODELS["gpt"] if comm.rank else MODELS["gpt"].replace(norm_epsilon=1e-6)
     mesh = Mesh(comm, dp=comm.size)
     with pytest.raises(UsageError) as caught:
@@ -136,6 +146,18 @@ def sharding(comm: Communicator) -> None:
                     here[there] += 1
                 start += value.numel()
             assert (comm.all_reduce(written) == 1).all()
+    # What is wrong with the one state there is, every rank hears: none waits for a tensor that never comes.
+    last, name = comm.size - 1, "token_embedding.weight"
+    wrong: list[tuple[dict[str, Tensor] | None, str]] = [
+        (None, "load without a state"),
+        ({**state, "nonsense": state[name]}, "unknown parameter 'nonsense'"),
+        ({key: value for key, value in state.items() if key != name}, f"the state lacks {name}"),
+        ({**state, name: state[name][1:]}, f"{name}: the whole array has shape"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(UsageError) as caught:
+            other.load(given if comm.rank == last else None, root=last)
+        assert message in str(caught.value)
     fresh = laid_of(comm, "llama", 1, comm.size)
     fresh.initialize(seed=5)
     whole = fresh.gather()
@@ -185,6 +207,9 @@ def exchanges(comm: Communicator) -> None:
     with pytest.raises(UsageError) as caught:
         collect.forward_output(half, comm, split="both")
     assert "unknown split 'both'" in str(caught.value)
+    for nothing in ([1.0], np.array(1.0)):
+        with pytest.raises(UsageError):
+            collect.backward_output(nothing, comm)
 
 
 def forward(comm: Communicator) -> None:
@@ -374,6 +399,12 @@ def bytes_on_the_wire(comm: Communicator) -> None:
             for sequence in (False, True) if tp > 1 else (False,):
                 laid = laid_of(comm, config, dp, tp, sequence, algorithm="ring", bucket_bytes=3000)
                 _count_step(comm, laid, config, rows=3, tokens=8, turns=2)
+    # Autocast: what is joined in 16 bits, what is summed in backward in 32; 16-bit weights: everything in 16.
+    for precision in ("bf16", "bf16-master"):
+        for sequence in (False, True):
+            for model in ("gpt", "query"):
+                laid = laid_of(comm, model, 1, comm.size, sequence, precision, algorithm="ring", bucket_bytes=3000)
+                _count_step(comm, laid, MODELS[model], rows=2, tokens=8, turns=1)
 
 
 def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, tokens: int, turns: int) -> None:
@@ -388,15 +419,19 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         laid.gradients.backward(total, count_, last=turn == turns - 1)
     laid.gradients.finish(1.0)
     sent = {axis: group.sent.nbytes - before[axis] for axis, group in counted.items()}
-    made = turns * traffic.microbatch(config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, 8)
-    made += traffic.step_end([(b.flat.numel(), b.copies, b.partial) for b in laid.gradients.buckets], mesh.dp.size, 8)
+    made = turns * traffic.microbatch(
+        config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
+    )
+    itemsize = laid.gradients.buffers[0].element_size()
+    found = [(b.flat.numel(), b.copies, b.partial) for b in laid.gradients.buckets]
+    made += traffic.step_end(found, mesh.dp.size, itemsize)
     wanted = dict.fromkeys(counted, 0)
     for one in made:
         axis = "tp" if one.axis == f"copies {mesh.tp.size}" else one.axis
         wanted[axis] += _ring_bytes(counted[axis], one)
     assert sent == wanted, (laid.plan.describe(), sent, wanted)
     # And the closed form of the whole: activations cost every block the same, with sequence parallelism or without.
-    if mesh.tp.size > 1:
+    if mesh.tp.size > 1 and laid.plan.precision == "fp64":
         share = (mesh.tp.size - 1) / mesh.tp.size
         activations = rows * tokens * config.width * 8
         by_hand = turns * share * (2 * activations * (4 * config.layers + 2) + 2 * 3 * rows * tokens * 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tilemesh.comm import Communicator, connect, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel import Column, Mesh, Vocabulary, lay
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
 PARTS = ["own_module", "buckets", "readiness_differs"]
@@ -93,6 +94,71 @@ def test_a_region_wants_its_input_unnamed() -> None:
             laid.module[0](input=torch.ones(1, 4))  # type: ignore[index]
 
     run_threads(2, main)
+
+
+class Tied(torch.nn.Module):
+    """A user's model whose output is its table, of 13 tokens: no rank count divides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(13, 8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.head = torch.nn.Linear(8, 13, bias=False)
+        self.head.weight = self.table.weight
+        with torch.no_grad():
+            for number, parameter in enumerate(self.double().parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().reshape(parameter.shape) / (1 + number))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        y: torch.Tensor = self.head(x + self.down(torch.relu(self.up(x))))
+        return y
+
+
+TIED = {"table": "vocabulary", "head": Vocabulary(joins=True), "up": "column", "down": "row"}
+
+
+def test_a_users_tied_table_of_a_size_that_does_not_divide() -> None:
+    tokens = torch.tensor([[0, 5, 12], [7, 7, 1]])
+    whole = Tied()
+    whole(tokens).square().sum().backward()
+
+    def main(comm: Communicator) -> None:
+        laid = lay(Tied(), Mesh(comm, tp=comm.size), ParallelPlan(tp=comm.size, precision="fp64"), TIED)
+        y = laid.module(tokens)
+        assert y.shape == (2, 3, 13)
+        laid.gradients.backward(y.square().sum(), 1)
+        laid.gradients.finish()
+        found = laid.gather({name: p.grad for name, p in laid.module.named_parameters()})
+        for name, parameter in whole.named_parameters() if found is not None else ():
+            parallel_cases.close(found[name], parameter.grad)
+
+    for ranks in (2, 4):
+        run_threads(ranks, main)
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"table": "vocabulary"}, "head.weight is table.weight, one tensor, and they are split differently"),
+        ({"head": Vocabulary(joins=True)}, "head.weight is table.weight, one tensor"),
+        (TIED | {"head": Column(joins=True)}, "head.weight: its output of 13 is not divisible by 2"),
+        ({"up": None}, "a split is None: expected one of column, row"),
+        ({"down": "row"}, "a row-split layer of 16 inputs got 16: this rank's part takes 8"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_module(splits: dict[str, Any], message: str) -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError) as caught:
+            lay(Tied(), Mesh(comm, tp=2), ParallelPlan(tp=2, precision="fp64"), splits).module(torch.zeros(1, 1).long())
+        assert message in str(caught.value)
+
+    run_threads(2, main)
+
+
+def test_parts_cannot_be_joined_end_to_end() -> None:
+    with pytest.raises(UsageError, match="cannot be joined end to end"):
+        Column(parts=3, joins=True)
 
 
 def test_a_whole_state_that_lacks_a_parameter_is_refused() -> None:

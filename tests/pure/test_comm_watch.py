@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -213,3 +214,29 @@ for thread in threads: thread.join()
 def test_a_collection_while_the_stacks_are_looked_at_does_not_stop_the_process() -> None:
     """With `sys._current_frames` itself, this never ends."""
     subprocess.run([sys.executable, "-c", LOOKING], check=True, timeout=60)
+
+
+def test_frames_that_may_yield_meanwhile_are_not_followed() -> None:
+    """Their link to the caller is stale once they have yielded: following it ended the process."""
+
+    def numbers() -> Iterator[tuple[FrameType | None, FrameType | None]]:
+        here = sys._getframe()
+        yield here.f_back, watch._outer(here)
+
+    def frame() -> FrameType:
+        return sys._getframe()
+
+    ((caller, followed),) = numbers()
+    assert caller is sys._getframe()
+    assert followed is None
+    here = frame()
+    assert watch._outer(here) is here.f_back is sys._getframe()
+
+
+def test_ranks_that_are_threads_have_no_library_to_look_for() -> None:
+    class Untouchable:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} of a frame was looked at")
+
+    process = watch.Process(0, private_board(2), end=lambda words: None, pids=False)
+    assert process._natives([Untouchable()], 0) == {}  # type: ignore[list-item]

@@ -175,3 +175,26 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace-rank0.jsonl").write_text("hello\n")
     with pytest.raises(UsageError, match=r"trace-rank0\.jsonl is not a rank's trace"):
         merge(tmp_path)
+
+
+def test_what_goes_on_adds_to_what_is_there(tmp_path: Path) -> None:
+    """A process that takes up a rank's trace: earlier spans stay, a cut line goes, threads keep their lanes."""
+    _rank_file(tmp_path, 1, boot=tracing._boot_id(), clock_ns=1_000, wall_ns=50, ended_ns=9_000)
+    path = tmp_path / "trace-rank1.jsonl"
+    with path.open("a") as file:
+        file.write('[["X","cut off in the mid')
+    clock = Clock(20_000)
+    with Trace(tmp_path, rank=1, resume=True, clock=clock) as trace, trace.span("later"):
+        clock.now_ns += 1_000
+    found = events(merge(tmp_path))
+    spans = [(e["name"], e["ts"], e["tid"]) for e in found if e["ph"] == "X"]
+    assert spans == [("step", 7.0, 0), ("later", 19.0, 0)]
+    assert [e["ts"] for e in found if e["name"] == "resumed"] == [19.0]
+
+
+def test_another_boots_trace_is_put_aside(tmp_path: Path) -> None:
+    _rank_file(tmp_path, 1, boot="another", clock_ns=1_000, wall_ns=50, ended_ns=9_000)
+    with Trace(tmp_path, rank=1, resume=True) as trace, trace.span("later"):
+        pass
+    assert [e["name"] for e in events(merge(tmp_path)) if e["ph"] == "X"] == ["later"]
+    assert '"another"' in (tmp_path / "earlier-trace-rank1.jsonl").read_text()

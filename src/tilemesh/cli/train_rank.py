@@ -13,8 +13,9 @@ from tilemesh.cli.train_run import Asked, _folder, configuration, show, write_en
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.measure.machine import gpu_names
+from tilemesh.parallel.agree import tell
 from tilemesh.train import folder as folders
-from tilemesh.train.rank import tell, train_here
+from tilemesh.train.rank import train_here
 
 
 def main(text: str) -> int:

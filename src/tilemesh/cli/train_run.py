@@ -97,7 +97,9 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         ranks = member.size if asked.mesh is None and asked.plan is None and asked.resume is None else None
     gpus = 0 if "train.device=cpu" in ",".join(asked.sets) else len(gpu_names())
     if asked.resume is None:
-        return configs.load(asked.config, sets=asked.sets, mesh=asked.mesh, plan=asked.plan, ranks=ranks, gpus=gpus)
+        return configs.load(
+            asked.config, sets=asked.sets, mesh=asked.mesh, plan=asked.plan, ranks=ranks, gpus=gpus, init=asked.init
+        )
     for name in ("config", "run", "init"):
         if getattr(asked, name) is not None:
             raise UsageError(f"--resume goes on with a run as it is: leave {name} out")

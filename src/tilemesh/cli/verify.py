@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,6 +84,7 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
     from tilemesh.parallel.gate.plant import PLANTS
 
     if options.device == "cpu":
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
     gate = Gate(comm, options.device, PLANTS.get(options.plant))
     for result in gate.run(cases(options.ranks, options.models, options.precision)):

@@ -8,6 +8,8 @@ implementation is the first way again.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -24,7 +26,7 @@ from tilemesh.kernels.matmul.arguments import (
     problem_of,
     two_dim,
 )
-from tilemesh.kernels.matmul.choice import choose, user_table
+from tilemesh.kernels.matmul.choice import choose, kept, note, user_table
 from tilemesh.kernels.matmul.config import Config, FitError, decode, encode
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import Runner, prepare
@@ -140,16 +142,35 @@ def _prepare(
 
 def prepare_on(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Runner:
     """Choose and make ready. What `auto` chose by itself and cannot be loaded after all gives way to the library."""
+    if implementation == "auto" and config is None:
+        return _prepare_auto(problem, device)
     chosen = choose(problem, implementation, config, device)
-    if device.type != "cuda" or implementation == "interpret":
-        return prepare(problem, chosen, device, interpret=implementation == "interpret")
+    return _prepare_chosen(problem, chosen, device, interpret=implementation == "interpret")
+
+
+def _prepare_auto(problem: Problem, device: torch.device) -> Runner:
+    """What an earlier process used, where this device can run that; else what `choose` says; else the library."""
+    earlier = kept(problem)
+    if earlier is not None:
+        with contextlib.suppress(UsageError):
+            return _noted(problem, earlier, device)
+    try:
+        return _noted(problem, choose(problem, "auto", None, device), device)
+    except FitError:
+        return _noted(problem, Config("library"), device)
+
+
+def _noted(problem: Problem, chosen: Config, device: torch.device) -> Runner:
+    runner = _prepare_chosen(problem, chosen, device)
+    note(problem, chosen)
+    return runner
+
+
+def _prepare_chosen(problem: Problem, chosen: Config, device: torch.device, interpret: bool = False) -> Runner:
+    if device.type != "cuda" or interpret:
+        return prepare(problem, chosen, device, interpret=interpret)
     with torch.cuda.device(device):
-        try:
-            return prepare(problem, chosen, device)
-        except FitError:
-            if implementation != "auto" or config is not None:
-                raise
-            return prepare(problem, Config("library"), device)
+        return prepare(problem, chosen, device)
 
 
 def forget() -> None:

@@ -79,12 +79,12 @@ class Row:
             return None
         if higher_is_better(self.unit):
             return self.measured.median / self.limit
-        return self.limit / self.measured.median
+        return self.limit / self.measured.median if self.measured.median else None
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - measured) / measured: +0.5 predicted half as much again as was measured."""
-        if self.measured is None or self.predicted is None:
+        """(predicted - measured) / measured: +0.5 predicted half as much again as was measured; None of nothing."""
+        if self.measured is None or self.predicted is None or not self.measured.median:
             return None
         return self.predicted / self.measured.median - 1
 

@@ -8,6 +8,7 @@
 A span costs two clock reads and an append. Each rank writes a file of its own, JSON lines of some events each, so a
 job that dies keeps what it wrote: all of it after an exception, all but the last quarter of a second after a kill.
 `merge` makes one trace of the files. The trace is handed to whoever records; `Trace(None)` is one that records nothing.
+A job that goes on after it was stopped adds to what is there (`resume=True`): nothing recorded is written over.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tilemesh.core.errors import UsageError
 
 RANK_FILE = "trace-rank{rank}.jsonl"
 MERGED_FILE = "trace.json"
+EARLIER_PREFIX = "earlier-"  # of another boot's file, whose clock does not compare: it is put aside, and not merged
 
 # Whichever comes first, events go to the file.
 FLUSH_EVENTS = 4096
@@ -43,6 +45,7 @@ class Trace:
         *,
         rank: int = 0,
         name: str | None = None,
+        resume: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.on = folder is not None
@@ -55,7 +58,9 @@ class Trace:
         if folder is not None:
             path = Path(folder) / RANK_FILE.format(rank=rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            if resume:
+                _make_ready(path)
+            self._file = path.open("a" if resume else "w", encoding="utf-8")
             head = {
                 "rank": rank,
                 "name": name or f"rank {rank}",
@@ -214,6 +219,7 @@ def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": one.name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": one.rank, "args": {"sort_index": one.rank}}
     lanes: dict[int, int] = {}  # thread idents are huge; a lane is a small number, in order of appearance
+    named: dict[str, list[int]] = {}
     for event in one.events:
         base: dict[str, Any] = {"ph": event[0], "name": event[1], "pid": one.rank}
         match event:
@@ -232,8 +238,16 @@ def _browser_events(one: _RankFile, shift_ns: int) -> Iterator[dict[str, Any]]:
                 yield base | {"ph": "i", "ts": (at_ns + shift_ns) / 1e3, "s": "p", "name": f"{name} is {value}"}
             case ["C", name, at_ns, value]:
                 yield base | {"ts": (at_ns + shift_ns) / 1e3, "args": {name: value}}
+            case ["R", at_ns]:
+                lanes = {}  # another process: its idents are its own, and its threads take up the lanes of their names
+                yield base | {"ph": "i", "ts": (at_ns + shift_ns) / 1e3, "s": "p", "name": "resumed"}
             case ["T", thread, name]:
-                lane = lanes.setdefault(thread, len(lanes))
+                if thread not in lanes:
+                    free = [lane for lane in named.get(name, []) if lane not in lanes.values()]
+                    lanes[thread] = free[0] if free else sum(map(len, named.values()))
+                    if not free:
+                        named.setdefault(name, []).append(lanes[thread])
+                lane = lanes[thread]
                 yield {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": lane, "args": {"name": name}}
 
 
@@ -251,9 +265,26 @@ def _read(path: Path) -> _RankFile:
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     try:
         head, *batches = [json.loads(line) for line in lines]
-        return _RankFile(**head, events=[event for batch in batches for event in batch])
-    except (ValueError, TypeError) as error:
+        # A further head is a process that went on where another had stopped; on the same clock.
+        events = [[["R", batch["clock_ns"]]] if isinstance(batch, dict) else batch for batch in batches]
+        return _RankFile(**head, events=[event for batch in events for event in batch])
+    except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a rank's trace: {error}") from None
+
+
+def _make_ready(path: Path) -> None:
+    """For more to be added: half a line at its end is cut off; what another boot's clock timed is put aside."""
+    with contextlib.suppress(FileNotFoundError):
+        raw = path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        try:
+            boot = json.loads(whole.split(b"\n", 1)[0])["boot"]
+        except (ValueError, TypeError, KeyError):
+            boot = None
+        if boot != _boot_id():
+            os.replace(path, path.with_name(EARLIER_PREFIX + path.name))
+        elif len(whole) < len(raw):
+            os.truncate(path, len(whole))
 
 
 def _boot_id() -> str:

@@ -1,6 +1,7 @@
 """Whether all ranks were given the same: a digest compared at start-up, the difference named where there is one.
 
-Ranks that were configured differently would train something nobody asked for, or wait for one another for ever.
+Ranks that were configured differently would train something nobody asked for, or wait for one another for ever. And
+what one rank alone knows, all are told (`tell`), so that none goes on where another has given up.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ def agree(comm: Communicator, values: Mapping[str, Any]) -> None:
     ends = np.cumsum(lengths).tolist()
     everyone = [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
     raise UsageError(_difference(everyone))
+
+
+def tell(comm: Communicator, text: str, root: int = 0) -> str:
+    """The root's text, on every rank (a collective call); what the others give is not looked at."""
+    raw = np.frombuffer(text.encode(), np.uint8)
+    length = int(comm.broadcast(np.array([len(raw)], np.int64), root=root)[0])
+    if not length:
+        return ""
+    mine = raw if comm.rank == root else np.zeros(length, np.uint8)
+    return bytes(comm.broadcast(mine, root=root)).decode()
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:

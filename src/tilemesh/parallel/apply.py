@@ -151,7 +151,24 @@ def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: 
         if mesh.tp.size > 1 and mine.dim is None and (sequence or is_inside):
             mine = dataclasses.replace(mine, partial=True)
         shards[name] = mine
+    _require_tied_alike(model, found, mesh, shards)
     return shards
+
+
+def _require_tied_alike(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, shards: Mapping[str, Shard]) -> None:
+    """A parameter that several modules share is one tensor: all of them must cut it alike."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first[id(parameter)]
+        split = found.get(name.rpartition(".")[0], Whole())
+        if name == owner:
+            continue
+        other, mine = shard(name, parameter.shape, split, mesh.tp.size, mesh.tp.index), shards[owner]
+        if (other.dim, other.spans, other.length) != (mine.dim, mine.spans, mine.length):
+            raise UsageError(
+                f"{name} is {owner}, one tensor, and they are split differently ({split} and {mine.split}): split both "
+                "alike, such as 'vocabulary' for the table and Vocabulary(joins=True) for the output"
+            )
 
 
 def _is_inside(name: str, found: Mapping[str, Split]) -> bool:
@@ -195,7 +212,7 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
             whole, module.out_features = module.out_features, module.weight.shape[0]
             if alone:
                 enter_at(module, seams)
-            if isinstance(split, Column) and split.joins:
+            if split.joins:
                 join_at(module, seams, whole)
 
 

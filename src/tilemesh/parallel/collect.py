@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.memory import described
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError, unknown
 
@@ -36,7 +37,10 @@ def forward_output(y: Any, comm: Communicator, split: str = "input", *, total: i
 
 def backward_output(grad: Any, comm: Communicator) -> Any:
     """This rank's own slice of the last axis: a view, nothing is sent."""
-    sizes = cut(grad.shape[-1], comm.size)
+    shape, _ = described(grad)
+    if not shape:
+        raise UsageError("a gradient without an axis: expected an array whose last axis is cut over the ranks")
+    sizes = cut(shape[-1], comm.size)
     start = sum(sizes[: comm.rank])
     return grad[..., start : start + sizes[comm.rank]]
 

@@ -15,6 +15,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.dropout import ORIGIN, Place
 from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
+from tilemesh.parallel.agree import tell
 from tilemesh.parallel.data import Gradients, NaiveGradients
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Shard, everyones, join, take
@@ -180,25 +181,42 @@ class Laid:
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
         """Take this rank's parts of whole tensors: the inverse of `gather`.
 
-        `state`: on every rank, where only what is needed is looked at; or with `root` on that rank of the mesh alone.
+        `state`: on every rank, where only what is needed is looked at; or with `root` on that rank of the mesh alone
+        (a collective call: what is wrong with its state, every rank raises).
         """
-        if root is None and state is None:
-            raise UsageError("load without a state: give one on every rank, or name the rank that has it with root=")
-        for name in state or ():
-            if name not in self.shards:
-                raise unknown("parameter", name, list(self.shards)[:4], near=self.shards)
+        if root is None:
+            problem = self._problem(state)
+        else:
+            if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.mesh.comm.size:
+                raise UsageError(f"root is {root!r}: expected a rank from 0 to {self.mesh.comm.size - 1}")
+            mine_is_it = self.mesh.comm.rank == root
+            problem = tell(self.mesh.comm, self._problem(state, shapes=True) if mine_is_it else "", root)
+        if problem:
+            raise UsageError(problem)
         for name, parameter in self.module.named_parameters():
             mine = self.shards[name]
             if root is None or self.mesh.comm.rank == root:
                 assert state is not None
-                if name not in state:
-                    raise UsageError(f"the state lacks {name}: expected {', '.join(list(self.shards)[:3])}, …")
                 whole = state[name]
             else:
                 whole = torch.empty(mine.whole, dtype=parameter.dtype)
             if root is not None:
                 whole = self.mesh.comm.broadcast(whole.to("cpu", parameter.dtype), root=root)
             parameter.copy_(take(mine, whole))
+
+    def _problem(self, state: Mapping[str, Tensor] | None, shapes: bool = False) -> str:
+        """What is wrong with a whole state, in words; nothing where it fits. `shapes`: look at each tensor as well."""
+        if state is None:
+            return "load without a state: give one on every rank, or name the rank that has it with root="
+        given = set(state)  # asking a lazy mapping whether it has a name would read the tensor
+        for name in given - self.shards.keys():
+            return str(unknown("parameter", name, list(self.shards)[:4], near=self.shards))
+        for name, mine in self.shards.items():
+            if name not in given:
+                return f"the state lacks {name}: expected {', '.join(list(self.shards)[:3])}, …"
+            if shapes and tuple(state[name].shape) != mine.whole:
+                return f"{name}: the whole array has shape {tuple(state[name].shape)}, expected {mine.whole}"
+        return ""
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""

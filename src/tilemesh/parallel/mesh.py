@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
+from tilemesh.parallel.agree import agree
 
 AXES = ("tp", "dp")  # fastest first
 
@@ -58,6 +59,8 @@ class Mesh:
     def __init__(self, comm: Communicator, *, dp: int = 1, tp: int = 1) -> None:
         self.comm = comm
         self.shape = {"tp": tp, "dp": dp}
+        # Ranks that make different groups would wait for one another for ever.
+        agree(comm, {f"mesh.{name}": size for name, size in self.shape.items()})
         for name, size in self.shape.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UsageError(f"{name} is {size!r}: expected a whole number of at least 1")

@@ -36,6 +36,10 @@ class Column:
     parts: int = 1
     joins: bool = False
 
+    def __post_init__(self) -> None:
+        if self.joins and (self.parts > 1 or self.repeats):
+            raise UsageError(f"{self}: outputs in several parts, or held by several ranks, cannot be joined end to end")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -44,7 +48,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A table (or output projection) cut by its rows, padded where they do not divide."""
+    """A table (or output projection) cut by its rows, padded where they do not divide.
+
+    `joins`: the ranks' parts of an output projection are put together again, without the padding.
+    """
+
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,10 @@ KINDS: Mapping[str, Split] = {
 
 def split_of(kind: str | Split) -> Split:
     """A split by its name."""
-    if not isinstance(kind, str):
+    if isinstance(kind, Split):
         return kind
+    if not isinstance(kind, str):
+        raise UsageError(f"a split is {kind!r}: expected one of {', '.join(KINDS)}, or a value such as Column(parts=3)")
     if kind not in KINDS:
         raise unknown("split", kind, KINDS)
     return KINDS[kind]

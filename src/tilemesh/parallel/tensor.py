@@ -5,6 +5,8 @@ layers every rank has them whole, so the gradient that comes back is the sum of 
 row-split layer every rank has a partial result, so the value is the sum and the gradient passes. With sequence
 parallelism what lies outside the regions is cut along the tokens: entering joins the tokens (backward: scatter-sum),
 leaving is a scatter-sum (backward: join). Twice the calls, the same bytes, and 1/tp of the memory outside.
+Under autocast, what is only joined travels in the dtype that the products are computed in, half the bytes and the same
+values; sums of gradients stay as wide as the gradients.
 
 B: rows; T: tokens; N: B x T; D: width; V: this rank's part of the vocabulary.
 """
@@ -93,11 +95,18 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, seams: Seams) -> Tensor:
         ctx.seams = seams
-        return seams.join_tokens(x_BTD, seams.tokens)
+        # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
+        return seams.join_tokens(x_BTD.to(_product_dtype(x_BTD)), seams.tokens).to(x_BTD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
         return ctx.seams.scatter_sum_tokens(grad_BTD), None
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What x is cast to where a matrix product takes it in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -141,8 +150,13 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
-    """The slices of a column-split layer's output are joined where it ends."""
-    module.register_forward_hook(lambda module, args, y: seams.join_features(y, total))
+    """The slices of a column-split layer's output are joined where it ends; of a padded one's, the padding is left."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        joined = y.shape[-1] * seams.comm.size  # all slices are as long as this one
+        return seams.join_features(y, joined)[..., :total]
+
+    module.register_forward_hook(hook)
 
 
 class RowLinear(Linear):
@@ -153,6 +167,11 @@ class RowLinear(Linear):
         self.seams = seams
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if input.shape[-1] != self.weight.shape[1]:
+            raise UsageError(
+                f"a row-split layer of {self.in_features} inputs got {input.shape[-1]}: this rank's part takes "
+                f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
+            )
         y = self.seams.leave(functional.linear(input, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -7,10 +7,29 @@ and one in backward, and with sequence parallelism a gather-all and a scatter-su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilemesh.core.plan import Precision
 from tilemesh.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of a number: in what a product takes or gives, and in the stream between the blocks and its gradients."""
+
+    product: int
+    stream: int
+
+
+# Under autocast the stream and its gradients are float32, what goes into and comes out of products 16 bits.
+WIDTHS: Mapping[Precision, Widths] = {
+    "fp64": Widths(8, 8),
+    "fp32": Widths(4, 4),
+    "bf16": Widths(2, 4),
+    "fp16": Widths(2, 4),
+    "bf16-master": Widths(2, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -24,40 +43,41 @@ class Exchange:
     itemsize: int
 
 
-def microbatch(config: ModelConfig, tp: int, sequence: bool, rows: int, tokens: int, itemsize: int) -> list[Exchange]:
+def microbatch(
+    config: ModelConfig, tp: int, sequence: bool, rows: int, tokens: int, precision: Precision
+) -> list[Exchange]:
     """What the ranks of tp exchange in one forward and backward pass."""
     if tp == 1:
         return []
-    made = list(_forward(config, sequence, rows * tokens * config.width, rows * tokens, itemsize))
-    made += _backward(config, sequence, rows * tokens * config.width, itemsize)
-    return made
+    widths, whole = WIDTHS[precision], rows * tokens * config.width
+    return [*_forward(config, sequence, whole, rows * tokens, widths), *_backward(config, sequence, whole, widths)]
 
 
-def _forward(config: ModelConfig, sequence: bool, whole: int, positions: int, itemsize: int) -> Iterator[Exchange]:
+def _forward(config: ModelConfig, sequence: bool, whole: int, positions: int, widths: Widths) -> Iterator[Exchange]:
     out = "reduce_scatter" if sequence else "all_reduce"
-    yield Exchange("token_embedding", "tp", out, whole, itemsize)
+    yield Exchange("token_embedding", "tp", out, whole, widths.stream)
     for layer in range(config.layers):
         for block in ("attention", "mlp"):
             if sequence:
-                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, itemsize)
-            yield Exchange(f"layers.{layer}.{block}", "tp", out, whole, itemsize)
+                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, widths.product)
+            yield Exchange(f"layers.{layer}.{block}", "tp", out, whole, widths.product)
     if sequence:
-        yield Exchange("output", "tp", "all_gather", whole, itemsize)
-    wide = max(itemsize, 4)  # the loss is made in float32 at least
+        yield Exchange("output", "tp", "all_gather", whole, widths.product)
+    wide = max(widths.product, 4)  # the loss is made in float32 at least
     yield Exchange("loss: maxima", "tp", "all_reduce", positions, wide)
     yield Exchange("loss: sums and targets", "tp", "all_reduce", 2 * positions, wide)
 
 
-def _backward(config: ModelConfig, sequence: bool, whole: int, itemsize: int) -> Iterator[Exchange]:
+def _backward(config: ModelConfig, sequence: bool, whole: int, widths: Widths) -> Iterator[Exchange]:
     back = "reduce_scatter" if sequence else "all_reduce"
-    yield Exchange("output", "tp", back, whole, itemsize)
+    yield Exchange("output", "tp", back, whole, widths.stream)
     for layer in reversed(range(config.layers)):
         for block in ("mlp", "attention"):
             if sequence:
-                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, itemsize)
-            yield Exchange(f"layers.{layer}.{block}", "tp", back, whole, itemsize)
+                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, widths.product)
+            yield Exchange(f"layers.{layer}.{block}", "tp", back, whole, widths.stream)
     if sequence:
-        yield Exchange("token_embedding", "tp", "all_gather", whole, itemsize)
+        yield Exchange("token_embedding", "tp", "all_gather", whole, widths.stream)
 
 
 def step_end(buckets: Sequence[tuple[int, int, bool]], dp: int, itemsize: int) -> list[Exchange]:

@@ -82,7 +82,7 @@ class LoopConfig:
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
     trace_steps: int = 20
-    """Steps that are recorded span by span, the last ones before the end of each hundred; 0 records none."""
+    """The first so many steps are recorded span by span; 0 records none."""
 
 
 @dataclass(frozen=True)
@@ -197,18 +197,25 @@ def load(
     plan: str | Path | None = None,
     ranks: int | None = None,
     gpus: int = 0,
+    init: str | Path | None = None,
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
     `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch. `ranks`: how many there are,
     where neither says so. `gpus`: how many this machine has; without a word on the mesh there is one rank a GPU.
+    `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     """
+    is_default = name is None
     name = name or DEFAULT_PRESET
     if name.endswith(".toml"):
         made = config.load(TrainConfig, file=name, sets=sets)
     else:
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
     told = {key for key, _ in config.split_sets(sets)}
+    if init is not None and not (Path(init) / "config.json").is_file():
+        raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
+    if init is not None and is_default and not any(key.startswith("model.") for key in told):
+        made = _of_folder(made, Path(init), told)
     if plan is not None:
         if mesh is not None:
             raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
@@ -250,6 +257,17 @@ def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 
 
+def _of_folder(made: TrainConfig, folder: Path, told: set[str]) -> TrainConfig:
+    """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
+    from tilemesh.model import huggingface  # late: it needs torch, which whoever only starts ranks does not
+
+    made = replace(made, model=huggingface.read_config(folder))
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and "data.tokenizer" not in told:
+        made = replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))
+    return made
+
+
 def _meshed(plan: ParallelPlan, mesh: str) -> ParallelPlan:
     """The plan with axes from "dp=2,tp=2"; what is not named is 1."""
     axes: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1}
@@ -277,6 +295,17 @@ def _default_mesh(plan: ParallelPlan, ranks: int, gpus: int, told: set[str]) -> 
 
 def _check(made: TrainConfig) -> None:
     loop = made.train
+    if made.plan.zero:
+        raise UsageError(
+            f"plan.zero is {made.plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
+            "plan with `tilemesh plan … --fix zero=0`"
+        )
+    if made.plan.pp > 1:
+        raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
+    if made.plan.recompute == "selective":
+        raise UsageError(
+            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
+        )
     positive = {"train.steps": loop.steps, "checkpoint.keep": made.checkpoint.keep, "train.batch": loop.batch}
     for name, value in positive.items():
         if value < 1:

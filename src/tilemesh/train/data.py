@@ -90,6 +90,14 @@ def open_corpus(data: DataConfig) -> Corpus:
     return Corpus(train, held, tokenizer, words)
 
 
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """What a source's tokens mean, without reading it: text from a checkpoint needs no training data."""
+    folder = Path(data.source).expanduser()
+    if folder.is_dir() and any(folder.glob("*" + SHARD_SUFFIX)):
+        return _shards_tokenizer(folder, data, _read_meta(folder))
+    return open_tokenizer(data.tokenizer)
+
+
 def batch(stream: Stream, order: Order, position: int, rows: Iterable[int], context: int) -> NDArray[np.int64]:
     """(rows, context + 1) tokens: the given rows of the batch that begins at a position."""
     return np.stack([stream.sample(order.at(position + row), context) for row in rows])
@@ -154,14 +162,16 @@ def _open_shards(folder: Path, data: DataConfig) -> Corpus:
     held = [tokens for path, tokens in maps.items() if path.name.startswith((HELD_OUT_PREFIX, "val"))]
     train = [tokens for path, tokens in maps.items() if not path.name.startswith((HELD_OUT_PREFIX, "val"))]
     streams = (Stream(tuple(train)), Stream(tuple(held))) if held else _cut(Stream(tuple(train)), data.held_out)
+    words = f"{len(paths)} shards of {folder}: {streams[0].length:,} tokens, {streams[1].length:,} held out"
+    return Corpus(*streams, _shards_tokenizer(folder, data, meta), words)
+
+
+def _shards_tokenizer(folder: Path, data: DataConfig, meta: dict[str, Any]) -> Tokenizer:
     name = meta.get("tokenizer")
     chosen = data.tokenizer or (folder / name if name and name != "bytes" else None)
     if chosen is None and name != "bytes":
-        tokenizer: Tokenizer = Unknown(int(meta.get("vocabulary", 0)))
-    else:
-        tokenizer = open_tokenizer(chosen)
-    words = f"{len(paths)} shards of {folder}: {streams[0].length:,} tokens, {streams[1].length:,} held out"
-    return Corpus(*streams, tokenizer, words)
+        return Unknown(int(meta.get("vocabulary", 0)))
+    return open_tokenizer(chosen)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.parallel.agree import tell
 from tilemesh.train.config import TrainConfig, settled
 from tilemesh.train.folder import SUMMARY, metrics, new_run, read_config, read_json
 from tilemesh.train.progress import Shown
-from tilemesh.train.rank import Result, tell, train_here
+from tilemesh.train.rank import Result, train_here
 from tilemesh.train.start import start
 
 

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from tilemesh.core.errors import RunError
+from tilemesh.kernels.matmul.choice import picks
 from tilemesh.measure.sample import Sample
 from tilemesh.train import checkpoint
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import Journal
+from tilemesh.train.folder import CHOICES, Journal
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
@@ -102,7 +103,11 @@ class Loop:
         journal: Journal,
         folder: Path,
         emit: Callable[[Mapping[str, Any]], None],
+        earlier: Mapping[str, Any] | None = None,
     ) -> None:
+        """`earlier`: the choices of the run's earlier part, where this goes on with one."""
+        self.earlier = dict(earlier or {})
+        self._choices: dict[str, Any] = {}
         self.config, self.stepper, self.writer, self.journal = config, stepper, writer, journal
         self.folder, self.emit = folder, emit
         self.recorder, self.laid, self.optimizer = stepper.recorder, stepper.laid, stepper.optimizer
@@ -199,6 +204,18 @@ class Loop:
             ]
             values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
+        self.write_choices()
+
+    def write_choices(self) -> None:
+        """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""
+        made = {
+            "collectives": {**self.earlier.get("collectives", {}), **self.recorder.choices},
+            "kernels": self.config.kernels_on(self.device.type),
+            "matmul": {**self.earlier.get("matmul", {}), **picks()},
+        }
+        if made != self._choices:
+            self.journal.write(CHOICES, made)
+            self._choices = made
 
     def _settle_checkpoint(self) -> None:
         """Wait until the checkpoint under way is written everywhere, or has failed."""

@@ -8,6 +8,7 @@ parameter at a time, so that no second copy of all gradients exists.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -30,6 +31,23 @@ def stored_dtype(precision: str) -> torch.dtype:
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """The dtype matmuls run in where that is not the parameters'; None: no autocast."""
     return COMPUTE[precision] if precision in ("bf16", "fp16") else None
+
+
+def warning(precision: str, device: torch.device) -> str:
+    """What to tell who asks for 16-bit products of a CPU that has none; torch's own words for it fill a screen."""
+    short = "fp16" if precision == "fp16" else "bf16"
+    if device.type != "cpu" or not precision.startswith(short):
+        return ""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    if _multiplies(short):
+        return ""
+    return f"SLOW: this CPU multiplies no {short} numbers, torch takes them one by one; use plan.precision=fp32"
+
+
+def _multiplies(short: str) -> bool:
+    """Whether torch's library for CPUs has products of this kind here."""
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None)
+    return asked is None or bool(asked())
 
 
 class Optimizer:

@@ -26,12 +26,13 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.kernels.matmul.choice import keep_to
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.agree import agree
+from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
@@ -53,7 +54,7 @@ from tilemesh.train.folder import (
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype
+from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, watch_mesh
@@ -126,7 +127,7 @@ def train_here(
     check_tokens(corpus, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
-    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank)
+    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank, resume=resume)
 
     def at(text: str) -> None:
         status.at(text)
@@ -135,7 +136,9 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    watch_mesh(mesh, recorder, read_json(folder / CHOICES).get("collectives", {}))
+    earlier = read_json(folder / CHOICES)
+    watch_mesh(mesh, recorder, earlier.get("collectives", {}))
+    keep_to(earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
     writer = checkpoint.Writer(
@@ -148,13 +151,16 @@ def train_here(
         note=journal.add,
     )
     stepper = Stepper(config, laid, corpus, optimizer, recorder)
-    loop = Loop(config, stepper, writer, journal, folder, emit)
+    loop = Loop(config, stepper, writer, journal, folder, emit, earlier)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
     _begin(loop, laid, init, resume, say)
+    slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, mesh, corpus, device))
+        if slow:
+            say(slow)
     # A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed.
     signals = (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
     interrupt = Interrupt(signals, stop_after)
@@ -170,14 +176,6 @@ def train_here(
 
 def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
     """The model of the config on this rank of the mesh, with fresh weights."""
-    if config.plan.zero:
-        raise UsageError(
-            f"plan.zero is {config.plan.zero}: optimiser states are whole in each replica; set plan.zero=0"
-        )
-    if config.plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or recompute_every"
-        )
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
     if config.kernels_on(device.type) == "torch":
@@ -253,16 +251,6 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
     return None
 
 
-def tell(comm: Communicator, text: str) -> str:
-    """Rank 0's text, on every rank."""
-    raw = np.frombuffer(text.encode(), np.uint8)
-    length = int(comm.broadcast(np.array([len(raw)], np.int64))[0])
-    buffer = np.zeros(length, np.uint8)
-    if comm.rank == 0:
-        buffer[:] = raw
-    return bytes(comm.broadcast(buffer)).decode() if length else ""
-
-
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
@@ -293,7 +281,7 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     if comm.rank == 0:
         predicted = read_json(loop.folder / PREDICTED)
         journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
-        journal.write(CHOICES, {"collectives": recorder.choices, "kernels": config.kernels_on(loop.device.type)})
+        loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
@@ -338,7 +326,10 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
 
 
 def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.device) -> str:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread"
+    threads = torch.get_num_threads()
+    where = f"the CPU with {threads} thread{'s' * (threads > 1)}"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
     epochs = config.train.steps * config.batch / max(1, corpus.train.samples(config.context))
     return (
         f"{config.plan.describe()} over {mesh.comm.backend}, a rank on {where}\n"

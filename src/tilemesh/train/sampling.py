@@ -17,7 +17,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Cache, Transformer
 from tilemesh.train.checkpoint import Reader
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.data import open_corpus
+from tilemesh.train.data import tokenizer_of
 from tilemesh.train.folder import CHECKPOINTS, read_config
 from tilemesh.train.manifest import checkpoints, damage, folder_name
 from tilemesh.train.optimizer import WEIGHT
@@ -81,7 +81,7 @@ def generate(
     """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
     config, reader = open_run(run, step)
     model = read_model(config.model, reader, device)
-    tokenizer = open_corpus(config.data).tokenizer
+    tokenizer = tokenizer_of(config.data)
     ids = sample(
         lambda x, cache: model(x, cache=cache),
         encode_prompt(tokenizer, prompt),

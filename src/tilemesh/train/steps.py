@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.core.errors import UsageError
 from tilemesh.model.dropout import ORIGIN, Place, fold_seed
 from tilemesh.parallel.data import Gradients
 from tilemesh.parallel.laid import Laid
@@ -129,6 +130,12 @@ class Stepper:
 
     def on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
         """Inputs and targets out of sequences of one token more."""
+        vocabulary, largest = self.config.model.vocabulary, int(tokens.max())
+        if largest >= vocabulary:  # shards from elsewhere; a GPU would end the process without a word on why
+            raise UsageError(
+                f"the data has token {largest} and the model's vocabulary is {vocabulary}: set model.vocabulary, or "
+                "prepare the data with another tokenizer"
+            )
         whole = torch.from_numpy(tokens)
         if self.device.type == "cuda":
             whole = whole.pin_memory().to(self.device, non_blocking=True)

@@ -34,6 +34,8 @@ _STANDARD = sysconfig.get_path("stdlib")
 _ASKING = threading.Lock()
 
 
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 # (sequence, name, nbytes, since_ns) of a call under way, as in `Doing`; a bare tuple, because every call makes one.
 Note: TypeAlias = tuple[int, str, int, int]
 
@@ -278,7 +280,7 @@ def _where(frame: FrameType | None) -> str:
 
 def _outer(frame: FrameType) -> FrameType | None:
     """The caller's frame. Not a generator's: it may yield meanwhile, and Python 3.11 then follows a stale link."""
-    return None if frame.f_code.co_flags & inspect.CO_GENERATOR else frame.f_back
+    return None if frame.f_code.co_flags & _YIELDS else frame.f_back
 
 
 def _is_program(file: str) -> bool:

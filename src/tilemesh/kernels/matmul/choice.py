@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -15,7 +16,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels.matmul import select
 from tilemesh.kernels.matmul.cache import Table, load, shipped
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, decode, default, encode
 from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import device_index, gpu_of, interpreted_default
@@ -23,6 +24,8 @@ from tilemesh.kernels.matmul.run import device_index, gpu_of, interpreted_defaul
 TUNE_MODES = ("never", "once", "always")
 
 _tuned_here: set[str] = set()
+_picked: dict[str, Config] = {}  # by what `auto` came to in this process
+_kept: dict[str, Config] = {}  # by what it came to in an earlier one that this one goes on with
 
 
 def choose(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Config:
@@ -52,6 +55,30 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+
+
+def picks() -> dict[str, str]:
+    """What `auto` stands for in this process, by problem, as text: for whoever wants the same again later."""
+    return {key: encode(config) for key, config in sorted(_picked.items())}
+
+
+def keep_to(earlier: Mapping[str, str]) -> None:
+    """Let `auto` stand for what it stood for in an earlier process, where this device can run that."""
+    _kept.clear()
+    _kept.update({key: decode(text) for key, text in earlier.items()})
+
+
+def kept(problem: Problem) -> Config | None:
+    return _kept.get(_name(problem))
+
+
+def note(problem: Problem, config: Config) -> None:
+    """`auto` stands for this now."""
+    _picked[_name(problem)] = config
+
+
+def _name(problem: Problem) -> str:
+    return problem.key + " keep" * problem.keep
 
 
 @functools.cache
