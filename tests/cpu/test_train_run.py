@@ -17,15 +17,20 @@ from safetensors.torch import load_file, save_file
 
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.plan.step import predict
 from tilemesh.train import checkpoint, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.manifest import checkpoints, digest
+from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
@@ -244,6 +249,43 @@ class TestAlone:
         values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
         assert [math.isfinite(loss) for _, loss, _ in values][:1] == [True]
         assert not all(math.isfinite(loss) and math.isfinite(norm) for _, loss, norm in values)
+
+
+class TestMemory:
+    def test_what_autograd_keeps_is_counted_once_and_let_go(self) -> None:
+        weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(16, 8)
+        with Saved([weight]) as saved:
+            for _ in range(2):  # one after the other: the peak is of one
+                hidden = (x @ weight).tanh()  # keeps x, and its own result
+                y = hidden[:4] * hidden[4:8]  # keeps two views of that result
+                y.sum().backward()
+                del hidden, y
+        assert saved.peak == 2 * 16 * 8 * 4
+        assert storage_bytes([weight, weight.detach()[2:], None, x]) == 64 * 4 + 128 * 4
+
+    @pytest.mark.parametrize(("precision", "state"), [("fp32", 8), ("bf16-master", 12)])
+    def test_a_summary_tells_memory_by_kind(self, text: str, tmp_path: Path, precision: str, state: int) -> None:
+        trained(made(text, "dp=1,tp=2", f"plan.precision={precision}", "train.steps=2"), tmp_path / "run")
+        found = read_json(tmp_path / "run" / "summary.json")
+        kinds = found["memory_bytes"]
+        assert list(kinds) == ["weights", "gradients", "optimizer", "activations", "other"]
+        assert "autograd" in found["memory_how"]
+        plan = ParallelPlan(dp=1, tp=2, microbatch=8, precision=precision)
+        told = predict(ModelConfig(**found["model"]), parse_cluster("2xh100"), plan, 16).memory
+        for rank in range(2):
+            assert kinds["weights"][rank] == told.weights_bytes
+            assert kinds["gradients"][rank] == told.gradients_bytes
+            # AdamW also counts its steps, four bytes a parameter tensor.
+            assert 0 <= kinds["optimizer"][rank] - told.optimizer_bytes < 200
+            assert kinds["optimizer"][rank] // told.weights_bytes == state // (4 if precision == "fp32" else 2)
+            assert kinds["activations"][rank] > 0.9 * told.activations_bytes
+
+    def test_recomputing_keeps_less(self, text: str, tmp_path: Path) -> None:
+        kept = []
+        for name in ("none", "full"):
+            trained(made(text, "dp=1,tp=1", f"plan.recompute={name}", "train.steps=1"), tmp_path / name)
+            kept.append(read_json(tmp_path / name / "summary.json")["memory_bytes"]["activations"][0])
+        assert kept[1] < kept[0] / 2
 
 
 class TestFaults:

@@ -255,12 +255,12 @@ class Loop:
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
             checkpoint.write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-        self.journal.add(kind="stopped", step=step, why=what)
+        advice = "a smaller optimizer.lr or optimizer.clip may help"
+        self.journal.add(kind="stopped", step=step, why=f"{what}; the batch is kept beside the metrics; {advice}")
         if self.mesh.comm.rank:
             time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
         raise RunError(
-            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; "
-            "a smaller optimizer.lr or optimizer.clip may help"
+            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; {advice}"
         )
 
 
