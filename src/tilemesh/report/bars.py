@@ -54,6 +54,9 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
         "ul", *(el("li", el("i", class_=f"key k{colour} box"), name) for name, colour in kinds), class_="legend"
     )
     many = " many" if len(items) > 16 else ""
+    # On a phone these words would leave no room for the bar: it then gets a line of its own.
+    words = max((len(item.name) + len(item.value) for item in items), default=0)
+    many += " long" if words > 22 else ""
     return join(
         legend if kinds else None,
         el(

@@ -16,6 +16,8 @@ from tilemesh.report.html import Child, Html, el, join
 
 SPAN = 1000  # units of the drawing across and up
 _NICE = (1, 2, 2.5, 5, 10)
+BACK_FROM = 0.8
+"""Notes from here on stand at the left of their place."""
 
 Format = Callable[[float], str]
 T = TypeVar("T")
@@ -234,7 +236,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         el(
             "span",
             one.text,
-            class_="note" if x.place(one.x) < 0.8 else "note back",
+            class_="note" if x.place(one.x) < BACK_FROM else "note back",
             style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
         )
         for one in plot.layers
@@ -263,6 +265,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         aria_label=f"{title}: arrow keys read its values" if cursor else None,
     )
     reading = el("output", class_="reading", aria_live="polite") if cursor else None
+    lines = "" if not plot.marks else "two" if any(mark.kind != "checkpoint" for mark in plot.marks) else "one"
     left = max((len(y.show(tick)) for tick in y_ticks), default=1)  # letters that the words at the side need
     return el(
         "div",
@@ -270,7 +273,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         inside,
         el("div", x.words, class_="xlabel"),
         reading,
-        class_="chart two" if any(mark.kind != "checkpoint" for mark in plot.marks) else "chart",
+        class_=f"chart {lines}" if lines else "chart",
         style=f"--left:{left}",
     )
 

@@ -35,6 +35,11 @@ def escape(text: object) -> str:
     return html.escape(shown, quote=True)
 
 
+def tied(text: str) -> str:
+    """Words for a page in which a number and its percent sign stay on one line."""
+    return text.replace(" %", "\u00a0%")
+
+
 def el(element: str, /, *children: Child, **attributes: Any) -> Html:
     """An element. `class_` loses its underscore, other names turn theirs to dashes; None and False are left out."""
     words = [element]

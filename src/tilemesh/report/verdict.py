@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilemesh.core.units import format_seconds
-from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run, number, section
+from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
+from tilemesh.report.values import number, section
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]
 
 def judge(run: Run, of_limit: float | None) -> Verdict:
     """The sentence for the top of the page."""
-    shares = shares_of(run)
+    shares = {} if run.state == DIED else shares_of(run)  # of a run that failed, speed is not the question
     found = savings(shares, of_limit)
-    parts = [_state(run)]
+    learned = _learned(run)
+    parts = [_state(run), learned, _next(run)]
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
     elif run.state in (DONE, STOPPED) and run.steps:
@@ -74,13 +76,15 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
-    return Verdict(sentence[0].upper() + sentence[1:] + ".", run.state == DIED or _is_lost(run), tuple(found))
+    is_bad = run.state == DIED or _is_lost(run) or " rose " in learned
+    return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, tuple(found))
 
 
 def _state(run: Run) -> str:
     planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
     step = f"step {run.last_step:,}{planned}"
-    stop = next((event.words for event in reversed(run.events) if event.kind == "stopped"), "")
+    stops = [event for event in run.events if event.kind == "stopped"]
+    stop = max(stops, key=lambda event: event.at or 0.0).words if stops else ""
     return {
         STARTING: "no step is done yet",
         RUNNING: f"running, {step}{_left(run)}",
@@ -88,6 +92,27 @@ def _state(run: Run) -> str:
         STOPPED: f"stopped when asked to, at {step}",
         DIED: stop or f"ended at {step} without a summary: it was killed, or it failed",
     }[run.state]
+
+
+def _learned(run: Run) -> str:
+    """What became of the loss, where there is enough of it: the first steps' against the last tenth's."""
+    values = [value for _, value in run.figure("loss")]
+    last = run.tail("loss")
+    if run.state != DONE or len(values) < 20 or last is None or not all(map(math.isfinite, values[:3])):
+        return ""
+    first = sum(values[:3]) / 3
+    way = "fell" if last.p80 < first else "rose" if last.p20 > first else "stayed as it was,"
+    return f"the loss {way} from {first:.3g} to {last.median:.3g}"
+
+
+def _next(run: Run) -> str:
+    """How to go on with a run that has not come to its end."""
+    if run.state not in (DIED, STOPPED):
+        return ""
+    kept = [event.step for event in run.events if event.kind == "checkpoint"]
+    if not kept:
+        return "there is no checkpoint to go on from"
+    return f"`tilemesh train --resume {run.folder.rstrip('/')}` goes on after step {max(kept):,}"
 
 
 def _left(run: Run) -> str:

@@ -56,9 +56,8 @@
       return { name: lane.name, spans };
     });
     const whole = [found.steps[0][1], found.steps[found.steps.length - 1][2]];
-    const first = found.steps[Math.max(0, found.steps.length - 2)];
     const left = 54, height = lanes.length > 32 ? 12 : lanes.length > 12 ? 20 : 38, top = 22;
-    let view = [first[1], whole[1]], lane = 0, chosen = -1;
+    let view = [...whole], lane = 0, chosen = -1;
     const words = s => Math.abs(s) >= 1 ? s.toFixed(3) + " s" : Math.abs(s) >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " µs";
 
     function draw() {
@@ -109,6 +108,10 @@
       const span = clamp(to - from, (whole[1] - whole[0]) / 5e5, whole[1] - whole[0]);
       const begin = clamp(from, whole[0], whole[1] - span);
       view = [begin, begin + span];
+      // The list says what is shown, and nothing where that is no step.
+      const near = (a, b) => Math.abs(a - b) < 1e-9 + 1e-6 * span;
+      const shown = found.steps.findIndex(step => near(step[1], view[0]) && near(step[2], view[1]));
+      pick.selectedIndex = near(span, whole[1] - whole[0]) ? 0 : shown < 0 ? -1 : shown + 1;
       draw();
     }
     const zoom = (by, about = (view[0] + view[1]) / 2) => move(about - (about - view[0]) * by, about + (view[1] - about) * by);
@@ -165,7 +168,8 @@
     });
     new ResizeObserver(draw).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    draw();
+    const last = found.steps[found.steps.length - 1];
+    move(last[1], last[2]);
   }
 
   // ---- rounds of a schedule, one at a time -----------------------------------------------------------------------
