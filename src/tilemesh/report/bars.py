@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tilemesh.report.html import Html, el, join
 
+_LETTER = 0.022  # of a bar: a letter's width on a phone
+
 
 @dataclass(frozen=True)
 class Part:
@@ -33,7 +35,7 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
         pieces = [
             el(
                 "span",
-                part.label if part.size / longest > 0.09 else None,
+                part.label if part.size / longest > max(0.09, _LETTER * len(part.label)) else None,
                 class_=f"b{part.colour}",
                 title=part.words,
                 style=f"width:{part.size / longest:.3%}",

@@ -107,10 +107,13 @@ class Run:
         finite = [value for value in seconds if math.isfinite(value)]
         return Sample.of(finite) if finite else None
 
+    def last_steps(self) -> Sequence[Mapping[str, Any]]:
+        """The last tenth of the run's steps (ten at least)."""
+        return self.steps[-max(10, int(len(self.steps) * _KEEPS_TAIL)) :]
+
     def tail(self, key: str) -> Sample | None:
-        """A figure over the last tenth of the run's steps (ten at least)."""
-        found = self.figure(key)
-        values = [value for _, value in found[-max(10, int(len(found) * _KEEPS_TAIL)) :] if math.isfinite(value)]
+        """A figure over the last tenth of the run's steps."""
+        values = [value for one in self.last_steps() if key in one and math.isfinite(value := number(one[key]))]
         return Sample.of(values) if values else None
 
 
@@ -165,8 +168,11 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
 
 
 def version(folder: str | Path) -> str:
-    """Changes when a file that the page is made of does."""
-    marks = []
+    """Changes when a file that the page is made of does, and now and then while nothing does: a run that is silent for
+    long is dead, and the page has to say so."""
+    written = _written_at(Path(folder) / METRICS)
+    silent = 0.0 if written is None else max(0.0, time.time() - written)
+    marks = [f"{math.floor(math.log2(1 + silent / QUIET_S))}"]
     for name in (*WATCHED, CHECKPOINTS, "trace"):
         try:
             found = (Path(folder) / name).lstat()

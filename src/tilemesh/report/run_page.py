@@ -46,7 +46,7 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
         _section("events", "Checkpoints, restarts and warnings", run_parts.events(run)),
         _section("again", "To run it again", _again(run, beside)),
     )
-    return page(f"{run.name}: tilemesh", body, live=live is not None)
+    return page(f"{run.name}: tilemesh", body, live=live)
 
 
 def _section(name: str, title: str, *parts: Child) -> Html:

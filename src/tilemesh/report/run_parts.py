@@ -44,13 +44,20 @@ def marks_of(run: Run) -> list[Mark]:
 
 def shaded(run: Run) -> list[tuple[float, float, str]]:
     steps = [one["step"] for one in run.steps]
-    return [(first - 0.5, last + 0.5, f"steps {first} to {last} are missing") for first, last in series.gaps(steps)]
+    return [
+        (first - 0.5, last + 0.5, f"{steps_between(first, last)}: not in the metrics")
+        for first, last in series.gaps(steps)
+    ]
+
+
+def steps_between(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def gap_words(run: Run) -> list[str]:
     """Steps that are missing from the metrics, and values that are no numbers, in words."""
     found = series.gaps(one["step"] for one in run.steps)
-    words = [f"steps {first:,} to {last:,}: not in the metrics" for first, last in found[:5]]
+    words = [f"{steps_between(first, last)}: not in the metrics" for first, last in found[:5]]
     if len(found) > 5:
         words.append(f"{len(found) - 5} more gaps in the metrics")
     bad = [step for step, value in run.figure("loss") if not math.isfinite(value)]

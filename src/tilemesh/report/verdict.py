@@ -35,12 +35,14 @@ def shares_of(run: Run) -> dict[str, float]:
     found = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
     if all(math.isfinite(value) for value in found.values()):
         return found
-    step = run.step_time()
-    exchange, data = run.tail("exchange_s"), run.tail("data_s")
-    if step is None or exchange is None or data is None or step.median <= 0:
+    # Of the same steps, the last ones: a machine that others use is not as fast all the time.
+    lines = [[number(one.get(key)) for key in ("seconds", "exchange_s", "data_s")] for one in run.last_steps()]
+    known = [line for line in lines if all(math.isfinite(value) and value >= 0 for value in line)]
+    seconds, exchange, data = (sum(line[part] for line in known) for part in range(3))
+    if seconds <= 0:
         return {}
     # Without a summary the waiting of ranks cannot be told from the exchange it happens in.
-    parts = [min(1.0, exchange.median / step.median), min(1.0, data.median / step.median)]
+    parts = [min(1.0, exchange / seconds), min(1.0, data / seconds)]
     return {"exchange": parts[0], "data": parts[1], "idle": 0.0, "compute": max(0.0, 1 - sum(parts))}
 
 
@@ -119,6 +121,8 @@ def _left(run: Run) -> str:
     taken = run.step_time()
     if taken is None or run.planned_steps is None:
         return ""
+    if run.last_step >= run.planned_steps:
+        return ", ending"
     return f", about {format_seconds(max(1.0, (run.planned_steps - run.last_step) * taken.median))} left"
 
 

@@ -82,7 +82,7 @@ class LoopConfig:
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
     trace_steps: int = 20
-    """Steps that are recorded span by span, the last ones before the end of each hundred; 0 records none."""
+    """Steps that are recorded span by span, the first ones of each attempt; 0 records none."""
 
 
 @dataclass(frozen=True)

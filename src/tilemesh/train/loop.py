@@ -112,6 +112,7 @@ class Loop:
         self.interrupted = False
         self.step_bytes: Bytes = {}
         self._unread: list[Done] = []
+        self._began = 0  # the step this attempt goes on from
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
 
@@ -120,7 +121,7 @@ class Loop:
     def run(self, interrupt: Interrupt) -> None:
         """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
         config, progress = self.config, self.progress
-        self._read_at = time.perf_counter()
+        self._began, self._read_at = progress.step, time.perf_counter()
         while progress.step < config.train.steps and not self.interrupted:
             before, bytes_before = self._clock(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
@@ -142,7 +143,7 @@ class Loop:
         """One step and the meeting after it; whether anybody was asked to stop."""
         progress, recorder = self.progress, self.recorder
         recorder.step = progress.step + 1
-        recorder.trace.on = recorder.trace.on and progress.step < self.config.train.trace_steps
+        recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         self._unread.append(self.stepper(progress.step + 1))
         progress.step += 1
         progress.position += self.config.batch

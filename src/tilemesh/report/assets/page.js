@@ -183,36 +183,41 @@
     show();
   }
 
-  function start(where) {
+  function start(where, kept = []) {
     all(".plot[tabindex]", where).forEach(cursor);
-    all(".timeline", where).forEach(timeline);
+    all(".timeline", where).filter(one => !kept.includes(one)).forEach(timeline);
     all(".rounds", where).forEach(rounds);
   }
 
   // ---- a run in progress: fetch the page again when its folder has changed, and keep what the reader had opened ----
   function follow(main) {
-    let version = main.dataset.version || "";
+    let version = main.dataset.live;
+    const say = words => { const note = document.getElementById("state"); if (note) note.textContent = words; };
     async function look() {
       try {
         const now = (await (await fetch("state", { cache: "no-store" })).text()).trim();
         if (now !== version) {
-          const text = await (await fetch("./", { cache: "no-store" })).text();
+          const answer = await fetch("./", { cache: "no-store" }), text = await answer.text();
+          if (!answer.ok) { say("This is the last that could be read: " + text); setTimeout(look, 2000); return; }
           const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("main");
           const open = new Set(all("details[open]", main).map(one => one.dataset.key || all("details", main).indexOf(one)));
           const focused = all("[tabindex],summary,button,select,a", main).indexOf(document.activeElement);
           const scroll = window.scrollY;
+          // A timeline of the same spans stays as it is: whoever has zoomed into it is not thrown out.
+          const spans = one => one.querySelector("script").textContent, before = all(".timeline", main), kept = [];
+          all(".timeline", fresh).forEach((one, i) => {
+            if (before[i] && spans(before[i]) === spans(one)) { one.replaceWith(before[i]); kept.push(before[i]); }
+          });
           main.replaceChildren(...fresh.childNodes);
           all("details", main).forEach((one, i) => { one.open = open.has(one.dataset.key || i); });
-          start(main);
-          const before = all("[tabindex],summary,button,select,a", main)[focused];
-          if (before) before.focus({ preventScroll: true });
+          start(main, kept);
+          const again = all("[tabindex],summary,button,select,a", main)[focused];
+          if (again) again.focus({ preventScroll: true });
           window.scrollTo(0, scroll);
           version = now;
         }
-        document.title = document.title.replace(/^\(gone\) /, "");
       } catch (error) {
-        const note = document.getElementById("state");
-        if (note) note.textContent = "the server has gone: this is the last it said";
+        say("The server has gone: this is the last it said.");
       }
       setTimeout(look, 2000);
     }
@@ -221,5 +226,5 @@
 
   const main = document.getElementById("main");
   start(main);
-  if (main.dataset.live) follow(main);
+  if ("live" in main.dataset) follow(main);
 })();
