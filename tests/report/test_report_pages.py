@@ -243,6 +243,9 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
             assert page.complaints() == []
             page.value("document.querySelector('details').open = true")
             page.value("document.querySelector('.plot').focus()")
+            page.value(CHECKS)
+            page.value("document.querySelector('.timeline button[data-key=\"+\"]').click()")
+            zoomed = page.value("checks.picture()")
             assert "step 20 of 100" in page.value("document.querySelector('.verdict').textContent")
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write('{"kind": "step", "step": 21, "loss": 1.5, "seconds": 0.1, "tokens_per_s": 20000}\n')
@@ -252,7 +255,14 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
                 time.sleep(0.1)
             assert page.value("document.querySelector('details').open") is True
             assert page.value("document.activeElement.className") == "plot"
+            assert page.value("checks.picture()") == zoomed
             assert all(url.startswith(server.address) for url in page.requests())
             assert page.complaints() == []
+            folder.rename(folder.with_name("elsewhere"))
+            end = time.monotonic() + 60
+            while "is no folder" not in page.value("document.getElementById('state').textContent"):
+                assert time.monotonic() < end, "the page did not say that the folder has gone"
+                time.sleep(0.1)
+            assert "step 21 of 100" in page.value("document.querySelector('.verdict').textContent")
     finally:
         server.close()
