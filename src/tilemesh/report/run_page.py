@@ -79,7 +79,7 @@ def _verdict(found: Verdict, run: Run) -> Html:
     improve = run.summary.get("improve") if not run.is_behind else None
     return join(
         el("p", tied(found.sentence), class_="verdict bad" if found.is_bad else "verdict"),
-        el("p", el("b", "To improve: "), str(improve)) if improve else None,
+        el("p", el("b", "What can be done: "), str(improve)) if improve else None,
     )
 
 
