@@ -345,7 +345,8 @@ class TestFaults:
         assert losses(tmp_path / "run") == losses(whole)
         kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
         assert not kept["checkpoint", 10]["ok"]
-        assert "FAILED" in kept["warning", 10]["text"]
+        assert kept["checkpoint", 10]["why"] == "another rank could not write its part"
+        assert ("warning", 10) not in kept  # one line for one failure
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 
