@@ -54,7 +54,10 @@ def bench_matmul(
 ) -> list[Row]:  # fmt: skip
     """Two rows a shape: kernel time (graph replay) and call time (host loop)."""
     if not torch.cuda.is_available():
-        raise UsageError("bench kernel needs an NVIDIA GPU and torch with CUDA; here torch sees none")
+        raise UsageError(
+            "bench kernel needs an NVIDIA GPU and torch with CUDA; here torch sees none "
+            "(`tilemesh report ROWS.jsonl --html FILE` makes the page of rows measured elsewhere)"
+        )
     rows = []
     for done, shape in enumerate(shapes):
         if progress:
