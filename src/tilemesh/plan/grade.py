@@ -225,8 +225,8 @@ def _which_part(run: Run, now: Prediction) -> str:
     said_s = now.times.exposed_s
     if abs(said_s - exchange_s) > abs((now.step_time_s - said_s) - (step - exchange_s)):
         return (
-            f"exchanges take {exchange_s:.3g} s a step, {said_s:.3g} predicted: the link between ranks is assumed, not "
-            f"calibrated (plan/constants.py)"
+            f"exchanges take {exchange_s:.3g} s a step with waiting for other ranks, {said_s:.3g} predicted without: "
+            f"fit them on this machine when it is idle, `tilemesh bench collective --fit --ranks {run.plan.world}`"
         )
     return f"computing takes {step - exchange_s:.3g} s a step, {now.step_time_s - said_s:.3g} predicted: {advice}"
 
