@@ -108,7 +108,7 @@ def test_narrow_products_run_at_the_rate_measured_for_them() -> None:
     rates = Rates({"fp32": 40e9}, projection_flops_per_s={"forward-32": 20e9, "forward-128": 30e9, "backward-32": 10e9})
     speed = speed_of(local_cpu(HERE, 2, 2, MEMORY).cluster.device, "fp32", rates, "eager")
     forward, backward = speed.narrow
-    fractions = [narrow_fraction(forward, Matmul("x", 1, 4096, 512, width)) for width in (8, 32, 64, 128, 1024, 4096)]
+    fractions = [narrow_fraction(forward, Matmul("x", 1, 4096, 8192, width)) for width in (8, 32, 64, 128, 1024, 4096)]
     assert fractions == pytest.approx([0.5, 0.5, 0.625, 0.75, 1.0, 1.0])
     assert narrow_fraction(backward, Matmul("x", 1, 32, 4096, 512, True)) == pytest.approx(0.25)
     assert speed_of(parse_cluster("1xh200").device, "bf16", H200, "compiled").narrow == ((), ())  # tiles say it there

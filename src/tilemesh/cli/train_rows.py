@@ -125,7 +125,7 @@ def least_exchange_share(found: Mapping[str, Any]) -> float:
     ranks = [one for one in found.get("ranks") or () if one["step_s"] > 0]
     if not ranks:
         return float(found["shares"]["exchange"] + found["shares"]["idle"])
-    return min(1.0, *((one["exchange_s"] + one["idle_s"]) / one["step_s"] for one in ranks))
+    return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))
 
 
 def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:

@@ -133,8 +133,8 @@ def _block(cores: int, seconds: float) -> Outcome:
         for (q, k, v, o, gate, up, down), (first, second) in zip(weights, gains, strict=True):
             h = functional.rms_norm(x, (width,), first, 1e-5)
             heads = [functional.linear(h, one).unflatten(-1, (2, -1)).transpose(1, 2) for one in (q, k, v)]
-            turned = [_turned(one, cos, sin) for one in heads[:2]]
-            y = functional.scaled_dot_product_attention(*turned, heads[2], is_causal=True)
+            keys, queries = _turned(heads[1], cos, sin), _turned(heads[0], cos, sin)
+            y = functional.scaled_dot_product_attention(queries, keys, heads[2], is_causal=True)
             x = x + functional.linear(y.transpose(1, 2).flatten(-2), o)
             h = functional.rms_norm(x, (width,), second, 1e-5)
             x = x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from typing import Any
 
 from tilemesh.core.cores import visible_cores
 from tilemesh.core.errors import RunError
@@ -43,7 +44,7 @@ class Pinned:
         return Outcome(Sample(**found["sample"]), case=found["case"])
 
     @cached_property
-    def _found(self) -> Mapping[str, dict[str, dict[str, object]]]:
+    def _found(self) -> Mapping[str, dict[str, Any]]:
         """What the first of the processes read while all were busy."""
         started = [self._start(core) for core in visible_cores()[: self._processes]]
         try:
@@ -64,7 +65,7 @@ class Pinned:
                     one.kill()
                     one.wait()
         try:
-            found: dict[str, dict[str, dict[str, object]]] = json.loads(texts[0])
+            found: dict[str, dict[str, Any]] = json.loads(texts[0])
         except ValueError:
             raise RunError("a process that measured one core said nothing that can be read") from None
         return found

@@ -210,7 +210,9 @@ def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
         if spread is not None and spread[1] > 1.3 * spread[0]:
             found.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
     if "peak memory" in off:
-        found.append("memory: compare the terms of `tilemesh plan --explain` with the run; RESERVED_BYTES is a guess")
+        found.append(
+            "memory: compare the terms of `tilemesh plan --explain` with the run; what a process takes by itself wanders"
+        )
     return found
 
 

@@ -219,8 +219,9 @@ def backward_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
     return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
 
 
-def reserved_bytes(device: Device) -> int:
-    return constants.RESERVED_BYTES[device.kind]
+def reserved_bytes(device: Device, ranks: int) -> int:
+    among = constants.RESERVED_BYTES["ranks"] if device.kind == "cpu" and ranks > 1 else 0
+    return constants.RESERVED_BYTES[device.kind] + among
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:

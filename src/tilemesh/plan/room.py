@@ -25,7 +25,7 @@ class Room:
         self._device = cluster.device
         self._code = code
         self.context = context
-        self._reserved = memory.reserved_bytes(cluster.device)
+        self._reserved = memory.reserved_bytes(cluster.device, cluster.world)
         self._shards: dict[int, Shards] = {}
         self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
