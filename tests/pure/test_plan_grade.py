@@ -91,9 +91,11 @@ def test_what_was_not_recorded_says_so(tmp_path: Path) -> None:
 
 
 def test_a_prediction_made_before_the_run_is_the_one_graded(tmp_path: Path) -> None:
-    found = graded(tmp_path, predicted={"step_time_s": 123.0})
+    found = graded(tmp_path, predicted={"step_time_s": 123.0, "memory": {"total_bytes": 456, "reserved_bytes": 7}})
     assert found.before
     assert found.find("step time").predicted == 123.0
+    assert found.find("peak memory").predicted == 456
+    assert graded(tmp_path, predicted={"missing": "nobody asked"}).before is False
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _memory(run: Run, cluster: Cluster, now: Prediction) -> Grade:
     """On a GPU what torch allocates; on a CPU what the process grew by, with what its first step loads."""
     cpu = cluster.device.kind == "cpu"
-    predicted = now.memory.total_bytes - (0 if cpu else now.memory.reserved_bytes)
+    before = run.data.get("predicted")
+    told = before.get("memory") if isinstance(before, Mapping) else None
+    total, reserved = now.memory.total_bytes, now.memory.reserved_bytes
+    if isinstance(told, Mapping) and _number(told.get("total_bytes")) is not None:  # as it was said before the run
+        total, reserved = int(told["total_bytes"]), int(told.get("reserved_bytes") or reserved)
+    predicted = total - (0 if cpu else reserved)
     peaks, bases = run.data.get("peak_memory_bytes"), run.data.get("memory_baseline_bytes")
     measured = None
     if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
@@ -211,7 +216,7 @@ def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
             found.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
     if "peak memory" in off:
         found.append(
-            "memory: compare the terms of `tilemesh plan --explain` with the run; what a process takes by itself wanders"
+            "memory: compare the terms of `tilemesh plan --explain` with the run; a process's own part wanders"
         )
     return found
 
