@@ -55,6 +55,14 @@ def test_bytes_of_a_step_as_a_real_run_counted_them() -> None:
     assert predict(TINY, CLUSTER, PLAN).exchanges == {"tp": {"all_reduce": 9_449_472}, "dp": {"all_reduce": 2_101_760}}
 
 
+def test_bytes_with_sequence_parallelism_as_a_real_run_counted_them() -> None:
+    """tp 2 of the tiny preset: beside the loss's sums, the gradients of nine norms that each rank sees a part of."""
+    plan = ParallelPlan(tp=2, sequence_parallel=True, microbatch=16, precision="fp32")
+    assert predict(TINY, parse_cluster("2xcpu"), plan).exchanges == {
+        "tp": {"all_gather": 18_874_368, "reduce_scatter": 18_874_368, "all_reduce": 29_184}
+    }
+
+
 def test_the_worst_comes_first_with_what_to_do(tmp_path: Path) -> None:
     slow = 10 * predict(TINY, CLUSTER, PLAN).step_time_s
     found = graded(tmp_path, step_time_s={"median": slow, "p20": slow, "p80": 2 * slow, "n": 9})
