@@ -56,7 +56,9 @@ def layer_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
 def _figure(
     part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], Outcome], key: str = ""
 ) -> Figure:
-    case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"} | ({"pass": key} if key else {})
+    case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"}
+    if key:
+        case["pass"] = key
     missing = {"limit": NO_LIMIT, "peers": NO_PEER}
     return Figure(
         part=part, rate=rate, name=rate.partition("_")[0], case=case, unit=unit, predicted=predicted, limit=None,
@@ -132,7 +134,7 @@ def _block(cores: int, seconds: float) -> Outcome:
         x = start
         for (q, k, v, o, gate, up, down), (first, second) in zip(weights, gains, strict=True):
             h = functional.rms_norm(x, (width,), first, 1e-5)
-            heads = [functional.linear(h, one).unflatten(-1, (2, -1)).transpose(1, 2) for one in (q, k, v)]
+            heads = [functional.linear(h, one).view(1, tokens, 2, -1).transpose(1, 2) for one in (q, k, v)]
             keys, queries = _turned(heads[1], cos, sin), _turned(heads[0], cos, sin)
             y = functional.scaled_dot_product_attention(queries, keys, heads[2], is_causal=True)
             x = x + functional.linear(y.transpose(1, 2).flatten(-2), o)
