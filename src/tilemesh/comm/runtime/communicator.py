@@ -83,9 +83,14 @@ class Communicator:
     ) -> Any:
         """Every rank gets the combination of all ranks' arrays (global-sum)."""
         if wait:
-            result = self._again("all_reduce", op, algorithm, x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["all_reduce", op, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         call = Call("all_reduce", like, shape, (math.prod(shape),), op=op, out=out)
@@ -104,9 +109,14 @@ class Communicator:
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True) -> Any:
         """Every rank gets the root's array. The others' `x` gives shape and dtype; its values are not looked at."""
         if wait:
-            result = self._again("broadcast", root, algorithm, x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["broadcast", root, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         root = check.rank_of(root, self.size, "root")
         call = Call("broadcast", like, shape, (math.prod(shape),), root=root, out=out)
@@ -126,9 +136,14 @@ class Communicator:
     ) -> Any:
         """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
         if wait and counts is None and axis == 0:
-            result = self._again("reduce_scatter", op, algorithm, x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         axis = check.axis_of(axis, shape)
@@ -150,9 +165,14 @@ class Communicator:
     ) -> Any:
         """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
         if wait and counts is None and axis == 0:
-            result = self._again("all_gather", "", algorithm, x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         parts = self._lengths(counts, shape[axis])
@@ -242,9 +262,14 @@ class Communicator:
         With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
         """
         if wait and send_counts is None and recv_counts is None and axis == 0:
-            result = self._again("all_to_all", "", algorithm, x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         if (send_counts is None) != (recv_counts is None):
@@ -391,14 +416,6 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End the whole job, now."""
         self.transport.abort(reason)
-
-    def _again(self, name: str, kind: Any, algorithm: str, x: Any, out: Any) -> Any:
-        """The result of a call whose like has been made before; else NotImplemented."""
-        try:
-            ready = self._ready[name, kind, algorithm, x.dtype, x.shape]
-        except (KeyError, AttributeError, TypeError):
-            return NotImplemented
-        return ready(x, out)
 
     def _parts(self, counts: Sequence[int] | None, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
         parts = check.counts_of(counts, self.size, what)

@@ -8,11 +8,14 @@ another kind, an odd array), and the ordinary way is gone. Both ways are the sam
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 
-from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, ufunc_of
+from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
+from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, stack_adder, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 Ready = Callable[[Any, Any], Any]
 
 KEPT = 1024
+RANK_MASK = (1 << RANK_BITS) - 1
+
+native_codes: set[CodeType] = set()  # functions whose frames tell the watchdog of a call of the library's
 
 
 class ReadyCalls(dict[tuple[Any, ...], Ready]):
@@ -70,33 +76,67 @@ def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     return is_alike and out.shape == shape and out.flags.carray
 
 
+def _nobody() -> None:
+    return None
+
+
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
-    """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows at once."""
+    """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
+
+    Here and below the meeting is `Flags.meet` spelt out, with the one yield that almost every meeting of ranks without
+    a core of their own needs, and an `out` that has been looked at is known again: between two calls another rank had
+    the core, and each function that is entered then costs a microsecond.
+    """
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
     nbytes = call.length * dtype.itemsize
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
-    reduce, empty = ufunc_of(call.op, call.like.dtype).reduce, np.empty
-    is_average = call.op == "avg"
+    add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
+    words, me, others, wait, pause, yields = (
+        flags.words,
+        flags.mine,
+        flags.others,
+        flags._wait,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
+    empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        flags.meet()
-        reduce(rows[half], 0, dtype, out)
+        if fences:
+            release()
+            acquire()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        for other in others:
+            if words[other] < epoch:
+                if yields:
+                    pause()
+                if words[other] < epoch:
+                    wait(other, epoch, doing)
+        if fences:
+            release()
+            acquire()
+        add_up[half](out)
         if is_average:
             np.divide(out, ranks, out)
         return out
@@ -107,39 +147,60 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
 def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
     """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
     flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
     mine = [stage.reshape(x.shape) for stage in bound.mine]
     parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
     published, add, words, me = flags.await_published, bound.add, flags.words, flags.mine
-    others, fence, full_fence = flags.others, flags.fence, flags.full_fence
-    empty, is_average, rank = np.empty, call.op == "avg", arena.rank
+    others, full_fence, common, pause, yields = (
+        flags.others,
+        flags.full_fence,
+        flags.common,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
+    empty, ndarray, is_average, rank = np.empty, np.ndarray, call.op == "avg", arena.rank
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        if fence is not None:  # from here on what `Flags.is_last` does, without the call: cold calls are what costs
-            fence()
+        if fences:  # from here on what `Flags.is_last` does
+            release()
+            acquire()
         flags.epoch = epoch = flags.epoch + 1
         words[me] = epoch
         full_fence()
         for other in others:
             if words[other] < epoch:
-                out[...] = parts[half][published()]
+                if yields:
+                    pause()
+                    word = words[common]
+                    if word >> RANK_BITS >= epoch:
+                        if fences:
+                            release()
+                            acquire()
+                        out[...] = parts[half][word & RANK_MASK]
+                        break
+                out[...] = parts[half][published(doing)]
                 break
         else:
-            if fence is not None:
-                fence()
+            if fences:
+                release()
+                acquire()
             add(half)
             out[...] = parts[half][rank]
         if is_average:
@@ -152,38 +213,54 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
 def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
     at = 0 if call.collective == "all_gather" else caller.transport.rank * block
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
-    words, me, others, fence, wait = flags.words, flags.mine, flags.others, flags.fence, flags._wait
-    empty = np.empty
+    words, me, others, wait, pause, yields = (
+        flags.words,
+        flags.mine,
+        flags.others,
+        flags._wait,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
+    empty, ndarray = np.empty, np.ndarray
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        if fence is not None:  # `Flags.meet`, without the call: cold calls are what costs
-            fence()
+        if fences:
+            release()
+            acquire()
         flags.epoch = epoch = flags.epoch + 1
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                wait(other, epoch)
-        if fence is not None:
-            fence()
+                if yields:
+                    pause()
+                if words[other] < epoch:
+                    wait(other, epoch, doing)
+        if fences:
+            release()
+            acquire()
         out.reshape(stacked)[...] = rows[half]
         return out
 
@@ -192,14 +269,14 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
 
 def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
     is_root = caller.transport.rank == root
     staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        if pending or arena.turns != arena.done or type(x) is not np.ndarray:
             return NotImplemented
         if out is not None and not fits(out, shape, dtype):
             return NotImplemented
@@ -233,7 +310,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
     assert sharing is not None
     if call.collective in ("reduce", "gather", "scatter"):
         return None
-    engine, watch, arena = caller.engine, caller.watch, sharing.arena
+    pending, watch, arena = caller.engine.pending, caller.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
     run = sharing.ready(caller.shared_call(call, choice))
     contributes = call.collective != "broadcast" or caller.transport.rank == call.root
@@ -242,7 +319,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
+        if pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
             return NotImplemented
         if out is None:
             out = np.empty(result, dtype)
