@@ -230,10 +230,10 @@ def test_the_command_shows_rows_and_stores(
 
 
 def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
+    assert "calibrating once, for predictions and limits: " in run(calibrated, monkeypatch, "--if-missing")[0]
     assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
     path_for(calibrated.calibration.identity).write_text("{")
-    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
+    assert "`tilemesh calibrate` shows them" in run(calibrated, monkeypatch, "--if-missing")[0]
 
 
 def test_rows_have_standard_output_to_themselves(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -186,12 +187,22 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     console.print(words, soft_wrap=True)
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
-        f"go on:   tilemesh train --resume {folder} --set train.steps={2 * found['step']}\n"
-        f"write:   tilemesh generate {folder} --prompt 'import '",
+        f"go on:   {program()} train --resume {folder} --set train.steps={2 * found['step']}\n"
+        f"write:   {program()} generate {folder} --prompt 'import '",
         soft_wrap=True,
     )
     if json_file is not None:
         write_rows(made, json_file)
+
+
+def program() -> str:
+    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
+    if shutil.which("tilemesh"):
+        return "tilemesh"
+    script = Path(sys.executable).with_name("tilemesh")
+    words = str(script) if script.exists() else sys.executable
+    near = os.path.relpath(words)
+    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
 
 
 def write_page(folder: Path) -> str:
@@ -217,10 +228,10 @@ def _stopped(folder: Path, console: Console, sentence: str) -> None:
         print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
     else:
         print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
-        print(f"tilemesh train --resume {folder}", file=sys.stderr)
+        print(f"{program()} train --resume {folder}", file=sys.stderr)
 
 
 def _hint(folder: Path, console: Console) -> None:
     step = folders.newest_checkpoint(folder)
     if step is not None:
-        console.print(f"the last good checkpoint is of step {step}; go on with: tilemesh train --resume {folder}")
+        console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")
