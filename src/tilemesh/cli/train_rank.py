@@ -40,7 +40,8 @@ def main(text: str) -> int:
         if result.interrupted:
             print(f"stopped after step {result.step}; go on with: {program()} train --resume {folder}", flush=True)
         else:
-            console = Console(highlight=False, markup=False, stderr=asked.json == "-")
+            # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
+            console = Console(highlight=False, markup=False, stderr=asked.json == "-", force_terminal=False)
             show(folder, console, asked.json)
             console.print(page, soft_wrap=True)
     return 0

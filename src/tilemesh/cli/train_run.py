@@ -174,8 +174,10 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
         write_rows(made, folder / "rows.jsonl")
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
-    console.print(f"\na step: {words}", soft_wrap=True)
-    console.print(f"to improve: {found['improve']}", soft_wrap=True)
+    if found["step_time_s"] is None:
+        console.print("\na step: too few were timed to say where the time goes", soft_wrap=True)
+    else:
+        console.print(f"\na step: {words}\nto improve: {found['improve']}", soft_wrap=True)
     baseline = max(found["memory_baseline_bytes"])
     if baseline:
         console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
@@ -185,9 +187,10 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     words += f"{format_seconds(found['seconds'])} in all"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     console.print(words, soft_wrap=True)
+    further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
-        f"go on:   {program()} train --resume {folder} --set train.steps={2 * found['step']}\n"
+        f"go on:   {program()} train --resume {folder}{further}\n"
         f"write:   {program()} generate {folder} --prompt 'import '",
         soft_wrap=True,
     )

@@ -74,7 +74,9 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "exchanges": loop.step_bytes,
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
-        "improve": improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
+        "improve": "too few steps were timed to say"
+        if taken is None
+        else improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
     }
 
 
