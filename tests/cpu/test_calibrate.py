@@ -249,13 +249,13 @@ def test_the_command_shows_rows_and_stores(
 
 
 def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
+    assert "calibrating once, for predictions and limits: " in run(calibrated, monkeypatch, "--if-missing")[0]
     assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
     path_for(calibrated.calibration.identity).write_text("{")
-    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]
+    assert "`tilemesh calibrate` shows them" in run(calibrated, monkeypatch, "--if-missing")[0]
     all_cores = calibrated.calibration.rates("all_cores")
     dataclasses.replace(calibrated.calibration, all_cores=dataclasses.replace(all_cores, operation_s=None)).save()
-    assert "matmul" in run(calibrated, monkeypatch, "--if-missing")[0]  # of a version that measured no layers
+    assert "calibrating once" in run(calibrated, monkeypatch, "--if-missing")[0]  # of a version that measured no layers
     assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
 
 

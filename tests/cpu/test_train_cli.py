@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.cli.train_rows import TAKING_TURNS, rows
+from tilemesh.cli.train_run import program
 from tilemesh.train.folder import read_json
 from tilemesh.train.progress import Shown, step_words
 
@@ -127,3 +129,19 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert said.out == "hello\n[1] plain\n"
     assert said.err == "[1] bad\n"
+
+
+def test_the_lines_to_copy_call_what_a_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make train` the command lies in .venv/bin, where no shell looks."""
+    commands = tmp_path / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    (commands / "tilemesh").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setenv("PATH", "")
+    assert program() == ".venv/bin/tilemesh"
+    monkeypatch.setenv("PATH", str(commands))
+    assert program() == "tilemesh"
+    monkeypatch.setenv("PATH", "")
+    (commands / "tilemesh").unlink()
+    assert program() == ".venv/bin/python -m tilemesh"

@@ -205,7 +205,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert said.rstrip().splitlines()[-1] == f"tilemesh train --resume {folder}"
+    assert said.rstrip().splitlines()[-1].endswith(f"tilemesh train --resume {folder}")
     steps = [step for step, _ in checkpoints(folder / CHECKPOINTS)]
     assert len(steps) == 1
     assert f"checkpoint of step {steps[0]} written" in said

@@ -95,3 +95,12 @@ def test_a_mesh_that_is_none(mesh: str) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'gpt2-124m'"):
         load("gpt2")
+
+
+def test_a_file_without_a_word_on_microbatches_takes_a_replicas_rows_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    model = "[model]\nlayers=1\nwidth=16\nheads=2\nmlp_width=32\ncontext=16\nvocabulary=256\n"
+    path.write_text(f"{model}[train]\nbatch=12\n[plan]\ndp=2\n")
+    assert (load(str(path)).plan.microbatch, load(str(path)).plan.accumulation) == (6, 1)
+    asked = load(str(path), sets=["plan.microbatch=2"]).plan
+    assert (asked.microbatch, asked.accumulation) == (2, 3)

@@ -32,13 +32,18 @@ def calibrate(
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
-    console.print(f"calibrating {this_machine().words}")
+    # Who asks for it only where it is missing wants to get on: a line before, a line after.
+    once = "once, for predictions and limits: " if if_missing else ""
+    console.print(f"calibrating {once}{this_machine().words}", soft_wrap=True)
     began = time.perf_counter()
-    with _progress(console) as report:
+    with _progress(console, brief=if_missing) as report:
         result = measuring.calibrate(quick=quick, progress=report)
-    console.print()
-    print_rows(result.rows, console)
-    console.print(f"\n{len(result.rows)} figures in {time.perf_counter() - began:.1f} s; a copied byte counts twice")
+    if not if_missing:
+        console.print()
+        print_rows(result.rows, console)
+        console.print()
+    more = "; `tilemesh calibrate` shows them" if if_missing else "; a copied byte counts twice"
+    console.print(f"{len(result.rows)} figures in {time.perf_counter() - began:.1f} s{more}", soft_wrap=True)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     if result.warnings:
@@ -63,12 +68,12 @@ def _is_known() -> bool:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, a line a figure in a log."""
+def _progress(console: Console, brief: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, a line a figure in a log; `brief`: nothing there."""
     if not console.is_terminal:
 
         def line(done: int, total: int, words: str) -> None:
-            if done < total:
+            if done < total and not brief:
                 console.print(f"[{done + 1}/{total}] {words}", markup=False, soft_wrap=True)
 
         yield line

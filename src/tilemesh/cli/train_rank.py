@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli.train_rows import predict_run
-from tilemesh.cli.train_run import Asked, _folder, configuration, show, write_environment, write_page
+from tilemesh.cli.train_run import Asked, _folder, configuration, program, show, write_environment, write_page
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.measure.machine import gpu_names
@@ -38,9 +38,10 @@ def main(text: str) -> int:
     if comm.rank == 0:
         page = write_page(folder)
         if result.interrupted:
-            print(f"stopped after step {result.step}; go on with: tilemesh train --resume {folder}", flush=True)
+            print(f"stopped after step {result.step}; go on with: {program()} train --resume {folder}", flush=True)
         else:
-            console = Console(highlight=False, markup=False, stderr=asked.json == "-")
+            # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
+            console = Console(highlight=False, markup=False, stderr=asked.json == "-", force_terminal=False)
             show(folder, console, asked.json)
             console.print(page, soft_wrap=True)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -173,8 +174,10 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
         write_rows(made, folder / "rows.jsonl")
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
-    console.print(f"\na step: {words}", soft_wrap=True)
-    console.print(f"to improve: {found['improve']}", soft_wrap=True)
+    if found["step_time_s"] is None:
+        console.print("\na step: too few were timed to say where the time goes", soft_wrap=True)
+    else:
+        console.print(f"\na step: {words}\nto improve: {found['improve']}", soft_wrap=True)
     baseline = max(found["memory_baseline_bytes"])
     if baseline:
         console.print(f"memory: beside the model's, the process itself takes {format_bytes(baseline)} a rank")
@@ -184,14 +187,25 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     words += f"{format_seconds(found['seconds'])} in all"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     console.print(words, soft_wrap=True)
+    further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
     console.print(
         f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
-        f"go on:   tilemesh train --resume {folder} --set train.steps={2 * found['step']}\n"
-        f"write:   tilemesh generate {folder} --prompt 'import '",
+        f"go on:   {program()} train --resume {folder}{further}\n"
+        f"write:   {program()} generate {folder} --prompt 'import '",
         soft_wrap=True,
     )
     if json_file is not None:
         write_rows(made, json_file)
+
+
+def program() -> str:
+    """How to call this command again from here: by its name, or where a shell does not find that, by where it lies."""
+    if shutil.which("tilemesh"):
+        return "tilemesh"
+    script = Path(sys.executable).with_name("tilemesh")
+    words = str(script) if script.exists() else sys.executable
+    near = os.path.relpath(words)
+    return (words if near.startswith("..") else near) + ("" if script.exists() else " -m tilemesh")
 
 
 def write_page(folder: Path) -> str:
@@ -217,10 +231,10 @@ def _stopped(folder: Path, console: Console, sentence: str) -> None:
         print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
     else:
         print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
-        print(f"tilemesh train --resume {folder}", file=sys.stderr)
+        print(f"{program()} train --resume {folder}", file=sys.stderr)
 
 
 def _hint(folder: Path, console: Console) -> None:
     step = folders.newest_checkpoint(folder)
     if step is not None:
-        console.print(f"the last good checkpoint is of step {step}; go on with: tilemesh train --resume {folder}")
+        console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")

@@ -209,6 +209,9 @@ def load(
     name = name or DEFAULT_PRESET
     if name.endswith(".toml"):
         made = config.load(TrainConfig, file=name, sets=sets)
+        if made.train.batch and not _says(name, sets, "plan", "microbatch"):
+            # Nobody asked for small pieces: a replica takes its rows at once. `settled` cuts this to what they are.
+            made = replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch, accumulation=1))
     else:
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
     told = {key for key, _ in config.split_sets(sets)}
@@ -255,6 +258,12 @@ def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
 
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
+
+
+def _says(file: str, sets: Sequence[str], section: str, key: str) -> bool:
+    """Whether a TOML file or a setting over it names this key."""
+    told = config.parse_toml(Path(file).read_text(encoding="utf-8"), file).get(section, {})
+    return key in told or any(name == f"{section}.{key}" for name, _ in config.split_sets(sets))
 
 
 def _of_folder(made: TrainConfig, folder: Path, told: set[str]) -> TrainConfig:

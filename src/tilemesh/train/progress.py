@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tilemesh.core.context import JOB_VARIABLE
+from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 
 MARK = b"\x1e"
@@ -35,8 +35,9 @@ def emitter(on: bool) -> Callable[[Mapping[str, Any]], None]:
                 os.write(1, MARK + json.dumps(event).encode() + b"\n")
 
         return send
-    shown = Shown()
-    return shown.event
+    # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
+    plain = Console(highlight=False, markup=False, force_terminal=False) if membership() is not None else None
+    return Shown(plain).event
 
 
 def step_words(event: Mapping[str, Any]) -> str:

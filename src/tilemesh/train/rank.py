@@ -333,7 +333,7 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
         where = torch.cuda.get_device_name(device)
     epochs = config.train.steps * config.batch / max(1, corpus.train.samples(config.context))
     return (
-        f"{config.plan.describe()} over {mesh.comm.backend}, a rank on {where}\n"
+        f"{config.plan.describe()}; {mesh.comm.backend} between ranks, each on {where}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
     )
 

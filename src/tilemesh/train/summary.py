@@ -83,7 +83,9 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
         "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),
         "memory_how": HOW,
-        "improve": improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
+        "improve": "too few steps were timed to say"
+        if taken is None
+        else improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
     }
 
 
