@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilemesh.core.advice import improvement, savings
 from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.explain import Shares, improvement, shares
+from tilemesh.train.explain import Shares, shares
 from tilemesh.train.manifest import (
     Box,
     DamagedError,
@@ -34,25 +36,49 @@ def test_shares_are_fractions_of_a_whole(step: float, parts: tuple[float, float,
     assert sum(values) == pytest.approx(1)
 
 
+EXCHANGES = {"tp all_reduce": 2.0, "dp all_reduce": 1.0}
+MOVED = {"tp": {"all_reduce": 2 << 20}, "dp": {"all_reduce": 9 << 20}}
+
+
 @pytest.mark.parametrize(
-    ("of", "words"),
+    ("of", "of_limit", "words"),
     [
-        (Shares(0.6, 0.4, 0.0, 0.0), "exchanges take 40% of a step, most of it all_reduce over tp, 2 MiB a step"),
-        (Shares(0.6, 0.1, 0.3, 0.0), "waiting for data takes 30%"),
-        (Shares(0.6, 0.1, 0.0, 0.3), "waiting for the slowest rank takes 30%"),
-        (Shares(0.95, 0.05, 0.0, 0.0), "compute takes 95% of a step at 43% of the measured matmul peak"),
+        (
+            Shares(0.6, 0.4, 0.0, 0.0),
+            0.43,
+            "exchanges take 40 % of a step, most of it all_reduce over tp, 2 MiB a step",
+        ),
+        (Shares(0.6, 0.1, 0.3, 0.0), 0.43, "waiting for data takes 30 %"),
+        (Shares(0.6, 0.1, 0.0, 0.3), 0.43, "waiting for the slowest rank takes 30 %"),
+        (
+            Shares(0.76, 0.23, 0.0, 0.01),
+            0.08,
+            "compute takes 76 % of a step, and at the calibrated peak would take 8 %",
+        ),
+        (Shares(0.76, 0.23, 0.0, 0.01), None, "exchanges take 23 %"),
+        (Shares(0.95, 0.05, 0.0, 0.0), None, "compute takes 95 % of a step: larger matrices"),
+        (Shares(0.999, 0.001, 0.0, 0.0), 0.998, "nothing measured leaves more"),
     ],
 )
-def test_the_largest_thing_is_named(of: Shares, words: str) -> None:
-    exchanges = {"tp all_reduce": 2.0, "dp all_reduce": 1.0}
-    moved = {"tp": {"all_reduce": 2 << 20}, "dp": {"all_reduce": 9 << 20}}
-    assert words in improvement(of, exchanges, moved, ranks=4, cores=2, mfu=0.43)
+def test_the_largest_thing_is_named(of: Shares, of_limit: float | None, words: str) -> None:
+    assert words in improvement(asdict(of), EXCHANGES, MOVED, ranks=4, cores=2, of_limit=of_limit)
 
 
 def test_crowded_ranks_are_told_of_it() -> None:
-    of, moved = Shares(0.6, 0.4, 0.0, 0.0), {"dp": {"all_reduce": 8}}
-    assert "4 ranks share 2 cores" in improvement(of, {"dp all_reduce": 1.0}, moved, ranks=4, cores=2)
-    assert "share" not in improvement(of, {"dp all_reduce": 1.0}, moved, ranks=2, cores=2)
+    of = asdict(Shares(0.6, 0.4, 0.0, 0.0))
+    assert "4 ranks share 2 cores" in improvement(of, EXCHANGES, MOVED, ranks=4, cores=2)
+    assert "4 ranks share 2 cores" in improvement(of, EXCHANGES, MOVED, ranks=4, cores=2, of_limit=0.1)
+    assert "share" not in improvement(of, EXCHANGES, MOVED, ranks=2, cores=2)
+
+
+@given(parts=st.tuples(*[st.floats(0, 1)] * 4), of_limit=st.floats(0, 1))
+def test_the_advice_is_about_the_largest_saving(parts: tuple[float, ...], of_limit: float) -> None:
+    of = dict(zip(("compute", "exchange", "data", "idle"), parts, strict=True))
+    openings = {
+        "compute": "compute takes", "exchange": "exchanges take", "data": "waiting for data", "idle": "waiting for the"
+    }  # fmt: skip
+    first = next(iter(savings(of, of_limit)), None)
+    assert improvement(of, {}, {}, ranks=1, cores=1, of_limit=of_limit).startswith(openings.get(first or "", "nothing"))
 
 
 @given(steps=st.integers(1, 300), warmup=st.integers(0, 400), end=st.floats(0, 1))

@@ -263,6 +263,10 @@ def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
         "the largest saving is exchanges that hide behind compute, at most 30 % of the step."
     )
     assert verdict.judge(found, 0.2).savings[0] == verdict.Saving("compute at the calibrated peak", pytest.approx(0.45))
+    # What can be done is about the saving that was named, whatever the run said before the limit was known.
+    assert verdict.improve(found, 0.62).startswith("exchanges take 30 % of a step, most of it all_reduce over tp")
+    assert verdict.improve(found, 0.2).startswith("compute takes 65 % of a step, and at the calibrated peak")
+    assert "the largest saving beside compute is exchanges" in verdict.judge(found, None).sentence
 
 
 def test_a_verdict_without_a_summary_uses_the_metrics(make_run: MakeRun) -> None:

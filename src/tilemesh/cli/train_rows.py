@@ -55,6 +55,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "hfu": found.hfu,
         "exchange_share": found.times.exposed_s / found.step_time_s,
         "memory_bytes": found.memory.total_bytes,
+        "limit_s": _limit_s(config, on_gpu),
     }
 
 
@@ -181,6 +182,14 @@ def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
     if rate is None:
         return None, f"no matmul in {dtype} was calibrated on this machine"
     return rate * (1 if found["device"] == "cpu" else found["world"]), ""
+
+
+def _limit_s(config: TrainConfig, on_gpu: bool) -> float | None:
+    """A step whose model FLOPs all ran at the calibrated peak: what the ranks weigh their compute against."""
+    device = "cuda" if on_gpu else "cpu"
+    known = {"plan": config.plan.to_dict(), "machine": this_machine().id, "device": device, "world": config.plan.world}
+    peak, _ = _peak(known)
+    return None if peak is None else model_flops(config.model, config.batch, config.context) / peak
 
 
 def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:

@@ -173,7 +173,7 @@ def show(folder: Path, console: Console, json_file: str | None) -> None:
     with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
         write_rows(made, folder / "rows.jsonl")
     share = found["shares"]
-    words = ", ".join(f"{name} {share[key]:.0%}" for key, name in _SHARES)
+    words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
     if found["step_time_s"] is None:
         console.print("\na step: too few were timed to say where the time goes", soft_wrap=True)
     else:

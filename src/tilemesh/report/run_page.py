@@ -16,7 +16,7 @@ from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.values import number, section
 from tilemesh.report.values import numbers as figures
-from tilemesh.report.verdict import Verdict, judge
+from tilemesh.report.verdict import Verdict, improve, judge
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def _of_limit(beside: Beside) -> float | None:
 
 
 def _header(run: Run, beside: Beside, live: str | None) -> Html:
-    found = judge(run, _of_limit(beside))
+    of_limit = _of_limit(beside)
     links = ("learning", "rows", "time", "timeline", "memory", "mesh", "events", "again")
     return el(
         "header",
         el("h1", run.name),
         el("p", _what(run), class_="quiet"),
-        _verdict(found, run),
+        _verdict(judge(run, of_limit), improve(run, of_limit)),
         el("p", _watching(run, live), class_="quiet", id="state") if live is not None else None,
         _facts(run, beside),
         _missing(run),
@@ -75,11 +75,10 @@ def _header(run: Run, beside: Beside, live: str | None) -> Html:
     )
 
 
-def _verdict(found: Verdict, run: Run) -> Html:
-    improve = run.summary.get("improve") if not run.is_behind else None
+def _verdict(found: Verdict, advice: str) -> Html:
     return join(
         el("p", tied(found.sentence), class_="verdict bad" if found.is_bad else "verdict"),
-        el("p", el("b", "What can be done: "), str(improve)) if improve else None,
+        el("p", el("b", "What can be done: "), tied(advice)) if advice else None,
     )
 
 

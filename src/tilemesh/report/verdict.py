@@ -9,9 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilemesh.core import advice
 from tilemesh.core.units import format_seconds
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
-from tilemesh.report.values import number, section
+from tilemesh.report.values import count, number, section
+
+_NAMES = {
+    "exchange": "exchanges that hide behind compute",
+    "idle": "ranks that arrive together",
+    "data": "data that is ready in time",
+    "compute": "compute at the calibrated peak",
+}
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,27 @@ def shares_of(run: Run) -> dict[str, float]:
 
 def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]:
     """Largest first. `of_limit`: the step the machine allows over the step it took; below it nothing can be saved."""
-    names = {
-        "exchange": "exchanges that hide behind compute",
-        "idle": "ranks that arrive together",
-        "data": "data that is ready in time",
-    }
-    found = [Saving(words, shares[key]) for key, words in names.items() if shares.get(key, 0.0) > 0]
-    if of_limit is not None and "compute" in shares:
-        found.append(Saving("compute at the calibrated peak", max(0.0, shares["compute"] - of_limit)))
-    return sorted((one for one in found if one.fraction >= 0.005), key=lambda one: -one.fraction)
+    return [Saving(_NAMES[kind], value) for kind, value in advice.savings(shares, of_limit).items()]
+
+
+def improve(run: Run, of_limit: float | None) -> str:
+    """What acts on the largest saving, the one the sentence names. A run that says nothing of it gets none."""
+    told, shares = "" if run.is_behind else str(run.summary.get("improve") or ""), shares_of(run)
+    if not told or not shares or run.step_time() is None:
+        return told
+    exchanges = section(run.summary, "exchanges")
+    return advice.improvement(
+        shares,
+        _finite(section(run.summary, "exchange_seconds")),
+        {axis: _finite(section(exchanges, axis)) for axis in exchanges},
+        ranks=run.world,
+        cores=count(run.summary.get("cores"), run.world),
+        of_limit=of_limit,
+    )
+
+
+def _finite(told: Mapping[str, object]) -> dict[str, float]:
+    return {name: value for name, one in told.items() if math.isfinite(value := number(one))}
 
 
 def judge(run: Run, of_limit: float | None) -> Verdict:
@@ -74,7 +94,8 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
         parts.append(f"communication (with waiting for ranks) is {share} of the step")
     if found:
         most = f"{found[0].fraction:.0%}".replace("%", " %")
-        parts.append(f"the largest saving is {found[0].what}, at most {most} of the step")
+        known = "the largest saving" if of_limit is not None else "the largest saving beside compute"
+        parts.append(f"{known} is {found[0].what}, at most {most} of the step")
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"

@@ -277,10 +277,10 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
         text = _sample(loop)
     recorder.at("summary")
-    found = summary.gather(loop, recorder, baseline, began)
+    predicted = read_json(loop.folder / PREDICTED) if comm.rank == 0 else {}
+    found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
-        predicted = read_json(loop.folder / PREDICTED)
         journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
         loop.write_choices()
         if text is not None:

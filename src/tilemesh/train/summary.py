@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilemesh.core.advice import improvement
 from tilemesh.core.config import to_dict
 from tilemesh.measure.machine import command, commit, granted_cores, this_machine, versions
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
-from tilemesh.train.explain import improvement, shares
+from tilemesh.train.explain import shares
 from tilemesh.train.memory import peak_bytes, storage_bytes
 from tilemesh.train.record import Recorder
 
@@ -30,8 +31,10 @@ HOW = (
 )
 
 
-def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[str, Any]:
-    """The summary, on every rank (a collective call)."""
+def gather(
+    loop: Loop, recorder: Recorder, baseline: int, began: float, *, limit_s: float | None = None
+) -> dict[str, Any]:
+    """The summary, on every rank (a collective call). `limit_s`: the step the machine allows, where that is known."""
     comm, config, timing = loop.mesh.comm, loop.config, loop.timing
     peak = peak_bytes(loop.device)
     mine = np.array(
@@ -85,8 +88,11 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "memory_how": HOW,
         "improve": "too few steps were timed to say"
         if taken is None
-        else improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
-    }
+        else improvement(
+            asdict(parts), by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores(),
+            of_limit=None if limit_s is None else limit_s / taken.median,
+        ),
+    }  # fmt: skip
 
 
 def _held(loop: Loop) -> list[float]:
