@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tilemesh.core.errors import UsageError
+from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.report import compare, run, series, spans, verdict
+from tilemesh.report import compare, compare_page, kernel_page, run, run_page, series, spans, verdict
 from tilemesh.report.draw import Axis, around
 from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
@@ -289,6 +290,56 @@ def test_a_loss_that_is_no_number_is_the_verdict(make_run: MakeRun) -> None:
     assert "Stopped at step 21: it came to no number" in found.sentence
 
 
+def test_the_facts_of_a_page_go_with_its_rows(make_run: MakeRun) -> None:
+    found = run.read(make_run(), now=later())
+    row = {"case": {}, "missing": {"peers": "none", "predicted": "none", "limit": "no calibration"}, "command": "c"}
+    row |= {"machine": "m", "versions": {}, "commit": None, "predicted": None, "limit": None}
+    step = Row(name="step time", unit="s", measured=Sample(2.0, 1.9, 2.1, 5), **row)
+    speed = Row(name="throughput", unit="tokens/s", measured=Sample(1024.0, 1000.0, 1100.0, 5), **row)
+    shown = run_page.render(found, run_page.Beside([step, speed]))
+    assert "1.02k<small>at the median step" in shown
+    assert "how near the limit is not known (no calibration)" in shown
+    without = run_page.render(found, run_page.Beside([], "the summary is of another version: 'cores'"))
+    assert "median of the last 10 steps" in without
+    assert "how near the limit is not known (the summary is of another version: &#x27;cores&#x27;)" in without
+
+
+def test_metrics_that_cannot_be_read_are_not_a_run_that_has_not_begun(make_run: MakeRun) -> None:
+    folder = make_run(summary=False)
+    (folder / "metrics.jsonl").write_bytes(bytes(range(128, 256)) * 4 + b"\n")
+    found = verdict.judge(run.read(folder), None)
+    assert found.is_bad
+    assert found.sentence == "No step can be read: the metrics are damaged."
+
+
+def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
+    row = {"predicted": None, "missing": {"peers": "none", "predicted": "none"}, "machine": "m", "versions": {}}
+    rows = [
+        Row(name="step time", case={"compiled": False}, unit="s", measured=Sample(2.0, 2.0, 2.0, 3), limit=1.0,
+            commit="a", command="first", **row),
+        Row(name="memory", case={"compiled": True}, unit="B", measured=Sample(99.0, 99.0, 99.0, 1), limit=1.0,
+            commit="b", command="second", **row),
+    ]  # fmt: skip
+    assert (
+        kernel_page.verdict(rows)
+        == "Median 50 % of the limit; the largest saving is step time, at most 50 % of its time."
+    )
+    shown = kernel_page.render(rows, [None, None])
+    assert "first<br>second" in shown
+    assert "step time not compiled" in shown
+
+
+def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:9] + lines[12:]))
+    name = "B" * 200
+    first, second = run.read(folder), run.read(make_run(name))
+    shown = compare_page.render(first, run_page.Beside(), second, run_page.Beside())
+    assert "<li>a: steps 10 to 12: not in the metrics</li>" in shown
+    assert f'<th scope="col" class="long">{name}</th>' in shown
+
+
 def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
     first, second = run.read(make_run("a")), run.read(make_run("b", lr=0.001, seconds=0.13))
     changed = compare.changes({"optimizer.lr": 0.004, "same": 1, "gone": 2}, {"optimizer.lr": 0.001, "same": 1})
@@ -296,7 +347,7 @@ def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
     found = {one.name: one.verdict for one in compare.differences(first, [], second, [])}
     assert found["step time"] == compare.WORSE
     assert found["throughput"] == compare.WORSE
-    assert found["training loss, last tenth"] == compare.SAME
+    assert found["training loss, last steps"] == compare.SAME
     same = compare.differences(first, [], first, [])
     assert {one.verdict for one in same} == {compare.SAME}
     assert "no figure differs" in compare.sentence(first, first, [], same)

@@ -13,7 +13,7 @@ from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, Part, bars
-from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure, grid
+from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
@@ -53,7 +53,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
         el("div", *(draw_rounds(one) for one in picked), class_="pair") if picked else None,
         el("h2", "Every row") if rows else None,
         el("details", el("summary", "Rows"), row_table(rows, ("ranks", "bytes", "algorithm"))) if rows else None,
-        _origin(rows),
+        origin(rows),
     )
     return page(f"{title}: tilemesh bench", body)
 
@@ -196,10 +196,3 @@ def picked_schedules(panels: Iterable[Panel], known: set[tuple[str, str, int]]) 
                 known.add(key)
                 made.append(build(*key))
     return made
-
-
-def _origin(rows: Sequence[Row]) -> Html | None:
-    if not rows:
-        return None
-    facts = [[key, el("td", value, class_="words")] for key, value in origin(rows[0]).items()]
-    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))

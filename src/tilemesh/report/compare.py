@@ -61,7 +61,7 @@ def differences(first: Run, first_rows: Sequence[Row], second: Run, second_rows:
                 found.append(_difference(name, unit, a, b, higher_is_better(unit)))
     a, b = first.tail("loss"), second.tail("loss")
     if a is not None and b is not None:
-        found.append(_difference("training loss, last tenth", "nats", a, b, False))
+        found.append(_difference("training loss, last steps", "nats", a, b, False))
     held = [number(one[-1][1]) for one in (first.figure("held_out"), second.figure("held_out")) if one]
     if len(held) == 2:
         once = [Sample(value, value, value, 1) for value in held]

@@ -13,7 +13,7 @@ from tilemesh.report.draw import Axis, Layer, Plot, Table, around, chart, grid
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside, flat
-from tilemesh.report.run_parts import MOST_ROWS, absent, short, steps_axis
+from tilemesh.report.run_parts import MOST_ROWS, absent, gap_words, short, steps_axis
 
 
 def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> str:
@@ -53,9 +53,9 @@ def _names(first: Run, second: Run) -> tuple[str, str]:
 
 def _missing(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
     items = [
-        el("li", f"{name}: {what}: {why}")
+        el("li", f"{name}: {what}")
         for name, run in zip(names, (first, second), strict=True)
-        for what, why in run.missing.items()
+        for what in [*(f"{what}: {why}" for what, why in run.missing.items()), *gap_words(run)]
     ]
     return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
 
@@ -81,7 +81,8 @@ def _differences(found: Sequence[Difference], names: tuple[str, str]) -> Html:
         cells = [_sample(one.first, one.unit), _sample(one.second, one.unit)]
         rows.append([one.name, el("td", one.verdict, class_=kind), ratio, *cells])
     note = (
-        "Within noise: medians closer than 2 %, or overlapping p20 to p80. What was measured once has no spread to "
+        "Within noise: medians closer than 2 %, or overlapping p20 to p80. Last steps: a run's last tenth, ten at "
+        "least. What was measured once has no spread to "
         "judge by: two runs of one configuration would tell."
     )
     return join(grid(Table(["figure", "verdict", "change", *names], rows)), el("p", note, class_="quiet"))

@@ -16,7 +16,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
 from tilemesh.report.bars import Bar, Part, bars, heat
-from tilemesh.report.draw import BACK_FROM, Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure, grid
+from tilemesh.report.draw import BACK_FROM, Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
@@ -72,7 +72,7 @@ def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Tr
         row_table(rows, lead) if rows else None,
         el("h2", "What the tuner tried") if trials else None,
         *heat_maps(trials),
-        _origin(rows),
+        origin(rows),
     )
     return page(f"{title}: tilemesh bench", body)
 
@@ -93,11 +93,14 @@ def verdict(rows: Sequence[Row]) -> str:
     parts = []
     if judged:
         parts.append(f"faster than every peer in {len(faster)} of {len(judged)} cases, equal in {len(same)}")
-    reached = sorted(row.of_limit for row in rows if row.of_limit is not None)
-    if reached:
-        parts.append(f"median {percent(reached[len(reached) // 2])} of the limit")
-        worst = min((row for row in rows if row.of_limit is not None), key=lambda row: row.of_limit or 0.0)
-        gain = percent(1 - (worst.of_limit or 0.0))
+    # Bytes and fractions of a peak are no time: nothing of them is saved by being faster.
+    of_time = [row for row in rows if row.unit == "s" or row.unit.endswith("/s")]
+    timed = [(row.of_limit, row) for row in of_time if row.of_limit is not None]
+    if timed:
+        timed.sort(key=lambda one: one[0])
+        parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
+        least, worst = timed[0]
+        gain = percent(1 - least)
         parts.append(f"the largest saving is {worst.case.get('shape', worst.name)}, at most {gain} of its time")
     words = "; ".join(parts) or "nothing to compare with"
     return f"{words[0].upper()}{words[1:]}."
@@ -123,10 +126,13 @@ def _is_equal(row: Row) -> bool:
 def _name(row: Row) -> str:
     if "shape" in row.case:
         return f"{row.case['shape']} {row.case.get('dtype', '')}".strip()
-    words = [
-        f"{value} {key}" if isinstance(value, int) else str(value) for key, value in row.case.items() if key != "by"
-    ]
-    return " ".join([row.name, *words])
+    return " ".join([row.name, *(_part(key, value) for key, value in row.case.items() if key != "by")])
+
+
+def _part(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return key if value else f"not {key}"
+    return f"{value} {key}" if isinstance(value, int) else str(value)
 
 
 # ---- drawings --------------------------------------------------------------------------------------------------
@@ -303,10 +309,3 @@ def _heat_cell(trial: Trial, fastest: float) -> tuple[float, str, str]:
 
 def _config(trial: Trial) -> str:
     return ", ".join(f"{key} {value}" for key, value in trial.config.items())
-
-
-def _origin(rows: Sequence[Row]) -> Html | None:
-    if not rows:
-        return None
-    facts = [[key, el("td", value, class_="words")] for key, value in origin(rows[0]).items()]
-    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
@@ -79,7 +79,17 @@ def peer(row: Row, name: str) -> Child:
     return el("td", _value(row, found.median), " ", el("span", f"{factor:.2f}×{' =' if same else ''}", class_=kind))
 
 
-def origin(row: Row) -> Mapping[str, str]:
-    """Where a row came from, for the foot of a page."""
-    versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
-    return {"machine": row.machine, "versions": versions, "commit": row.commit or "not known", "command": row.command}
+def origin(rows: Sequence[Row]) -> Html | None:
+    """Where rows came from, for the foot of a page. One file may hold several commands': each value stands once."""
+    if not rows:
+        return None
+    facts: list[list[Child]] = []
+    for key, values in {
+        "machine": [row.machine for row in rows],
+        "versions": [", ".join(f"{name} {version}" for name, version in row.versions.items()) for row in rows],
+        "commit": [row.commit or "not known" for row in rows],
+        "command": [row.command for row in rows],
+    }.items():
+        lines = [part for value in dict.fromkeys(values) for part in (el("br"), value)][1:]
+        facts.append([key, el("td", *lines, class_="words")])
+    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))

@@ -65,6 +65,8 @@ class Run:
     """When the metrics were last written to."""
     is_behind: bool = False
     """Whether the summary is of an earlier attempt: the run has gone on since."""
+    is_unread: bool = False
+    """Whether there are lines of metrics and none of them can be read."""
 
     def figure(self, key: str) -> list[tuple[int, float]]:
         """(step, value) wherever a step has this key; what is no number is NaN."""
@@ -110,6 +112,11 @@ class Run:
     def last_steps(self) -> Sequence[Mapping[str, Any]]:
         """The last tenth of the run's steps (ten at least)."""
         return self.steps[-max(10, int(len(self.steps) * _KEEPS_TAIL)) :]
+
+    @property
+    def tail_words(self) -> str:
+        many = len(self.last_steps())
+        return f"the last {many:,} steps" if many > 1 else "the only step"
 
     def tail(self, key: str) -> Sample | None:
         """A figure over the last tenth of the run's steps."""
@@ -162,6 +169,7 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         rows=_rows(place),
         missing=missing,
         written_at=_written_at(place / METRICS),
+        is_unread=bool(damaged) and not lines,
         is_behind=_is_behind(summary, steps, told.resumed_at, _written_at(place / SUMMARY)),
     )
     return _settled(run, told.is_over, time.time() if now is None else now)

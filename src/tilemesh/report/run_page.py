@@ -9,6 +9,7 @@ from typing import Any
 
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
 from tilemesh.report import memory_part, run_parts, time_parts
 from tilemesh.report.draw import Table, grid, numbers
 from tilemesh.report.html import Child, Html, el, join, page, tied
@@ -57,6 +58,12 @@ def _of_limit(beside: Beside) -> float | None:
     return next((row.of_limit for row in beside.rows if row.name == "step time"), None)
 
 
+def _why_no_limit(beside: Beside) -> str:
+    """Why a step cannot be held against the limit; empty where it can."""
+    reasons = [row.missing.get(key) for row in beside.rows if row.name == "step time" for key in ("measured", "limit")]
+    return next((reason for reason in reasons if reason), "" if beside.rows else beside.why_no_rows)
+
+
 # ---- the top ---------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +74,7 @@ def _header(run: Run, beside: Beside, live: str | None) -> Html:
         "header",
         el("h1", run.name),
         el("p", _what(run), class_="quiet"),
-        _verdict(judge(run, of_limit), improve(run, of_limit)),
+        _verdict(judge(run, of_limit, _why_no_limit(beside)), improve(run, of_limit)),
         el("p", _watching(run, live), class_="quiet", id="state") if live is not None else None,
         _facts(run, beside),
         _missing(run),
@@ -112,9 +119,9 @@ def _facts(run: Run, beside: Beside) -> Html:
     held = run.figure("held_out")
     if held:
         facts.append(("held-out loss", f"{held[-1][1]:.4g}", f"step {held[-1][0]:,}"))
-    speed = run.tail("tokens_per_s")
+    speed, of_what = _speed(run, beside)
     if speed is not None:
-        facts.append(("tokens/s", format_count(speed.median), "median of the last tenth"))
+        facts.append(("tokens/s", format_count(speed.median), of_what))
     taken = run.step_time()
     if taken is not None:
         facts.append(
@@ -125,7 +132,7 @@ def _facts(run: Run, beside: Beside) -> Html:
         facts.append(("of the limit", percent(of_limit), "as calibrated on this machine"))
     most = max(figures(run.summary, "peak_memory_bytes"), default=0.0)
     if most > 0:
-        facts.append(("memory", format_bytes(most), "the rank that takes most"))
+        facts.append(("memory", format_bytes(most), "the largest rank, its process included"))
     total = number(run.summary.get("seconds"))
     if math.isfinite(total):
         first = number(run.summary.get("seconds_to_first_step"))
@@ -134,6 +141,12 @@ def _facts(run: Run, beside: Beside) -> Html:
         )
     items = [el("div", el("dt", what), el("dd", value, el("small", aside))) for what, value, aside in facts]
     return el("dl", *items, class_="facts")
+
+
+def _speed(run: Run, beside: Beside) -> tuple[Sample | None, str]:
+    """As the table of rows has it, so that it goes with the step's time; else of the last steps there are."""
+    told = next((row.measured for row in beside.rows if row.name == "throughput"), None)
+    return (told, "at the median step") if told else (run.tail("tokens_per_s"), f"median of {run.tail_words}")
 
 
 def _missing(run: Run) -> Html | None:

@@ -79,8 +79,8 @@ def _finite(told: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, one in told.items() if math.isfinite(value := number(one))}
 
 
-def judge(run: Run, of_limit: float | None) -> Verdict:
-    """The sentence for the top of the page."""
+def judge(run: Run, of_limit: float | None, why_no_limit: str = "") -> Verdict:
+    """The sentence for the top of the page. `why_no_limit`: what keeps the step from being held against it."""
     shares = {} if run.state == DIED else shares_of(run)  # of a run that failed, speed is not the question
     found = savings(shares, of_limit)
     learned = _learned(run)
@@ -88,7 +88,7 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
     elif run.state in (DONE, STOPPED) and run.steps:
-        parts.append("how near the limit is not known (`tilemesh calibrate` measures it)")
+        parts.append(f"how near the limit is not known ({why_no_limit or '`tilemesh calibrate` measures it'})")
     if shares and run.world > 1:
         share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
         parts.append(f"communication (with waiting for ranks) is {share} of the step")
@@ -99,7 +99,7 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
-    is_bad = run.state == DIED or _is_lost(run) or " rose " in learned
+    is_bad = run.state == DIED or run.is_unread or _is_lost(run) or " rose " in learned
     return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, tuple(found))
 
 
@@ -109,7 +109,7 @@ def _state(run: Run) -> str:
     stops = [event for event in run.events if event.kind == "stopped"]
     stop = max(stops, key=lambda event: event.at or 0.0).words if stops else ""
     return {
-        STARTING: "no step is done yet",
+        STARTING: "no step is done yet" if not run.is_unread else "no step can be read: the metrics are damaged",
         RUNNING: f"running, {step}{_left(run)}",
         DONE: "" if not _is_lost(run) else f"the loss is no number at {step}",
         STOPPED: f"stopped when asked to, at {step}",
