@@ -304,6 +304,17 @@ def test_the_facts_of_a_page_go_with_its_rows(make_run: MakeRun) -> None:
     assert "how near the limit is not known (the summary is of another version: &#x27;cores&#x27;)" in without
 
 
+def test_a_run_that_goes_on_is_held_against_the_limit_it_began_with(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, planned=100, summary=False)
+    (folder / "predicted.json").write_text('{"limit_s": 0.025}')
+    taken = run.read(folder).step_time()
+    assert taken is not None
+    shown = run_page.render(run.read(folder), run_page.Beside()).replace("\u00a0", " ")
+    assert f"{0.025 / taken.median:.0%} of the calibrated limit".replace("%", " %") in shown
+    (folder / "predicted.json").write_text('{"limit_s": NaN}')
+    assert "of the calibrated limit" not in run_page.render(run.read(folder), run_page.Beside())
+
+
 def test_metrics_that_cannot_be_read_are_not_a_run_that_has_not_begun(make_run: MakeRun) -> None:
     folder = make_run(summary=False)
     (folder / "metrics.jsonl").write_bytes(bytes(range(128, 256)) * 4 + b"\n")

@@ -40,7 +40,9 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
             el("div", run_parts.loss(run), run_parts.speed(run), run_parts.progress(run), class_="pair"),
         ),
         _section("rows", "How fast, against prediction and limit", _rows(beside)),
-        _section("time", "Where the time went", time_parts.by_rank(run), time_parts.savings(run, _of_limit(beside))),
+        _section(
+            "time", "Where the time went", time_parts.by_rank(run), time_parts.savings(run, _of_limit(run, beside))
+        ),
         _section("timeline", "A few steps, a lane a rank", time_parts.lanes(run)),
         _section("memory", "Where the memory went", memory_part.memory(run, beside.memory)),
         _section("mesh", "The mesh and what crosses it", run_parts.mesh(run)),
@@ -54,7 +56,11 @@ def _section(name: str, title: str, *parts: Child) -> Html:
     return el("section", el("h2", title, id=name), *parts)
 
 
-def _of_limit(beside: Beside) -> float | None:
+def _of_limit(run: Run, beside: Beside) -> float | None:
+    """What the row says; of a run that goes on, by the limit written down before it began."""
+    taken, limit_s = run.step_time(), number(run.predicted.get("limit_s"))
+    if run.state == RUNNING and taken is not None and 0 < limit_s < math.inf:
+        return limit_s / taken.median
     return next((row.of_limit for row in beside.rows if row.name == "step time"), None)
 
 
@@ -68,7 +74,7 @@ def _why_no_limit(beside: Beside) -> str:
 
 
 def _header(run: Run, beside: Beside, live: str | None) -> Html:
-    of_limit = _of_limit(beside)
+    of_limit = _of_limit(run, beside)
     links = ("learning", "rows", "time", "timeline", "memory", "mesh", "events", "again")
     return el(
         "header",
@@ -127,7 +133,7 @@ def _facts(run: Run, beside: Beside) -> Html:
         facts.append(
             ("a step", format_seconds(taken.median), f"{format_seconds(taken.p20)} to {format_seconds(taken.p80)}")
         )
-    of_limit = _of_limit(beside)
+    of_limit = _of_limit(run, beside)
     if of_limit is not None:
         facts.append(("of the limit", percent(of_limit), "as calibrated on this machine"))
     most = max(figures(run.summary, "peak_memory_bytes"), default=0.0)
