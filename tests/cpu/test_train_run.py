@@ -184,6 +184,9 @@ class TestFiles:
         assert len(found["peak_memory_bytes"]) == 4
         assert [step for step, _ in checkpoints(whole / CHECKPOINTS)] == [10, 5]
         lines = [line for line in metrics(whole) if line["kind"] == "step"]
+        # What a sample and held-out text exchange is no step's.
+        assert found["exchange_steps"] == 10
+        assert 0 < sum(found["exchange_seconds"].values()) <= sum(line["exchange_s"] for line in lines) + 1e-6
         written = [line for line in metrics(whole) if line["kind"] == "checkpoint"]
         assert [(line["step"], line["ok"]) for line in written] == [(5, True), (10, True)]
         assert [line["step"] for line in lines] == list(range(1, 11))

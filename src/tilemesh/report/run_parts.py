@@ -186,18 +186,21 @@ def mesh(run: Run) -> Html:
 
 def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
     seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
-    done = count(run.summary.get("step"))
+    # Seconds of this attempt's steps; of an older run, of everything it did since it was started.
+    told = run.summary.get("exchange_steps")
+    done = count(told if told is not None else run.summary.get("step"))
     rows: list[list[Child]] = []
     for axis in exchanges:
         for operation, nbytes in section(exchanges, axis).items():
             spent = number(seconds.get(f"{axis} {operation}"))
             shown = format_seconds(spent / done) if math.isfinite(spent) else "–"
             guess = number(section(expected, axis).get(operation))
-            told = format_bytes(guess) if math.isfinite(guess) else "–"
-            rows.append([axis, operation, told, format_bytes(number(nbytes, 0.0)), shown])
+            shown_guess = format_bytes(guess) if math.isfinite(guess) else "–"
+            rows.append([axis, operation, shown_guess, format_bytes(number(nbytes, 0.0)), shown])
     if not rows:
         return absent("traffic by axis", "the run does not say")
-    note = "Bytes of one step as rank 0 sees them; seconds of the whole run over its steps."
+    span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
+    note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
     head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
     return el("div", grid(Table(head, rows)), el("p", note, class_="quiet"))
 

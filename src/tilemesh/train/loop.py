@@ -121,14 +121,20 @@ class Loop:
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
 
+    @property
+    def steps_done(self) -> int:
+        """Of this attempt."""
+        return self.progress.step - self._began
+
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
         """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
+        before = None  # the clock when the steps that are not read yet began
         while progress.step < config.train.steps and not self.interrupted:
-            before, bytes_before = self._clock(), self.recorder.bytes_by_axis()
+            before, bytes_before = before or self._clock(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
             stop = self.step(interrupt)
             if self.timing.first_step_at is None:
@@ -140,6 +146,7 @@ class Loop:
             looks = self._is_due(config.evaluate.every) or is_last
             if due or looks or not self.stepper.is_late or time.perf_counter() - self._read_at > _READ_EVERY_S:
                 self._between(before, due, looks, is_ordinary=not (due or was_writing))
+                before = None
             self.interrupted = stop and not is_last
         self._settle_checkpoint()
         self.writer.close()
@@ -149,11 +156,14 @@ class Loop:
         progress, recorder = self.progress, self.recorder
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
+        recorder.is_in_step = True
         self._unread.append(self.stepper(progress.step + 1))
         progress.step += 1
         progress.position += self.config.batch
         asked = interrupt is not None and (interrupt.asked or progress.step == interrupt.stop_after)
-        return self._pulse(asked)
+        stop = self._pulse(asked)
+        recorder.is_in_step = False
+        return stop
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""

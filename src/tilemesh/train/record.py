@@ -30,6 +30,8 @@ class Moved:
     calls: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Those within steps: neither of held-out text nor of a sample."""
 
 
 class Recorder:
@@ -39,6 +41,7 @@ class Recorder:
         self.trace = trace
         self._at = at
         self.step = 0
+        self.is_in_step = False
         self.seconds: dict[str, float] = {}
         self.moved: dict[tuple[str, str], Moved] = {}
         self.choices: dict[str, str] = {}
@@ -60,6 +63,7 @@ class Recorder:
         moved.calls += calls
         moved.nbytes += nbytes
         moved.seconds += seconds
+        moved.step_seconds += seconds if self.is_in_step else 0.0
 
     def exchange_s(self) -> float:
         """Seconds in collectives so far, without the waiting at the end of a step."""

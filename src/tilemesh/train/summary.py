@@ -50,7 +50,11 @@ def gather(
     step_s, exchange_s, data_s, idle_s = (float(value) for value in everyone[slowest, 2:6])
     parts = shares(step_s, exchange_s, data_s, idle_s)
     taken = timing.sample()
-    by_operation = {f"{axis} {name}": one.seconds for (axis, name), one in recorder.moved.items() if axis != "control"}
+    by_operation = {
+        f"{axis} {name}": one.step_seconds
+        for (axis, name), one in recorder.moved.items()
+        if axis != "control" and one.step_seconds
+    }
     cluster = f"{comm.size}xlocal" if loop.device.type == "cpu" else f"{comm.size}x{_gpu()}"
     return {
         "schema": SCHEMA,
@@ -81,6 +85,7 @@ def gather(
         "commit": commit(),
         "versions": versions(),
         "exchange_seconds": by_operation,
+        "exchange_steps": loop.steps_done,
         "exchanges": loop.step_bytes,
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
