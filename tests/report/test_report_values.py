@@ -333,7 +333,7 @@ def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
     ]  # fmt: skip
     assert (
         kernel_page.verdict(rows)
-        == "Median 50 % of the limit; the largest saving is step time, at most 50 % of its time."
+        == "Median 50 % of the limit; the largest saving is step time not compiled, at most 50 % of its time."
     )
     shown = kernel_page.render(rows, [None, None])
     assert "first<br>second" in shown
@@ -344,11 +344,17 @@ def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:
     folder = make_run("a")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:9] + lines[12:]))
-    name = "B" * 200
-    first, second = run.read(folder), run.read(make_run(name))
+    first, second = run.read(folder), run.read(make_run("b"))
     shown = compare_page.render(first, run_page.Beside(), second, run_page.Beside())
     assert "<li>a: steps 10 to 12: not in the metrics</li>" in shown
-    assert f'<th scope="col" class="long">{name}</th>' in shown
+    assert '<th scope="col">b</th>' in shown
+    # A name that would push the columns out of sight stands in the title alone.
+    long = run.read(make_run("B" * 200, seconds=0.2))
+    shown = compare_page.render(first, run_page.Beside(), long, run_page.Beside())
+    assert shown.count("B" * 200) == 2  # the page's title and its heading
+    assert f"<h1>First: a; second: {'B' * 200}</h1>" in shown
+    assert '<th scope="col">second</th>' in shown
+    assert "more in second, which is worse" in shown
 
 
 def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
@@ -361,7 +367,7 @@ def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
     assert found["training loss, last steps"] == compare.SAME
     same = compare.differences(first, [], first, [])
     assert {one.verdict for one in same} == {compare.SAME}
-    assert "no figure differs" in compare.sentence(first, first, [], same)
+    assert "no figure differs" in compare.sentence("b", [], same)
 
 
 # ---- escaping --------------------------------------------------------------------------------------------------

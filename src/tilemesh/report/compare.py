@@ -84,8 +84,8 @@ def _difference(name: str, unit: str, first: Sample, second: Sample, more_is_bet
     return Difference(name, unit, first, second, verdict)
 
 
-def sentence(first: Run, second: Run, changed: Sequence[Change], found: Sequence[Difference]) -> str:
-    """What two runs come to: what was changed, and what of it can be told from noise."""
+def sentence(name: str, changed: Sequence[Change], found: Sequence[Difference]) -> str:
+    """What two runs, the second of this name, come to: what was changed, and what of it can be told from noise."""
     settings = [one.name for one in changed if not one.name.startswith(("sample.", "checkpoint."))]
     more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
     what = f"{', '.join(settings[:3])}{more} changed" if settings else "The configurations are the same"
@@ -97,5 +97,5 @@ def sentence(first: Run, second: Run, changed: Sequence[Change], found: Sequence
     way = "more" if (most.ratio or 1) > 1 else "less"
     return (
         f"{what}; {len(told)} of {len(found)} figures differ by more than noise, most of all "
-        f"{most.name}: {by} {way} in {second.name}, which is {most.verdict}."
+        f"{most.name}: {by} {way} in {name}, which is {most.verdict}."
     )

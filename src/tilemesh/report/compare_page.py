@@ -15,14 +15,17 @@ from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside, flat
 from tilemesh.report.run_parts import MOST_ROWS, absent, gap_words, short, steps_axis
 
+MOST_LETTERS = 32
+"""Of a run's name where it heads a column or stands in a legend."""
+
 
 def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> str:
     changed = compare.changes(flat(first.config), flat(second.config))
     found = compare.differences(first, first_beside.rows, second, second_beside.rows)
-    names = _names(first, second)
+    title, names = _names(first, second)
     body = join(
-        el("h1", f"{names[0]} and {names[1]}"),
-        el("p", tied(compare.sentence(first, second, changed, found)), class_="verdict"),
+        el("h1", title),
+        el("p", tied(compare.sentence(names[1], changed, found)), class_="verdict"),
         _missing(first, second, names),
         el("h2", "What was changed"),
         _changes(changed, names),
@@ -43,12 +46,16 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
             class_="pair",
         ),
     )
-    return page(f"{names[0]} and {names[1]}: tilemesh", body)
+    return page(f"{title}: tilemesh", body)
 
 
-def _names(first: Run, second: Run) -> tuple[str, str]:
-    """Runs of one name are told apart by where they lie."""
-    return (first.name, second.name) if first.name != second.name else (first.folder, second.folder)
+def _names(first: Run, second: Run) -> tuple[str, tuple[str, str]]:
+    """The title, and what the runs are called beneath it. Runs of one name are told apart by where they lie, and names
+    that would push a table's columns out of sight stand in the title alone."""
+    names = (first.name, second.name) if first.name != second.name else (first.folder, second.folder)
+    if max(map(len, names)) <= MOST_LETTERS:
+        return f"{names[0]} and {names[1]}", names
+    return f"First: {names[0]}; second: {names[1]}", ("first", "second")
 
 
 def _missing(first: Run, second: Run, names: tuple[str, str]) -> Html | None:

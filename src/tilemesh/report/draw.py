@@ -145,10 +145,6 @@ Layer = Line | Dots | Rule | Note
 SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■"}
 
 
-LONG = 30
-"""Letters of a column's head that may stand on one line: a run may have any name."""
-
-
 @dataclass(frozen=True)
 class Table:
     """A chart's numbers. `places`: where a row lies across (0 to 1), for the cursor that reads the chart aloud."""
@@ -199,7 +195,7 @@ def numbers(table: Table, summary: str = "Numbers") -> Html:
 
 def grid(table: Table) -> Html:
     """A plain table that scrolls by itself where it is too wide."""
-    head = el("tr", *(el("th", one, scope="col", class_="long" if len(one) > LONG else None) for one in table.head))
+    head = el("tr", *(el("th", one, scope="col") for one in table.head))
     places: Sequence[float | None] = table.places or [None] * len(table.rows)
     rows = [
         el("tr", *(_cell(cell) for cell in row), data_x=None if place is None else f"{place:.4f}")
@@ -216,9 +212,7 @@ def grid(table: Table) -> Html:
 
 
 def _cell(cell: Child) -> Html:
-    if isinstance(cell, Html) and cell.startswith("<td"):
-        return cell
-    return el("td", cell, class_="words" if len(str(cell or "")) > 2 * LONG and not isinstance(cell, Html) else None)
+    return cell if isinstance(cell, Html) and cell.startswith("<td") else el("td", cell)
 
 
 def _plot(title: str, plot: Plot, cursor: bool) -> Html:

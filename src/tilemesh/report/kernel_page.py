@@ -100,8 +100,8 @@ def verdict(rows: Sequence[Row]) -> str:
         timed.sort(key=lambda one: one[0])
         parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
         least, worst = timed[0]
-        gain = percent(1 - least)
-        parts.append(f"the largest saving is {worst.case.get('shape', worst.name)}, at most {gain} of its time")
+        which, gain = worst.case.get("shape") or _name(worst), percent(1 - least)
+        parts.append(f"the largest saving is {which}, at most {gain} of its time")
     words = "; ".join(parts) or "nothing to compare with"
     return f"{words[0].upper()}{words[1:]}."
 
