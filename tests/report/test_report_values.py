@@ -340,6 +340,18 @@ def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
     assert "step time not compiled" in shown
 
 
+def test_what_a_tuner_tried_has_a_sentence() -> None:
+    def trial(problem: str, kind: str, seconds: float) -> kernel_page.Trial:
+        return kernel_page.Trial(problem, {"kind": kind, "block_m": 64, "block_n": 64}, seconds)
+
+    tried = [trial("a", "tma", 2.0), trial("a", "tma", 1.0), trial("a", "library", 1.5), trial("a", "torch", 3.0),
+             trial("b", "tma", 2.0), trial("b", "torch", 1.0), trial("b", "tma", math.inf)]  # fmt: skip
+    words = "The best tried is 0.50× to 1.50× as fast as the best built-in; it is faster in 1 of 2 problems."
+    assert kernel_page.tuned(tried) == words
+    assert words in kernel_page.render([], [], tried)
+    assert "No built-in was timed" in kernel_page.render([], [], tried[:2])
+
+
 def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:
     folder = make_run("a")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)

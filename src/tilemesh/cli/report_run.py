@@ -73,7 +73,8 @@ def beside(found: Run) -> Beside:
             made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []
             why = "" if made else "the run has no summary"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
-            why = f"the summary is of another version: {error}"
+            lacks = f"it has no {error}" if isinstance(error, LookupError) else str(error)
+            why = f"the summary is of another version: {lacks}"
     return Beside(made, why, expected_memory(found))
 
 

@@ -20,6 +20,8 @@ from tilemesh.report.draw import BACK_FROM, Axis, Dots, Layer, Line, Note, Plot,
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
+BUILT_IN = ("library", "torch")
+"""Kinds of a trial that are not ours to tune."""
 NO_PEERS = ("a @ b alone",)
 """Columns that compute less than ours: shown, never counted as a peer."""
 
@@ -57,12 +59,12 @@ def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Tr
     ]
     names = list(dict.fromkeys(row.name for row in rows))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    title = f"{shown or 'tuning'} on {rows[0].machine if rows else 'this GPU'}"
+    title = f"{shown} on {rows[0].machine}" if rows else "What a tuner tried"
     drawn = [row for row, _ in pairs]
     lead = _lead(rows)
     body = join(
         el("h1", title),
-        el("p", tied(verdict(drawn)), class_="verdict") if drawn else None,
+        el("p", tied(verdict(drawn) if drawn else tuned(trials)), class_="verdict") if drawn or trials else None,
         el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
         roofline(pairs) if any(need for _, need in pairs) else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
@@ -269,11 +271,30 @@ def heat_maps(trials: Sequence[Trial]) -> list[Html]:
     return [heat_map(problem, [trial for trial in trials if trial.problem == problem]) for problem in problems]
 
 
+def tuned(trials: Sequence[Trial]) -> str:
+    """What tuning came to: the best of each problem against the best that was there already."""
+    factors = []
+    for problem in dict.fromkeys(trial.problem for trial in trials):
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for trial in trials:
+            if trial.problem == problem and math.isfinite(trial.seconds) and trial.seconds > 0:
+                times[trial.config.get("kind") in BUILT_IN].append(trial.seconds)
+        if times[True] and times[False]:
+            factors.append(min(times[True]) / min(times[False]))
+    if not factors:
+        return "No built-in was timed beside what was tried."
+    faster = sum(factor > 1 for factor in factors)
+    return (
+        f"The best tried is {min(factors):.2f}× to {max(factors):.2f}× as fast as the best built-in; "
+        f"it is faster in {faster} of {len(factors)} problem{'s' * (len(factors) > 1)}."
+    )
+
+
 def heat_map(problem: str, trials: Sequence[Trial]) -> Html:
     best: dict[tuple[int, int], Trial] = {}
     for trial in trials:
         m, n = trial.config.get("block_m"), trial.config.get("block_n")
-        if trial.config.get("kind") in ("library", "torch") or not math.isfinite(trial.seconds):
+        if trial.config.get("kind") in BUILT_IN or not math.isfinite(trial.seconds):
             continue
         key = (int(m or 128), int(n or 128))
         if key not in best or trial.seconds < best[key].seconds:
@@ -286,7 +307,7 @@ def heat_map(problem: str, trials: Sequence[Trial]) -> Html:
     for m in sorted({m for m, _ in best}):
         cells = [best.get((m, n)) for n in columns]
         lines.append((str(m), [None if one is None else _heat_cell(one, fastest) for one in cells]))
-    built_in = [trial for trial in trials if trial.config.get("kind") in ("library", "torch")]
+    built_in = [trial for trial in trials if trial.config.get("kind") in BUILT_IN]
     words = f"Tile rows down, tile columns across; best {format_seconds(fastest)} of {len(trials)} tried"
     words += "".join(f", {one.config['kind']} {format_seconds(one.seconds)}" for one in built_in) + "."
     head = ["tile", "seconds", "of the best", "configuration"]
