@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,23 @@ def test_round_trip_through_a_file(tmp_path: Path) -> None:
     write_rows(rows, path)
     assert read_rows(path) == rows
     assert len(path.read_text(encoding="utf-8").strip().split("\n")) == 2
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "case", "unit", "peers", "missing", "limit", "predicted", "versions", "commit"]
+)
+@pytest.mark.parametrize("value", [True, [1], "x", {"a": {}}])
+def test_a_line_that_is_no_row_is_named_whatever_it_holds(tmp_path: Path, key: str, value: object) -> None:
+    good = row().to_json()
+    (tmp_path / "rows").write_text(f"{good}\n{json.dumps({**json.loads(good), key: value})}\n")
+    with contextlib.suppress(UsageError):  # some of these are rows: the point is that nothing else is raised
+        read_rows(tmp_path / "rows")
+    (tmp_path / "rows").write_text(good + '\n\n{"name": 3}\n')
+    with pytest.raises(UsageError, match=r"rows', line 3: not a row"):
+        read_rows(tmp_path / "rows")
+    (tmp_path / "rows").write_bytes(b"\xd9\xff\n")
+    with pytest.raises(UsageError, match="it is no text"):
+        read_rows(tmp_path / "rows")
 
 
 def test_a_path_that_does_not_work_is_named(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_whatever_is_gone_is_named_and_the_rest_is_there(make_run: MakeRun, name
 )
 def test_damaged_files_are_named_never_raised(make_run: MakeRun, text: str) -> None:
     folder = make_run()
-    for name in ("summary.json", "predicted.json", "trace.json", "config.toml", "metrics.jsonl"):
+    for name in ("summary.json", "predicted.json", "trace.json", "config.toml", "metrics.jsonl", "rows.jsonl"):
         (folder / name).write_text(text, encoding="latin-1")
     found = run.read(folder, now=later())
     assert len(found.missing) >= 2

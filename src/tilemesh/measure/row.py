@@ -29,6 +29,12 @@ _KEYS = (
     "name", "case", "unit", "predicted", "measured", "limit", "peers", "speedup", "missing",
     "machine", "versions", "commit", "command",
 )  # fmt: skip
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "unit", "machine", "command"), (str,)),
+    **dict.fromkeys(("case", "versions", "missing", "peers"), (dict,)),
+    **dict.fromkeys(("predicted", "limit"), (int, float, type(None))),
+    "commit": (str, type(None)),
+}
 
 
 def higher_is_better(unit: str) -> bool:
@@ -114,6 +120,8 @@ class Row:
             body = json.loads(line)
         except json.JSONDecodeError as error:
             raise UsageError(f"not a row: {error.msg} at column {error.colno} of {line[:80]!r}") from None
+        except RecursionError:
+            raise UsageError(f"not a row: nested beyond all use: {line[:80]!r}") from None
         if not isinstance(body, dict):
             raise UsageError(f"not a row: expected a JSON object, got {line[:80]!r}")
         for key in body:
@@ -123,6 +131,9 @@ class Row:
         if absent:
             raise UsageError(f"not a row: {', '.join(absent)} not in {line[:80]!r}")
         body.pop("speedup", None)
+        for key, kinds in _TYPES.items():
+            if not isinstance(body[key], kinds) or isinstance(body[key], bool):
+                raise UsageError(f"not a row: {key} is {str(body[key])[:80]!r}, expected {_kinds(kinds)}")
         body["measured"] = None if body["measured"] is None else _sample(body["measured"])
         body["peers"] = {name: _sample(peer) for name, peer in body["peers"].items()}
         return cls(**body)
@@ -149,8 +160,16 @@ def read_rows(path: str | Path) -> list[Row]:
         text = sys.stdin.read() if str(path) == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"no rows can be read from '{path}': {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"no rows can be read from '{path}': it is no text") from None
+    made = []
     # Not splitlines(): that also splits at characters a JSON string may hold as they are.
-    return [Row.from_json(line) for line in text.split("\n") if line.strip()]
+    for index, line in enumerate(text.split("\n"), start=1):
+        try:
+            made += [Row.from_json(line)] if line.strip() else []
+        except UsageError as error:
+            raise UsageError(f"'{path}', line {index}: {error}") from None
+    return made
 
 
 def _check_columns(row: Row) -> None:
@@ -179,6 +198,11 @@ def _check_peers(row: Row) -> None:
     silent = [name for name, reason in row.missing.items() if not reason]
     if silent:
         raise UsageError(f"row '{row.name}': missing[{silent[0]!r}] gives no reason")
+
+
+def _kinds(kinds: tuple[type, ...]) -> str:
+    words = {str: "text", dict: "an object", float: "a number", type(None): "null"}
+    return " or ".join(words[kind] for kind in kinds if kind in words)
 
 
 def _sample_object(sample: Sample) -> dict[str, float | int]:
