@@ -14,7 +14,7 @@ from tilemesh.parallel.gate.cases import MODELS
 
 torch.set_num_threads(1)
 comm = connect(timeout_s=200.0)
-tokens_BT = torch.arange(20).reshape(2, 10)
+tokens = torch.arange(20).reshape(2, 10)
 for sequence in (False, True):
     found = []
     for compiled in (False, True):
@@ -25,7 +25,7 @@ for sequence in (False, True):
             laid.seams.stay_out_of_graphs()
             loss = torch.compile(laid.loss, backend="aot_eager")  # the graphs are what is in question, not their code
         for _ in range(2):
-            total, count = loss(tokens_BT, tokens_BT)
+            total, count = loss(tokens, tokens)
             laid.gradients.backward(total, count)
             done = laid.gradients.finish(1.0)
         found.append((done.loss, done.norm))
