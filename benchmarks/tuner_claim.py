@@ -1,6 +1,6 @@
 """Recompute the tuner's claim from recorded trials: within 2 % of the grid's best in at most a quarter of its trials.
 
-    python benchmarks/tuner_claim.py benchmarks/results/matmul_grid_h200_float16.jsonl
+    python benchmarks/tuner_claim.py [benchmarks/results/matmul_grid_h200_float16.jsonl]
 
 The search is run again as the tuner runs it, except that `measure` looks trials up in the file.
 """
@@ -20,6 +20,7 @@ from tilemesh.kernels.matmul.problem import dense
 from tilemesh.kernels.matmul.tune import SHARE
 
 WITHIN = 1.02
+RECORDED = Path(__file__).parent / "results" / "matmul_grid_h200_float16.jsonl"
 
 
 def read_trials(path: str | Path) -> dict[str, dict[Config, float]]:
@@ -39,7 +40,9 @@ def replay(key: str, trials: dict[Config, float]) -> tuple[int, int, float]:
     m, n, k = (int(side) for side in shape.split("x"))
     problem = dense(m, n, k, dtype=dtype, c_kind=c_kind, activation=activation)
     rates = rates_of(DEVICES["h200"], dtype)
-    grid = [config for config in space(problem) if config in trials]
+    grid = space(problem)
+    if missing := [config.label for config in grid if config not in trials]:
+        raise SystemExit(f"{key}: {len(missing)} of the grid's {len(grid)} trials are not recorded, as {missing[0]}")
     hopeful = search.prune(grid, [predict_s(problem, config, rates) for config in grid])
     made = search.search(
         hopeful, lambda c: predict_s(problem, c, rates), lambda batch: [trials[c] for c in batch], len(grid) // SHARE
@@ -49,7 +52,7 @@ def replay(key: str, trials: dict[Config, float]) -> tuple[int, int, float]:
 
 def main() -> int:
     kept = True
-    for key, trials in read_trials(sys.argv[1]).items():
+    for key, trials in read_trials(sys.argv[1] if len(sys.argv) > 1 else RECORDED).items():
         grid, made, ratio = replay(key, trials)
         holds = ratio <= WITHIN and made * SHARE <= grid
         kept = kept and holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,15 @@ from tilemesh.core.calibration import Calibration, Rates, find, path_for
 from tilemesh.measure import calibrate as measuring
 from tilemesh.measure import calibrate_cpu
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
+from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
 from tilemesh.measure.figure import Figure, Outcome, best, best_size
 from tilemesh.measure.machine import Machine
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Comparison
+from tilemesh.model.config import ModelConfig
+from tilemesh.plan.passes import Pass
+from tilemesh.plan.work import layer_work
 
 TWO_CORES = Machine(id="box-1", words="a box", cpu="x", cores=2, memory_bytes=2**33, gpus=())
 ONE_CORE = Machine(id="box-2", words="a small box", cpu="x", cores=1, memory_bytes=2**33, gpus=())
@@ -70,7 +75,7 @@ def test_the_fastest_routine_counts_and_peers_stay_peers() -> None:
 
 def test_figures_are_predicted_before_anything_runs() -> None:
     figures = calibrate_cpu.cpu_figures(TWO_CORES, quick=True)
-    assert len(figures) == 27
+    assert len(figures) == 49
     by_key = {(f.part, f.rate, f.dtype): f for f in figures}
     one, two = (by_key[part, "matmul_flops_per_s", "fp32"].predicted for part in ("one_core", "all_cores"))
     assert one is not None
@@ -78,6 +83,20 @@ def test_figures_are_predicted_before_anything_runs() -> None:
     assert by_key["one_core", "matmul_flops_per_s", "fp64"].predicted == one / 2
     assert by_key["one_core", "matmul_flops_per_s", "bf16"].missing["predicted"]
     assert {f.part for f in calibrate_cpu.cpu_figures(ONE_CORE)} == {"one_core"}
+
+
+def test_a_layers_calls_are_counted_as_the_planner_counts_them() -> None:
+    """What an operation costs is a tiny layer's time over its calls; the planner multiplies it by its own count."""
+    model = ModelConfig(
+        layers=1, width=8, heads=2, vocabulary=8, context=8, mlp_width=16, norm="rmsnorm", positions="rotary",
+        activation="swiglu", biases=False, tied=False,
+    )  # fmt: skip
+    work = layer_work(model, 1, False, 1, 8, "fused", "fp32", "eager")
+    assert sum(getattr(op, "launches", 1) for op in (*work.forward, *work.backward)) == BLOCK_CALLS
+    moved = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "norms" and isinstance(op, Pass)]
+    assert sum(moved) == 2 * NORM_MOVES * 4 * 8 * 8  # two norms of 8 tokens, 8 wide
+    turned = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "rotary" and isinstance(op, Pass)]
+    assert sum(turned) == 2 * TURN_MOVES * 4 * 8 * 8  # queries and keys
 
 
 def test_buffers_go_far_beyond_the_cache_but_leave_memory() -> None:
@@ -234,6 +253,10 @@ def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.Mo
     assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
     path_for(calibrated.calibration.identity).write_text("{")
     assert "`tilemesh calibrate` shows them" in run(calibrated, monkeypatch, "--if-missing")[0]
+    all_cores = calibrated.calibration.rates("all_cores")
+    dataclasses.replace(calibrated.calibration, all_cores=dataclasses.replace(all_cores, operation_s=None)).save()
+    assert "calibrating once" in run(calibrated, monkeypatch, "--if-missing")[0]  # of a version that measured no layers
+    assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
 
 
 def test_rows_have_standard_output_to_themselves(

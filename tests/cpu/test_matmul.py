@@ -353,6 +353,13 @@ def test_runners_are_bounded_and_those_in_use_stay(monkeypatch):
         (lambda: fused(a44, a44, out=torch.empty(4, 4, requires_grad=True)), "out= requires gradients"),
         (lambda: fused(torch.ones(2, 3, 4), a44, out=torch.empty(3, 2, 4).transpose(0, 1)), "leading dims"),
         (lambda: tm.kernels.FusedLinear(4, 4, implementation="trition"), "unknown implementation"),
+        (lambda: fused(torch.nested.nested_tensor([a44, a44], layout=torch.jagged), a44), "a is a nested tensor"),
+        (lambda: fused(a44, a44, activation=""), "unknown activation ''"),
+        (lambda: tm.kernels.FusedLinear(4, 4, activation=""), "unknown activation ''"),
+        (lambda: tm.kernels.FusedLinear(4, 4)(a44.numpy()), "a is a ndarray"),
+        (lambda: fused(a44[:0], a44, implementation="library"), "needs CUDA tensors"),
+        (lambda: fused(a44[:, :0], a44[:0], config=Config("tma")), "needs CUDA tensors"),
+        (lambda: fused(a44, a44, implementation="interpret", config=Config("pointer", group=2**31)), "32 bits"),
     ],
 )
 def test_what_is_no_tensor_or_name_is_refused_too(call, words):

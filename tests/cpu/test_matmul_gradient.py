@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul import gradient, reference
 
 pytest.importorskip("triton")
 
@@ -59,6 +59,16 @@ def test_interpreted_gradients_are_as_near_to_float64_as_torchs_own(activation, 
     for mine, theirs, true in zip(ours, plain, exact, strict=True):
         allowed = 2 * (theirs.grad - true.grad).abs().max().item() + 4e-6 * true.grad.abs().max().item()
         assert (mine.grad - true.grad).abs().max().item() <= allowed
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_an_interpreted_gradient_is_rounded_to_bfloat16(activation):
+    """Cut instead of rounded, it would be up to two units too small, and on average half of one."""
+    saved, grad = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    ours, _ = gradient.activation_gradient(grad, saved, activation, "full", "interpret")
+    exact = reference.gradient(grad.double(), saved.double(), activation)
+    rounding = (exact.bfloat16().double() - exact).abs().mean()
+    assert (ours.double() - exact).abs().mean() <= 1.05 * rounding
 
 
 @pytest.mark.parametrize(
@@ -155,6 +165,15 @@ def test_fake_tensors_and_transforms():
     a, b = torch.randn(6, 4), torch.randn(4, 5)
     value = torch.func.grad(lambda x: fused(x, b, activation="none").sum())(a)
     torch.testing.assert_close(value, torch.ones(6, 5) @ b.t())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_trace_records_it():
+    """As one operator: under the tracer sizes are tensors, and what a kernel writes is not recorded."""
+    a, b = torch.randn(6, 4), torch.randn(4, 5)
+    traced = torch.jit.trace(lambda x: fused(x, b, implementation="interpret"), a, check_trace=False)
+    other = torch.randn(6, 4)
+    torch.testing.assert_close(traced(other), torch.relu(other @ b))
 
 
 def test_autocast_casts_as_a_matmul_does():

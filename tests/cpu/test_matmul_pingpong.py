@@ -334,6 +334,7 @@ def test_what_it_cannot_do_is_said():
         (Config("pingpong", 512, 64, 64, 4, 2, paired=True), dense(256, 256, 256)),
         (Config("pingpong", 128, 128, 64, 4, 5, prefetch=True), dense(256, 256, 256)),
         (Config("pingpong", 128, 128, 64, 4, 6), dense(256, 256, 256)),
+        (Config("pingpong", 128, 128, 64, 4, 1), dense(256, 256, 256)),
         (Config("tma", 128, 128, 64, 4, 3, paired=True), dense(256, 256, 256)),
     ]  # fmt: skip
     assert all(refusal(*pair) for pair in refused)

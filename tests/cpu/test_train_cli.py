@@ -9,7 +9,7 @@ import pytest
 
 import tilemesh as tm
 from tilemesh.cli.main import main
-from tilemesh.cli.train_rows import rows
+from tilemesh.cli.train_rows import TAKING_TURNS, rows
 from tilemesh.cli.train_run import program
 from tilemesh.train.folder import read_json
 from tilemesh.train.progress import Shown, step_words
@@ -84,6 +84,22 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5
     assert predicted[1].predicted == 128.0
+
+
+def test_the_exchange_share_is_that_of_the_rank_that_waited_least(run: Path) -> None:
+    """The planner predicts the exchange itself; a rank that comes early to it waits, and that is not foreseen."""
+    found = read_json(run / "summary.json")
+    ranks = [{"step_s": 1.0, "exchange_s": one, "data_s": 0.0, "idle_s": 0.01} for one in (0.3, 0.1)]
+    told = {"step_time_s": 1.0, "exchange_share": 0.08}
+    share = next(r for r in rows({**found, "ranks": ranks, "cores": 2, "world": 2}, told) if r.name == "exchange share")
+    assert share.measured is not None
+    assert share.measured.median == pytest.approx(0.11)
+    assert share.predicted == 0.08
+    # Ranks that take turns on a core wait for each other's turns: that is measured as exchange, predicted as computing.
+    crowded = rows({**found, "ranks": ranks, "cores": 2, "world": 4}, told)
+    share = next(r for r in crowded if r.name == "exchange share")
+    assert share.predicted is None
+    assert share.missing["predicted"] == TAKING_TURNS
 
 
 def test_fit_says_what_it_needs(run: Path) -> None:

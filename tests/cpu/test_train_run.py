@@ -23,17 +23,22 @@ from safetensors.torch import load_file, save_file
 from tilemesh.cli.train_rows import rows
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.plan.step import predict
 from tilemesh.train import checkpoint, optimizer, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.manifest import checkpoints, digest
+from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
@@ -136,8 +141,8 @@ class TestResume:
         ours, theirs = state(tmp_path / "a", 6), state(tmp_path / "b", 6)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert losses(tmp_path / "a")[6] < losses(tmp_path / "a")[1]
-        # Resumed past the steps that are traced: what was recorded before stays.
-        assert traced_steps(tmp_path / "b") == traced_steps(tmp_path / "a") == {1, 2, 3}
+        # Each attempt's first three steps are traced, and what was recorded before stays.
+        assert (traced_steps(tmp_path / "a"), traced_steps(tmp_path / "b")) == ({1, 2, 3}, {1, 2, 3, 4, 5, 6})
 
     def test_recomputation_changes_nothing(self, text: str, tmp_path: Path) -> None:
         for name, every in (("kept", "0"), ("again", "2")):
@@ -319,6 +324,43 @@ class TestAlone:
         assert not all(math.isfinite(loss) and math.isfinite(norm) for _, loss, norm in values)
 
 
+class TestMemory:
+    def test_what_autograd_keeps_is_counted_once_and_let_go(self) -> None:
+        weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(16, 8)
+        with Saved([weight]) as saved:
+            for _ in range(2):  # one after the other: the peak is of one
+                hidden = (x @ weight).tanh()  # keeps x, and its own result
+                y = hidden[:4] * hidden[4:8]  # keeps two views of that result
+                y.sum().backward()
+                del hidden, y
+        assert saved.peak == 2 * 16 * 8 * 4
+        assert storage_bytes([weight, weight.detach()[2:], None, x]) == 64 * 4 + 128 * 4
+
+    @pytest.mark.parametrize(("precision", "state"), [("fp32", 8), ("bf16-master", 12)])
+    def test_a_summary_tells_memory_by_kind(self, text: str, tmp_path: Path, precision: str, state: int) -> None:
+        trained(made(text, "dp=1,tp=2", f"plan.precision={precision}", "train.steps=2"), tmp_path / "run")
+        found = read_json(tmp_path / "run" / "summary.json")
+        kinds = found["memory_bytes"]
+        assert list(kinds) == ["weights", "gradients", "optimizer", "activations", "other"]
+        assert "autograd" in found["memory_how"]
+        plan = ParallelPlan(dp=1, tp=2, microbatch=8, precision=precision)
+        told = predict(ModelConfig(**found["model"]), parse_cluster("2xh100"), plan, 16).memory
+        for rank in range(2):
+            assert kinds["weights"][rank] == told.weights_bytes
+            assert kinds["gradients"][rank] == told.gradients_bytes
+            # AdamW also counts its steps, four bytes a parameter tensor.
+            assert 0 <= kinds["optimizer"][rank] - told.optimizer_bytes < 200
+            assert kinds["optimizer"][rank] // told.weights_bytes == state // (4 if precision == "fp32" else 2)
+            assert kinds["activations"][rank] > 0.9 * told.activations_bytes
+
+    def test_recomputing_keeps_less(self, text: str, tmp_path: Path) -> None:
+        kept = []
+        for name in ("none", "full"):
+            trained(made(text, "dp=1,tp=1", f"plan.recompute={name}", "train.steps=1"), tmp_path / name)
+            kept.append(read_json(tmp_path / name / "summary.json")["memory_bytes"]["activations"][0])
+        assert kept[1] < kept[0] / 2
+
+
 class TestFaults:
     @pytest.mark.parametrize("how", ["truncated", "altered", "missing", "manifest"])
     def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
@@ -376,7 +418,8 @@ class TestFaults:
         assert losses(tmp_path / "run") == losses(whole)
         kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
         assert not kept["checkpoint", 10]["ok"]
-        assert "FAILED" in kept["warning", 10]["text"]
+        assert kept["checkpoint", 10]["why"] == "another rank could not write its part"
+        assert ("warning", 10) not in kept  # one line for one failure
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 

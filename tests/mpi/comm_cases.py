@@ -397,6 +397,8 @@ def waiting_before_or_after(comm: Communicator) -> None:
         lambda: comm.scatter(np.arange(n) if me == 0 else None),
         comm.duplicate,
     ]
+    if has_native(comm):
+        calls.append(lambda: comm.all_reduce(x, algorithm="native"))
     for call_ in calls:
         handle = comm.all_reduce(x, algorithm="ring", wait=False)
         if me == 0:
@@ -415,6 +417,55 @@ def waiting_before_or_after(comm: Communicator) -> None:
     require_equal(third.wait(), x)
     require_equal(second.wait(), n * x)
     assert first.wait().tolist() == [2 * me, 2 * me + 1]
+
+
+def has_native(comm: Communicator) -> bool:
+    return comm.transport.lacks("all_reduce", "float64", "sum", False) is None
+
+
+def natively_in_every_way(comm: Communicator) -> None:
+    """Ranks may differ in `wait`, in what they have under way, and in whether they gave the same arrays before."""
+    if not has_native(comm):
+        return
+    n, me = comm.size, comm.rank
+    kept = np.zeros(2 * n), np.zeros(2 * n)
+    collectives = ("all_reduce", "all_gather", "all_to_all")
+    for turn in range(24):
+        collective = collectives[turn // 8]
+        x, out = kept if (me + turn // 2) % 3 else (np.zeros(2 * n), np.zeros(2 * n))
+        x[:] = np.arange(2 * n) + 100 * me + turn
+        wanted = getattr(comm, collective)(x, algorithm="naive")
+        if collective == "all_gather":
+            out = np.zeros(2 * n * n)
+        under_way = comm.all_reduce(x, algorithm="ring", wait=False) if turn % 4 == 3 else None
+        if under_way is not None and me == 0:
+            under_way.wait()  # the others must move it from inside the call below
+        result = getattr(comm, collective)(x, out=out, algorithm="native", wait=(me + turn) % 5 != 0)
+        if (me + turn) % 5 == 0:
+            result = result.wait()
+        assert result is out
+        require_equal(out, wanted)
+        if under_way is not None:
+            under_way.wait()
+
+
+def found_by_their_arrays(comm: Communicator) -> None:
+    """A call is found by arrays that came twice, and never by others that have got their place or their id."""
+    n, me = comm.size, comm.rank
+    names = ["auto", *(["native"] if has_native(comm) else []), *(["flat"] if comm.transport.caps.arena else [])]
+    for algorithm in names:
+        for turn in range(12):
+            length = n * (1 + turn % 3)
+            x, out = np.full(length, me + turn, np.float32), np.zeros(length, np.float32)
+            for again in range(4):
+                x += again
+                out[:] = -1
+                assert comm.all_reduce(x, out=out, algorithm=algorithm) is out
+                wanted = n * (n - 1) // 2 + n * (turn + again * (again + 1) // 2)
+                assert out.tolist() == [wanted] * length, (algorithm, turn, again)
+            comm.all_reduce(out, out=out, algorithm=algorithm)  # in place, beside one that is not
+            assert out.tolist() == [n * wanted] * length
+            del x, out  # the next ones are likely to lie where these lay
 
 
 def from_other_threads(comm: Communicator) -> None:
@@ -691,6 +742,8 @@ SURFACE = (
     handles,
     handles_among_other_calls,
     waiting_before_or_after,
+    natively_in_every_way,
+    found_by_their_arrays,
     from_other_threads,
     messages,
     groups,

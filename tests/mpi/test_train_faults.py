@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -141,6 +142,10 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
     assert outcome.failure is None
     assert outcome.attempts == 3
     assert losses(folder) == undisturbed
+    # Why it was started again stays with the run.
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    reasons = [line["why"] for line in lines if line["kind"] == "restart"]
+    assert [reason.split(" (")[0] for reason in reasons] == [f"rank {rank} was killed by SIGKILL" for rank in (1, 0)]
 
 
 @pytest.mark.slow

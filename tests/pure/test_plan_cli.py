@@ -58,6 +58,23 @@ def test_the_table_and_why() -> None:
     assert "runner-up" in out
 
 
+def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
+    out = CliRunner(env={"COLUMNS": "60"}).invoke(
+        app, ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M"], catch_exceptions=False
+    )
+    assert out.exit_code == 0
+    assert "…" not in out.stdout
+    # What training lacks for a layout stands once below the table, under the mark of its lines.
+    assert re.search(r"no \[1\]", out.stdout)
+    assert re.search(r"^\[1\] not yet: ", out.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("cluster", ["4xlocl", "lokal", "4xlocal-gpu", "2x4xlocal"])
+def test_a_cluster_that_is_nearly_local(cluster: str) -> None:
+    with pytest.raises(UsageError, match=r"did you mean 'local|write local, 4xlocal"):
+        run("tiny", "--cluster", cluster)
+
+
 def test_explain_without_a_cluster_is_the_models_arithmetic() -> None:
     out = run("gpt3-175b", "--explain").stdout
     for words in ("174,604,259,328", "350 GB", "2,100 GB", "12 M/64", "KV cache", "Amdahl", "Gustafson", "FLOP/B"):

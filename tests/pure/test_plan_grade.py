@@ -55,6 +55,14 @@ def test_bytes_of_a_step_as_a_real_run_counted_them() -> None:
     assert predict(TINY, CLUSTER, PLAN).exchanges == {"tp": {"all_reduce": 9_449_472}, "dp": {"all_reduce": 2_101_760}}
 
 
+def test_bytes_with_sequence_parallelism_as_a_real_run_counted_them() -> None:
+    """tp 2 of the tiny preset: beside the loss's sums, the gradients of nine norms that each rank sees a part of."""
+    plan = ParallelPlan(tp=2, sequence_parallel=True, microbatch=16, precision="fp32")
+    assert predict(TINY, parse_cluster("2xcpu"), plan).exchanges == {
+        "tp": {"all_gather": 18_874_368, "reduce_scatter": 18_874_368, "all_reduce": 29_184}
+    }
+
+
 def test_the_worst_comes_first_with_what_to_do(tmp_path: Path) -> None:
     slow = 10 * predict(TINY, CLUSTER, PLAN).step_time_s
     found = graded(tmp_path, step_time_s={"median": slow, "p20": slow, "p80": 2 * slow, "n": 9})
@@ -91,9 +99,11 @@ def test_what_was_not_recorded_says_so(tmp_path: Path) -> None:
 
 
 def test_a_prediction_made_before_the_run_is_the_one_graded(tmp_path: Path) -> None:
-    found = graded(tmp_path, predicted={"step_time_s": 123.0})
+    found = graded(tmp_path, predicted={"step_time_s": 123.0, "memory": {"total_bytes": 456, "reserved_bytes": 7}})
     assert found.before
     assert found.find("step time").predicted == 123.0
+    assert found.find("peak memory").predicted == 456
+    assert graded(tmp_path, predicted={"missing": "nobody asked"}).before is False
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
 from tilemesh.plan.choose import NothingFitsError, search
+from tilemesh.plan.collectives import group
 from tilemesh.plan.constants import HOPPER_TILES
 from tilemesh.plan.local import local_cpu, local_gpu, rank_rates
 from tilemesh.plan.passes import default_code, logits_element_bytes
 from tilemesh.plan.step import predict
-from tilemesh.plan.work import Matmul, shape_fraction, speed_of
+from tilemesh.plan.work import Matmul, narrow_fraction, shape_fraction, speed_of
 
 ONE = Rates(
     {"fp32": 40e9, "bf16": 1e8}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
@@ -89,6 +90,75 @@ def test_measured_rates_move_the_prediction_one_by_one() -> None:
     for name in ("elementwise_bytes_per_s", "exponentials_per_s"):
         slower = Rates(**{**vars(here.rates), name: getattr(here.rates, name) / 4})
         assert predict(preset("tiny"), here.cluster, plan, rates=slower).step_time_s > 1.02 * base
+    # What is measured apart goes before the figure that stood for it.
+    elementwise, launch = here.rates.elementwise_bytes_per_s, here.rates.launch_s
+    assert elementwise is not None
+    assert launch is not None
+    for changes in (
+        {"rows_bytes_per_s": elementwise / 2},
+        {"halves_bytes_per_s": elementwise / 2},
+        {"operation_s": 3 * launch},
+        {"projection_flops_per_s": {"forward-128": 0.8 * 80e9, "backward-128": 0.9 * 80e9}},
+    ):
+        slower = Rates(**{**vars(here.rates), **changes})
+        assert predict(preset("tiny"), here.cluster, plan, rates=slower).step_time_s > 1.01 * base
+
+
+def test_narrow_products_run_at_the_rate_measured_for_them() -> None:
+    rates = Rates({"fp32": 40e9}, projection_flops_per_s={"forward-32": 20e9, "forward-128": 30e9, "backward-32": 10e9})
+    speed = speed_of(local_cpu(HERE, 2, 2, MEMORY).cluster.device, "fp32", rates, "eager")
+    forward, backward = speed.narrow
+    fractions = [narrow_fraction(forward, Matmul("x", 1, 4096, 8192, width)) for width in (8, 32, 64, 128, 1024, 4096)]
+    assert fractions == pytest.approx([0.5, 0.5, 0.625, 0.75, 1.0, 1.0])
+    assert narrow_fraction(backward, Matmul("x", 1, 32, 4096, 512, True)) == pytest.approx(0.25)
+    assert speed_of(parse_cluster("1xh200").device, "bf16", H200, "compiled").narrow == ((), ())  # tiles say it there
+
+
+def test_ranks_that_take_turns_pay_more_for_a_call_too() -> None:
+    one, whole = (Rates(**{**vars(rates), "operation_s": 1e-5}) for rates in (ONE, ALL))
+    assert rank_rates(one, whole, 4, 2).operation_s == pytest.approx(2e-5)
+
+
+def fitted(ranks: int, points: dict[str, list[list[float]]]) -> Calibration:
+    return HERE.with_section("collectives", {f"mpi/{ranks}": {"curves": points}})
+
+
+def test_a_fit_gives_the_link_between_ranks() -> None:
+    """With 2 and with 4 ranks the planner's all_reduce takes what was measured, small and large."""
+    for ranks in (2, 4):
+        found = fitted(
+            ranks,
+            {
+                "all_reduce/native": [[16, 30e-6], [1 << 20, 700e-6]],
+                "all_reduce/flat": [[16, 20e-6], [1 << 20, 900e-6]],
+                "all_reduce/direct": [[16, 1e-9], [1 << 20, 2e-9]],  # needs arrays that a model's are not
+                "all_gather/flat": [[16, 1e-6], [1 << 20, 2e-6]],
+            },
+        )
+        axis = group(local_cpu(found, ranks, 2, MEMORY).cluster, ranks, 1)
+        assert axis.all_reduce_s(16) == pytest.approx(20e-6, rel=0.01)
+        assert axis.all_reduce_s(1 << 20) == pytest.approx(700e-6)
+
+
+@pytest.mark.parametrize(
+    "curves", [{}, {"all_reduce/flat": [[16, 1e-5]]}, {"all_reduce/flat": "no"}, {"all_reduce/flat": [[0, 1], [9, 2]]}]
+)
+def test_a_fit_that_says_nothing_is_as_none(curves: dict[str, list[list[float]]]) -> None:
+    assert local_cpu(fitted(2, curves), 2, 2, MEMORY).cluster == local_cpu(HERE, 2, 2, MEMORY).cluster
+    assert local_cpu(fitted(4, curves), 2, 2, MEMORY).cluster == local_cpu(HERE, 2, 2, MEMORY).cluster
+
+
+def test_torchs_own_operators_keep_more_on_a_cpu() -> None:
+    """A token of a layer of tiny: attention's result 128, norms 2 x 128, heads repeated 2 x 64, gate 512."""
+    plan = ParallelPlan(microbatch=8, precision="fp32")
+    here = local_cpu(HERE, 1, 2, MEMORY)
+    eager, fused = (
+        predict(preset("tiny"), here.cluster, plan, rates=here.rates, code=code).memory.activations_bytes
+        for code in ("eager", "fused")
+    )
+    assert eager - fused == 4 * 8 * 128 * 4 * (128 + 2 * 128 + 2 * 64 + 512)
+    gpu = parse_cluster("1xh200")
+    assert len({predict(preset("tiny"), gpu, plan, code=c).memory.activations_bytes for c in ("eager", "fused")}) == 1  # type: ignore[arg-type]
 
 
 # ---- what runs it ----------------------------------------------------------------------------------------------

@@ -14,6 +14,27 @@ var checks = {
   },
   // Words of an axis that begin left of the page.
   cutOff: () => [...document.querySelectorAll(".ty, .tx, .note")].filter(one => one.getBoundingClientRect().left < 0).length,
+  // Words on top of other words, or beyond the page's sides; signs may stand on signs.
+  overlaps() {
+    const places = [...document.querySelectorAll(".tx, .ty, .note, .sign, .xlabel, .ylabel, .who, .what, h1, h2, h3, p, summary, .legend li")]
+      .filter(one => one.checkVisibility() && one.getClientRects().length && one.textContent.trim())
+      .filter(one => one.tagName === "SUMMARY" || !one.closest("details:not([open])")).map(one => {
+        const range = document.createRange();
+        range.selectNodeContents(one);
+        return [one, range.getBoundingClientRect()];
+      });
+    const found = [], name = one => one.className + ": " + one.textContent.slice(0, 30);
+    places.forEach(([one, a], i) => {
+      if (a.left < -1 || a.right > innerWidth + 1) found.push(name(one) + " sticks out");
+      for (const [other, b] of places.slice(i + 1)) {
+        const width = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const height = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        const meant = one.contains(other) || other.contains(one) || (one.matches(".sign") && other.matches(".sign"));
+        if (width > 3 && height > 4 && !meant) found.push(name(one) + " | " + name(other));
+      }
+    });
+    return found;
+  },
   // The least contrast of words on their ground, as WCAG counts it.
   contrast() {
     const parse = text => {

@@ -20,7 +20,7 @@ import pytest
 from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
 from tilemesh.cli.train_run import write_environment, write_page
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.search import Tried
@@ -200,7 +200,7 @@ def test_a_port_that_is_taken_is_one_sentence(server: serve.Server) -> None:
     port = int(server.address.rpartition(":")[2].rstrip("/"))
     with pytest.raises(RunError, match="cannot be used"):
         serve.Server("x", str, port)
-    with pytest.raises(RunError, match="cannot be used"):
+    with pytest.raises(UsageError, match="port 99999: expected 0 to 65535"):
         serve.Server("x", str, 99999)
 
 

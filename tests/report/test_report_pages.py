@@ -39,14 +39,22 @@ def check(page: Any, charts: int) -> None:
     assert page.value("checks.squeezed()") == 0
     assert page.value("checks.small()") == []
     assert page.value("checks.cutOff()") == 0
+    assert page.value("checks.overlaps()") == []
     assert page.value("checks.contrast()") >= 4.5
 
 
 @pytest.mark.parametrize(("width", "dark"), [(WIDE, False), (WIDE, True), (NARROW, False), (NARROW, True)])
 def test_a_runs_page(browser: Any, make_run: MakeRun, width: int, dark: bool) -> None:
-    (path,) = make([str(make_run())], None)
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        for number, kind in enumerate(("stopped", "resumed", "warning")):  # signs that meet
+            file.write(f'{{"kind": "{kind}", "step": 60, "why": "because", "at": {1.79e9 + 12 + number / 10}}}\n')
+    (path,) = make([str(folder)], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
         check(page, charts=8)
+        signs = "[...document.querySelector('.plot').querySelectorAll('.sign')]"
+        rows = f"new Set({signs}.map(one => one.style.getPropertyValue('--row'))).size"
+        assert page.value(rows) == 4  # checkpoints, and each of the three above the other
         ground = page.value("getComputedStyle(document.documentElement).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") is not dark
         assert page.value("checks.colours()") > 4  # the canvas has been drawn on
@@ -96,7 +104,7 @@ def test_arrows_read_a_chart_and_move_the_timeline(browser: Any, make_run: MakeR
 
 
 def test_names_and_text_are_shown_never_run(browser: Any, make_run: MakeRun) -> None:
-    folder = make_run("<script>alert(1)<")
+    folder = make_run("<script>alert(1)<" + "long" * 50)
     evil = "</script><img src=x onerror=alert(2)><svg onload=alert(3)>"
     (folder / "sample.txt").write_text(evil)
     config = (folder / "config.toml").read_text()
@@ -106,7 +114,7 @@ def test_names_and_text_are_shown_never_run(browser: Any, make_run: MakeRun) -> 
     (path,) = make([str(folder)], str(folder.parent / "page.html"))
     with browser.open(f"file://{path}") as page:
         check(page, charts=7)
-        assert page.value("document.querySelector('h1').textContent") == "<script>alert(1)<"
+        assert page.value("document.querySelector('h1').textContent").startswith("<script>alert(1)<long")
         assert page.value("document.querySelectorAll('img, [onload], [onerror]').length") == 0
         assert page.value("document.querySelectorAll('script:not([type])').length") == 1
 
@@ -243,6 +251,9 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
             assert page.complaints() == []
             page.value("document.querySelector('details').open = true")
             page.value("document.querySelector('.plot').focus()")
+            page.value(CHECKS)
+            page.value("document.querySelector('.timeline button[data-key=\"+\"]').click()")
+            zoomed = page.value("checks.picture()")
             assert "step 20 of 100" in page.value("document.querySelector('.verdict').textContent")
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write('{"kind": "step", "step": 21, "loss": 1.5, "seconds": 0.1, "tokens_per_s": 20000}\n')
@@ -252,7 +263,14 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
                 time.sleep(0.1)
             assert page.value("document.querySelector('details').open") is True
             assert page.value("document.activeElement.className") == "plot"
+            assert page.value("checks.picture()") == zoomed
             assert all(url.startswith(server.address) for url in page.requests())
             assert page.complaints() == []
+            folder.rename(folder.with_name("elsewhere"))
+            end = time.monotonic() + 60
+            while "is no folder" not in page.value("document.getElementById('state').textContent"):
+                assert time.monotonic() < end, "the page did not say that the folder has gone"
+                time.sleep(0.1)
+            assert "step 21 of 100" in page.value("document.querySelector('.verdict').textContent")
     finally:
         server.close()

@@ -80,8 +80,47 @@ def test_a_step_done_twice_counts_once_and_the_restart_is_an_event(make_run: Mak
         )
     found = run.read(folder)
     assert dict(found.figure("loss"))[11] == 9.0
-    assert len(found.steps) == 20
-    assert next(event.words for event in found.events if event.kind == "restart") == "went on after step 10 on dp 4"
+    assert found.last_step == len(found.steps) == 11  # what came after the checkpoint is undone until it is done again
+    words = "went on after step 10 on dp 4; 10 steps done again"
+    assert next(event.words for event in found.events if event.kind == "restart") == words
+    assert max(step for _, step in found.clock) == 20  # but it took its time
+
+
+def test_every_kind_of_event_is_told_with_its_reason(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, planned=100, summary=False)
+    lines = [
+        '{"kind": "checkpoint", "step": 12, "ok": false, "why": "no space left on device"}',
+        '{"kind": "warning", "step": 14, "text": "DAMAGED CHECKPOINT: altered"}',
+        '{"kind": "restart", "step": 20, "why": "rank 1 was killed by SIGKILL", "at": 1790000003.0}',
+        '{"kind": "resumed", "step": 10, "plan": {}, "at": 1790000004.0}',
+        '{"kind": "step", "step": 11, "loss": 2.0, "at": 1790000005.0}',
+        '{"kind": "failed", "step": 11, "why": "rank 0 raised RunError: <why>", "at": 1790000006.0}',
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    found = run.read(folder)
+    told = [(event.step, event.kind, event.words) for event in found.events if event.kind != "checkpoint"]
+    assert told == [
+        (10, "restart", "went on after step 10; 10 steps done again"),
+        (11, "stopped", "failed at step 11: rank 0 raised RunError: <why>"),
+        (12, "warning", "checkpoint of step 12 failed: no space left on device"),
+        (14, "warning", "DAMAGED CHECKPOINT: altered"),
+        (20, "restart", "failed at step 20 and was started again: rank 1 was killed by SIGKILL"),
+    ]
+    assert found.state == DIED
+    sentence = verdict.judge(found, None).sentence
+    assert sentence.startswith("Failed at step 11: rank 0 raised RunError: <why>; `tilemesh train --resume ")
+    with (folder / "metrics.jsonl").open("a") as file:  # taken up again: it is no longer dead
+        file.write('{"kind": "resumed", "step": 10}\n{"kind": "step", "step": 11, "loss": 2.0}\n')
+    assert run.read(folder).state == RUNNING
+
+
+def test_a_run_taken_up_after_its_summary_is_running(make_run: MakeRun) -> None:
+    folder = make_run(steps=20, planned=100)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "resumed", "step": 20, "at": time.time() + 5}) + "\n")
+    found = run.read(folder)
+    assert (found.state, found.is_behind) == (RUNNING, True)
 
 
 def test_states(make_run: MakeRun) -> None:
@@ -219,7 +258,8 @@ def test_ranks_files_are_joined_where_no_trace_was_merged(make_run: MakeRun) -> 
 def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
     found = run.read(make_run(exchange=0.3))
     assert verdict.judge(found, 0.62).sentence == (
-        "62 % of the calibrated limit; communication (with waiting for ranks) is 34 % of the step; "
+        "The loss fell from 4.75 to 1.23; 62 % of the calibrated limit; "
+        "communication (with waiting for ranks) is 34 % of the step; "
         "the largest saving is exchanges that hide behind compute, at most 30 % of the step."
     )
     assert verdict.judge(found, 0.2).savings[0] == verdict.Saving("compute at the calibrated peak", pytest.approx(0.45))
@@ -242,7 +282,7 @@ def test_a_loss_that_is_no_number_is_the_verdict(make_run: MakeRun) -> None:
     (folder / "bad-batch-step-00000021-replica-0.safetensors").write_bytes(b"")
     found = verdict.judge(run.read(folder, now=later()), None)
     assert found.is_bad
-    assert "no number at step 21" in found.sentence
+    assert "Stopped at step 21: it came to no number" in found.sentence
 
 
 def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:

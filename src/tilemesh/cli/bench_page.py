@@ -17,7 +17,7 @@ from tilemesh.report.kernel_page import Trial, Work
 
 def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:
     """The page of rows of `bench kernel` or `bench collective`; `tried` is a file of what a tuner timed."""
-    if not rows:
+    if not rows and tried is None:
         raise UsageError("no rows to make a page of")
     if any(row.name in COLLECTIVES for row in rows):
         if tried is not None:
@@ -25,6 +25,15 @@ def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None
         write(collective_page.render(rows), path)
     else:
         write(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
+
+
+def is_trials(path: str) -> bool:
+    """Whether a file holds what a tuner tried rather than rows."""
+    try:
+        lines, _ = read_lines(Path(path))
+    except Unread:
+        return False
+    return bool(lines) and "problem" in lines[0] and isinstance(lines[0].get("config"), dict)
 
 
 def read_trials(path: str) -> list[Trial]:

@@ -57,14 +57,14 @@ def calibrate(
 
 
 def _is_known() -> bool:
-    """Whether this machine was measured; a file that cannot be read is measured over."""
+    """Whether this machine was measured; what cannot be read, or is from before layers were, is measured over."""
     from tilemesh.measure.machine import this_machine
 
     try:
         found = find(this_machine().id)
     except RunError:
         return False
-    return found is not None and found.all_cores is not None
+    return found is not None and found.all_cores is not None and found.all_cores.operation_s is not None
 
 
 @contextmanager

@@ -5,15 +5,26 @@ from __future__ import annotations
 import re
 
 from tilemesh.core import calibration
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import UsageError, nearest, unknown
+from tilemesh.core.hardware import DEVICES
 from tilemesh.measure.machine import this_machine
 from tilemesh.plan.local import Local, local_cpu, local_gpu
 
 _PATTERN = re.compile(r"(?:(\d+)x)?local(-cpu)?")
+_NAMES = ("local", "local-cpu")
 
 
 def is_local(text: str) -> bool:
-    return _PATTERN.fullmatch(text.strip().lower()) is not None
+    """Whether a cluster means this machine; a UsageError where it nearly does (`4xlocl`)."""
+    folded = text.strip().lower()
+    if _PATTERN.fullmatch(folded) is not None:
+        return True
+    name = re.sub(r"^(\d+x)+", "", folded)
+    if name not in _NAMES and nearest(name, (*DEVICES, *_NAMES)) in _NAMES:
+        raise unknown("device", name, (*DEVICES, *_NAMES))
+    if name in _NAMES:
+        raise UsageError(f"'{text}' is one machine of several: write local, 4xlocal or 4xlocal-cpu")
+    return False
 
 
 def local_machine(text: str) -> Local:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -32,7 +32,7 @@ from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, prediction_figures
 from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
-from tilemesh.plan.step import Estimator
+from tilemesh.plan.step import Estimator, Prediction
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.html import write
 from tilemesh.report.plan_page import render
@@ -78,7 +78,7 @@ def run(asked: Asked) -> None:
         return
     result = _search(asked, model, asked.cluster)
     console.print(_headline(asked, result))
-    console.print(_table(result))
+    _print_layouts(console, result)
     if asked.explain:
         best = result.best.plan
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
@@ -182,25 +182,42 @@ def _headline(asked: Asked, result: Result) -> str:
     return f"{words}{pinned}\n{result.considered:,} layout{plural} looked at, {result.fitting:,} fit"
 
 
-def _table(result: Result) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    headings = ("", "dp", "tp", "pp", "seq", "ZeRO", "micro", "accum", "schedule", "recompute")
-    for heading in headings:
-        left = heading in ("schedule", "recompute", "seq")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for heading in ("step", "tokens/s", "MFU", "memory", "bubble", "exposed", "train"):
-        table.add_column(heading, justify="left" if heading == "train" else "right", no_wrap=True)
-    for place, found in enumerate(result.predictions, start=1):
-        p = found.plan
-        schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
-        table.add_row(
-            str(place), str(p.dp), str(p.tp), str(p.pp), "yes" if p.sequence_parallel else "-", str(p.zero or "-"),
-            str(p.microbatch), str(p.accumulation), schedule, "-" if p.recompute == "none" else p.recompute,
-            _seconds(found.step_time_s), format_count(found.tokens_per_s), f"{found.mfu:.1%}",
-            format_bytes(found.memory.total_bytes), f"{found.bubble_fraction:.1%}",
-            f"{found.times.exposed_s / found.step_time_s:.1%}", trainable(p),
-        )  # fmt: skip
-    return table
+def _print_layouts(console: Console, result: Result) -> None:
+    """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
+    said = dict.fromkeys(trainable(found.plan) for found in result.predictions)
+    lacks = [words for words in said if words != "yes"]
+    marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
+    lines = [_cells(place, found, marks) for place, found in enumerate(result.predictions, start=1)]
+    silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in lines[0]:
+        if heading not in silent:
+            left = heading in ("schedule", "recompute", "seq", "train")
+            table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(text for heading, text in line.items() if heading not in silent))
+    # A terminal too narrow for it breaks the lines; a figure is never cut.
+    natural = console.measure(table, options=console.options.update(max_width=PIPE_WIDTH)).maximum
+    whole = Console(file=console.file, width=max(console.width, natural), highlight=False, markup=False)
+    whole.print(table)
+    for words in lacks:
+        console.print(f"{marks[words].removeprefix('no ')} {words} (`tilemesh train`)", soft_wrap=True)
+
+
+_OPTIONAL = ("pp", "seq", "ZeRO", "schedule", "recompute", "bubble")
+
+
+def _cells(place: int, found: Prediction, marks: Mapping[str, str]) -> dict[str, str]:
+    p = found.plan
+    schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
+    return {
+        "": str(place), "dp": str(p.dp), "tp": str(p.tp), "pp": "-" if p.pp == 1 else str(p.pp),
+        "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"), "micro": str(p.microbatch),
+        "accum": str(p.accumulation), "schedule": schedule, "recompute": "-" if p.recompute == "none" else p.recompute,
+        "step": _seconds(found.step_time_s), "tokens/s": format_count(found.tokens_per_s), "MFU": f"{found.mfu:.1%}",
+        "memory": format_bytes(found.memory.total_bytes), "bubble": f"{found.bubble_fraction:.1%}",
+        "exposed": f"{found.times.exposed_s / found.step_time_s:.1%}", "train": marks[trainable(p)],
+    }  # fmt: skip
 
 
 def _seconds(value: float) -> str:

@@ -16,8 +16,9 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.step import predict
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
-from tilemesh.report.run import Run, number, section
+from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside
+from tilemesh.report.values import number, section
 
 PAGE = "report.html"
 
@@ -39,13 +40,15 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
 
 
 def _rows_page(files: Sequence[str], html: str | None) -> str:
-    """The page of a benchmark's rows; a second file holds what a tuner tried."""
-    from tilemesh.cli.bench_page import write_bench_page
+    """The page of a benchmark's rows, of what a tuner tried, or of both (rows first)."""
+    from tilemesh.cli.bench_page import is_trials, write_bench_page
 
     if html is None:
         raise UsageError("the page of a file of rows needs a name: give --html FILE")
-    tried = files[1] if len(files) > 1 else None
-    write_bench_page(read_rows(files[0]), html, tried=tried)
+    if len(files) == 1 and is_trials(files[0]):
+        write_bench_page([], html, tried=files[0])
+    else:
+        write_bench_page(read_rows(files[0]), html, tried=files[1] if len(files) > 1 else None)
     return html
 
 
@@ -68,7 +71,7 @@ def beside(found: Run) -> Beside:
     if not made:
         try:
             made = rows(found.summary, found.predicted) if found.summary and not found.is_behind else []
-            why = "" if made else "the run has no summary yet"
+            why = "" if made else "the run has no summary"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
             why = f"the summary is of another version: {error}"
     return Beside(made, why, expected_memory(found))

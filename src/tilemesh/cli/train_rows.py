@@ -26,6 +26,10 @@ from tilemesh.plan.step import predict
 from tilemesh.train.bench import Comparison
 from tilemesh.train.config import TrainConfig
 
+TAKING_TURNS = (
+    "ranks outnumber cores: a rank's wait for another's turn on its core is measured as exchange and predicted as "
+    "computing; the step time has both"
+)
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 
@@ -78,7 +82,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         guess = predicted.get(key) if key is not None else None
         reasons = {"peers": _NO_PEER, **missing}
         if guess is None:
-            reasons["predicted"] = why if key is not None else "follows from the step time"
+            reasons.setdefault("predicted", why if key is not None else "follows from the step time")
         if measured is None:
             reasons["measured"] = no_step
         if limit is None:
@@ -87,7 +91,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             name=name, case=case, unit=unit, predicted=guess, measured=measured, limit=limit, missing=reasons, **stamp()
         )
 
-    share = found["shares"]["exchange"] + found["shares"]["idle"]
+    share, shares_cores = least_exchange_share(found), int(found["world"]) > int(found["cores"])
     # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
     pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
     memory = max(peak - baseline for peak, baseline in pairs)
@@ -104,10 +108,25 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             made[-1] = _without_measured(made[-1], why_no_peak)
     measured_share = None if step is None else _exact(share)
     made.append(
-        row("exchange share", "fraction", "exchange_share", measured_share, None, {"limit": "depends on the layout"})
-    )
+        row(
+            "exchange share", "fraction", None if shares_cores else "exchange_share", measured_share, None,
+            {"limit": "depends on the layout"} | ({"predicted": TAKING_TURNS} if shares_cores else {}),
+        )
+    )  # fmt: skip
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
     return made
+
+
+def least_exchange_share(found: Mapping[str, Any]) -> float:
+    """Of a step, what the rank that waited least spent in collectives.
+
+    The planner predicts the exchange itself, as if all ranks came to it together. A rank that comes early is in the
+    collective for longer, waiting; whoever comes last is there for the exchange alone, or nearly.
+    """
+    ranks = [one for one in found.get("ranks") or () if one["step_s"] > 0]
+    if not ranks:
+        return float(found["shares"]["exchange"] + found["shares"]["idle"])
+    return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))
 
 
 def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:

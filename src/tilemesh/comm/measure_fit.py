@@ -21,7 +21,7 @@ from tilemesh.comm.schedules.book import is_direct, is_shared
 from tilemesh.measure.ranks import rank_timer
 from tilemesh.measure.timing import LoopTimer, compare
 
-SIZES = (16, 2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 64 << 20)
+SIZES = (16, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 64 << 20)
 PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 READING_S = 0.01
 _TAG = 7  # a user's, of this communicator alone

@@ -27,7 +27,11 @@ SCHEMA = 1
 Part = Literal["one_core", "all_cores", "gpu"]
 PARTS: tuple[Part, ...] = ("one_core", "all_cores", "gpu")
 
-_BY_KEY = ("matmul_flops_per_s", "attention_flops_per_s")  # rates that are a number for each key
+_BY_KEY = (
+    "matmul_flops_per_s",
+    "attention_flops_per_s",
+    "projection_flops_per_s",
+)  # rates that are a number for each key
 
 _AGAIN = "remove it and calibrate this machine again"
 
@@ -54,6 +58,14 @@ class Rates:
     """A product of tensors of a layer's size, which caches hold in part; measured on CPUs."""
     exponentials_per_s: float | None = None
     """Elements of an activation with an exponential in it; on a CPU that is not bound by memory."""
+    projection_flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """A layer's products by pass and smaller dim ("forward-64", "backward-64", ...), operands from memory; on CPUs."""
+    rows_bytes_per_s: float | None = None
+    """A norm's operations, forward and backward; measured on CPUs."""
+    halves_bytes_per_s: float | None = None
+    """Operations on halves of a head (rotary positions), forward and backward; measured on CPUs."""
+    operation_s: float | None = None
+    """What an operation of a training step costs beside its work: its call and its part in autograd; on CPUs."""
 
     def __post_init__(self) -> None:
         for name, value in _leaves(self):

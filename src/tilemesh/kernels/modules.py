@@ -26,11 +26,12 @@ class FusedLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        if (activation or "none") not in ACTIVATIONS:
+        activation = "none" if activation is None else activation
+        if activation not in ACTIVATIONS:
             raise unknown("activation", str(activation), ACTIVATIONS)
         if implementation not in IMPLEMENTATIONS:
             raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
-        self.activation = activation or "none"
+        self.activation = activation
         self.implementation = implementation
 
     def reset_parameters(self) -> None:
@@ -40,7 +41,7 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         # One row, as nn.Linear allows: the kernels want two dims.
-        if input.dim() == 1:
+        if isinstance(input, Tensor) and input.dim() == 1:
             return self.forward(input.unsqueeze(0)).squeeze(0)
         return fused_matmul(
             input, self.weight.t(), self.bias, activation=self.activation, implementation=self.implementation

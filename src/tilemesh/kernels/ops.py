@@ -54,24 +54,28 @@ def fused_matmul(
     implementation: `auto` uses what was fastest when tuned; the others force one (`interpret`: Triton's interpreter on
     the CPU). config: a tile configuration to use instead of the tuned or default one.
     """
-    if torch.compiler.is_compiling():
-        return _traced(a, b, c, activation or "none", out, implementation, config)
+    if activation is None:
+        activation = "none"
+    # torch.jit.trace records operators, and its sizes are tensors: a kernel launched directly takes no such sizes and
+    # would be missing from the graph.
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return _traced(a, b, c, activation, out, implementation, config)
     if torch._C._functorch.peek_interpreter_stack() is not None or (
         forward_ad._current_level >= 0 and _has_tangent(a, b, c, out)
     ):
-        return _transformed(a, b, c, activation or "none", out, implementation, config)
+        return _transformed(a, b, c, activation, out, implementation, config)
     if not _is_plain(a, b, c) or (out is not None and (type(out) not in _PLAIN_TYPES or out.is_neg())):
-        return _traced(a, b, c, activation or "none", out, implementation, config)
+        return _traced(a, b, c, activation, out, implementation, config)
     if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
         a, b, c = _autocast(a, b, c)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)):
         if out is not None:
             raise UsageError("out= with inputs that require gradients: leave out= away, or use torch.no_grad()")
-        result: Tensor = _Fused.apply(a, b, c, activation or "none", implementation, config)
+        result: Tensor = _Fused.apply(a, b, c, activation, implementation, config)
         return result
     if out is not None and out.requires_grad and torch.is_grad_enabled():
         raise UsageError("out= requires gradients itself: give a tensor that does not, or use torch.no_grad()")
-    return _eager(a, b, c, activation or "none", out, implementation, config, False)[0]
+    return _eager(a, b, c, activation, out, implementation, config, False)[0]
 
 
 def _eager(

@@ -18,7 +18,9 @@ import torch
 from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
 from tilemesh.core.units import format_bytes
+from tilemesh.measure.calibrate_layer import layer_figures
 from tilemesh.measure.calibrate_operators import AVX2_BYTES, operator_figures, torch_threads, vector_bytes
+from tilemesh.measure.calibrate_pinned import Pinned
 from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
 from tilemesh.measure.machine import Machine, last_cache_bytes
 from tilemesh.measure.sample import Sample
@@ -44,8 +46,10 @@ def cpu_figures(machine: Machine, *, quick: bool = False) -> list[Figure]:
     figures = [_matmul_figure(part, cores, machine.cores, dtype, seconds) for part, cores in parts for dtype in DTYPES]
     for kind in ("copy", "read", "write"):
         figures += [_stream_figure(part, cores, kind, buffers, seconds) for part, cores in parts]
+    pinned = Pinned(machine.cores, seconds / 2)
     for part, cores in parts:
-        figures += operator_figures(part, cores, seconds / 2)
+        layer = [*operator_figures(part, cores, seconds / 2), *layer_figures(part, cores, seconds / 2)]
+        figures += [pinned.bind(figure) for figure in layer] if part == "one_core" else layer
     return [*figures, _launch_figure(seconds)]
 
 

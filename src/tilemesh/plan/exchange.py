@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemesh.core.hardware import DTYPE_BYTES
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, count_parameters
 from tilemesh.plan.collectives import Group
 from tilemesh.plan.constants import HIDDEN_COST
 from tilemesh.plan.layout import Layout
@@ -60,6 +60,13 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
 
 
+def whole_parameters(model: ModelConfig, layers: int, last: bool) -> int:
+    """Of the first stage, what tensor parallelism does not split: norms, biases after a sum, learned positions."""
+    counted = count_parameters(model)
+    each = counted.norms + (2 * model.width if model.biases else 0)
+    return layers * each + counted.position_embedding + (counted.final_norm if last else 0)
+
+
 def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code: Code) -> dict[str, dict[str, int]]:
     """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
 
@@ -83,7 +90,9 @@ def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code:
             regathered = 2 * layers * narrow if code == "fused" else 0
             joined = (2 + again) * layers * wide + 2 * layers * narrow + head + wide + regathered
             scattered = forward + backward + wide + head
-            found["tp"] = {"all_gather": m * joined, "reduce_scatter": m * scattered, "all_reduce": m * loss}
+            # What tp leaves whole sees a part of the tokens on each rank: its gradients are summed, once a step.
+            summed = STATE_BYTES[plan.precision][1] * whole_parameters(model, layers, last)
+            found["tp"] = {"all_gather": m * joined, "reduce_scatter": m * scattered, "all_reduce": m * loss + summed}
         else:
             found["tp"] = {"all_reduce": m * (forward + backward + wide + head + loss)}
     if plan.pp > 1:

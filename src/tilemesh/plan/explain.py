@@ -159,17 +159,17 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
     return Section(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
 
 
-def activation_section(model: ModelConfig, context: int, layout: Layout) -> Section:
+def activation_section(model: ModelConfig, context: int, layout: Layout, plain: bool = False) -> Section:
     """Tensor by tensor, what a layer keeps for its backward pass."""
     b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
     rows, total = [], 0
-    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision):
+    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, plain):
         nbytes = memory.kept_bytes(kept, model, tp, sp)
         dropped = layout.recompute == "full" or (layout.recompute == "selective" and kept.scores)
         if layout.recompute == "full" and kept.name == "input of the first norm":
             dropped = False
         total += 0 if dropped else nbytes
-        over = tp if kept.split != "sequence" or sp else 1
+        over = 1 if kept.split == "whole" or (kept.split == "sequence" and not sp) else tp
         split = f" / {over}" if over > 1 else ""
         rows.append(
             Row(
@@ -273,8 +273,12 @@ def _elements(name: str) -> str:
         return "b heads S" if name.startswith("log") else "b heads S S"
     if name in ("keys", "values"):
         return "b S K"
-    if name in ("input of the activation", "input of the MLP's last projection"):
-        return "b S F" if name.startswith("input of the MLP") else "b S F (each input)"
+    if name == "keys and values, repeated":
+        return "2 b S (D - K)"
+    if name == "norms before their gains":
+        return "2 b S D"
+    if name in ("input of the activation", "input of the MLP's last projection", "gate after its activation"):
+        return "b S F" if not name.startswith("input of the activation") else "b S F (each input)"
     return "b S D"
 
 

@@ -26,7 +26,7 @@ def plan_sections(result: Result) -> list[Section]:
     estimator = result.estimator()
     return [
         flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
-        activation_section(result.model, result.context, best.plan),
+        activation_section(result.model, result.context, best.plan, estimator.room.is_plain(best.plan)),
         memory_section(estimator, best),
         bubble_section(best),
         time_section(estimator, best),

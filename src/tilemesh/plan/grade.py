@@ -166,7 +166,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def _memory(run: Run, cluster: Cluster, now: Prediction) -> Grade:
     """On a GPU what torch allocates; on a CPU what the process grew by, with what its first step loads."""
     cpu = cluster.device.kind == "cpu"
-    predicted = now.memory.total_bytes - (0 if cpu else now.memory.reserved_bytes)
+    before = run.data.get("predicted")
+    told = before.get("memory") if isinstance(before, Mapping) else None
+    total, reserved = now.memory.total_bytes, now.memory.reserved_bytes
+    if isinstance(told, Mapping) and _number(told.get("total_bytes")) is not None:  # as it was said before the run
+        total, reserved = int(told["total_bytes"]), int(told.get("reserved_bytes") or reserved)
+    predicted = total - (0 if cpu else reserved)
     peaks, bases = run.data.get("peak_memory_bytes"), run.data.get("memory_baseline_bytes")
     measured = None
     if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
@@ -210,7 +215,9 @@ def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
         if spread is not None and spread[1] > 1.3 * spread[0]:
             found.append("the run's own steps wander (p80 above 1.3 times p20): other work was running beside it")
     if "peak memory" in off:
-        found.append("memory: compare the terms of `tilemesh plan --explain` with the run; RESERVED_BYTES is a guess")
+        found.append(
+            "memory: compare the terms of `tilemesh plan --explain` with the run; a process's own part wanders"
+        )
     return found
 
 
@@ -225,8 +232,8 @@ def _which_part(run: Run, now: Prediction) -> str:
     said_s = now.times.exposed_s
     if abs(said_s - exchange_s) > abs((now.step_time_s - said_s) - (step - exchange_s)):
         return (
-            f"exchanges take {exchange_s:.3g} s a step, {said_s:.3g} predicted: the link between ranks is assumed, not "
-            f"calibrated (plan/constants.py)"
+            f"exchanges take {exchange_s:.3g} s a step with waiting for other ranks, {said_s:.3g} predicted without: "
+            f"fit them on this machine when it is idle, `tilemesh bench collective --fit --ranks {run.plan.world}`"
         )
     return f"computing takes {step - exchange_s:.3g} s a step, {now.step_time_s - said_s:.3g} predicted: {advice}"
 

@@ -1,7 +1,8 @@
 """This machine as a cluster to plan for: its cores as ranks, with the rates that were measured on it.
 
 The one idea: a rank of a CPU is as fast as the cores it gets. Ranks up to the number of cores get some each; beyond
-that they take turns, and everything a rank does takes so much longer. Memory and its bandwidth are shared.
+that they take turns, and everything a rank does takes so much longer. Memory and its bandwidth are shared. What an
+exchange costs is measured too, where collectives were fitted for that many ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from tilemesh.core.hardware import CPU, Cluster, Link, Node, device_for, make_no
 from tilemesh.plan import constants
 
 NAME = "local"
+FITS = "collectives"
+"""The section of a calibration that `comm` keeps its fits in, by transport and number of ranks."""
+TRANSPORTS = ("mpi", "torch")
+"""What `tilemesh train` takes on a CPU, best first."""
+LINK_BYTES = 1 << 20
+"""The size whose time gives a link's bandwidth: what a layer exchanges, about."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,6 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
     copy = whole.copy_bytes_per_s
     if not rates.matmul_flops_per_s or copy is None:
         raise UsageError(f"the calibration of {calibration.words} has no matmul or copy rate: run `tilemesh calibrate`")
-    message_s, more_s = constants.MEMORY_MESSAGE_S
-    latency_s = message_s + (more_s * ranks / cores if ranks > cores else 0.0)
     device = replace(
         CPU,
         name=NAME,
@@ -48,9 +53,41 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
     )
-    link = Link("memory", constants.MEMORY_LINK_FRACTION * copy / 2 / ranks, latency_s)
+    link = measured_link(calibration, ranks) or assumed_link(copy, ranks, cores)
     words = f"{calibration.words}, measured {calibration.when}"
     return Local(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
+
+
+def assumed_link(copy_bytes_per_s: float, ranks: int, cores: int) -> Link:
+    """Between ranks of a CPU whose collectives were not fitted."""
+    message_s, more_s = constants.MEMORY_MESSAGE_S
+    latency_s = message_s + (more_s * ranks / cores if ranks > cores else 0.0)
+    return Link("memory", constants.MEMORY_LINK_FRACTION * copy_bytes_per_s / 2 / ranks, latency_s)
+
+
+def measured_link(calibration: Calibration, ranks: int) -> Link | None:
+    """The link that makes the planner's all_reduce what `tilemesh bench collective --fit` measured for so many ranks.
+
+    All of them were busy then, so what ranks that share cores cost one another is in it. Of the algorithms the quickest
+    counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth.
+    """
+    if ranks < 2:
+        return None
+    fits = calibration.extra.get(FITS)
+    found = [fits[key] for key in (f"{name}/{ranks}" for name in TRANSPORTS) if key in fits] if fits else []
+    try:
+        # "direct" ones need arrays in memory that ranks share, which a model's are not.
+        names = [name for name in found[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]
+        curves = [dict(found[0]["curves"][name]) for name in names]
+        quickest = {size: min(curve[size] for curve in curves if size in curve) for size in set().union(*curves)}
+        small, large = min(quickest), min(quickest, key=lambda size: (abs(math.log(size / LINK_BYTES)), size))
+        alpha_s = quickest[small] / (2 * math.ceil(math.log2(ranks)))  # a tree's messages, up and down
+        each_s = quickest[large] / (2 * (ranks - 1)) - alpha_s  # of a ring's messages, the bytes
+        if large <= small or each_s <= 0:
+            return None
+    except (LookupError, TypeError, ValueError, AttributeError):  # none, or of another version: as if there were none
+        return None
+    return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s)
 
 
 def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Local:
@@ -72,10 +109,11 @@ def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int) -> Rates:
     turn = min(1.0, cores / ranks)
 
     def share(name: str, low: float, high: float | None) -> float:
-        if name == "launch_s":
+        if name in ("launch_s", "operation_s"):
             return low / turn
         each = low * (max(high, low) / low) ** power if high is not None else low
-        shared = name.endswith("bytes_per_s") and name != "elementwise_bytes_per_s" and high is not None
+        # Streams share the memory; what half fits a core's caches does not.
+        shared = name in ("copy_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s") and high is not None
         return min(each * turn, max(high, low) / ranks) if shared and high is not None else each * turn
 
     found: dict[str, object] = {}

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     name: str
     elements: int
     element_bytes: int
-    split: str  # "tp" or "sequence"
+    split: str  # "tp", "kv", "sequence" or "whole"
     scores: bool = False
 
 
@@ -92,17 +92,21 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
 # ---- activations -----------------------------------------------------------------------------------------------
 
 
-def kept_tensors(model: ModelConfig, microbatch: int, context: int, attention: str, precision: str) -> list[Kept]:
-    """What one layer keeps of one microbatch when nothing is recomputed."""
+def kept_tensors(
+    model: ModelConfig, microbatch: int, context: int, attention: str, precision: str, plain: bool = False
+) -> list[Kept]:
+    """What one layer keeps of one microbatch when nothing is recomputed; `plain`: by torch's operators on a CPU."""
     size = DTYPE_BYTES["bf16" if precision in ("bf16", "fp16", "bf16-master") else precision]
     # Autocast leaves the stream between the layers in fp32; only what enters a matmul is cast.
     stream = 4 if precision in AUTOCAST else size
     tokens = microbatch * context
     whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
     square = microbatch * model.heads * context * context
+    # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
+    entering = "whole" if plain else "sequence"
     kept = [
         Kept("input of the first norm", whole, stream, "sequence"),
-        Kept("input of q, k, v", whole, size, "sequence"),
+        Kept("input of q, k, v", whole, size, entering),
         Kept("queries", whole, size, "tp"),
         Kept("keys", kv, size, "kv"),
         Kept("values", kv, size, "kv"),
@@ -118,12 +122,24 @@ def kept_tensors(model: ModelConfig, microbatch: int, context: int, attention: s
     if model.dropout:
         kept.append(Kept("mask of attention's dropout", whole, 1, "sequence"))
     kept.append(Kept("input of the second norm", whole, stream, "sequence"))
-    kept.append(Kept("input of the MLP", whole, size, "sequence"))
+    kept.append(Kept("input of the MLP", whole, size, entering))
     if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
         kept.append(Kept("input of the activation", model.mlp_inputs * hidden, size, "tp"))
     kept.append(Kept("input of the MLP's last projection", hidden, size, "tp"))
     if model.dropout:
         kept.append(Kept("mask of the MLP's dropout", whole, 1, "sequence"))
+    return kept + _kept_by_torch(model, whole, kv, hidden, size, stream) if plain else kept
+
+
+def _kept_by_torch(model: ModelConfig, whole: int, kv: int, hidden: int, size: int, stream: int) -> list[Kept]:
+    """What torch's own operators keep beyond that on a CPU, each operation for itself."""
+    kept = [Kept("result of attention, before its heads are joined", whole, size, "tp")]
+    if kv < whole:  # torch repeats keys and values for grouped queries, and keeps them so
+        kept.append(Kept("keys and values, repeated", 2 * (whole - kv), size, "tp"))
+    if model.norm == "rmsnorm":  # a product of its own; the input of its gain's gradient
+        kept.append(Kept("norms before their gains", 2 * whole, stream, "sequence"))
+    if model.activation == "swiglu":
+        kept.append(Kept("gate after its activation", hidden, size, "tp"))
     return kept
 
 
@@ -138,6 +154,8 @@ def kept_bytes(tensor: Kept, model: ModelConfig, tp: int, sequence_parallel: boo
     nbytes = tensor.elements * tensor.element_bytes
     if tensor.split == "sequence":
         return nbytes // tp if sequence_parallel else nbytes
+    if tensor.split == "whole":
+        return nbytes
     if tensor.split == "kv":  # heads fewer than ranks are repeated
         return nbytes * kv_width_per_rank(model, tp) // model.kv_width
     return nbytes // tp
@@ -149,24 +167,24 @@ def layer_input_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
     return kept_bytes(tensors[0], model, plan.tp, plan.sequence_parallel)
 
 
-def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int, plain: bool = False) -> int:
     """What one layer keeps of one microbatch on one rank."""
     if plan.recompute == "full":
         return layer_input_bytes(model, plan, context)
     return sum(
         kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, plain)
         if not (tensor.scores and plan.recompute == "selective")
     )
 
 
-def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, plain: bool = False) -> int:
     """What comes back for one layer while its backward pass runs."""
     if plan.recompute == "none":
         return 0
     return sum(
         kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, plain)
         if tensor.scores or plan.recompute == "full"
     )
 
@@ -194,8 +212,16 @@ def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_byte
     return total
 
 
-def reserved_bytes(device: Device) -> int:
-    return constants.RESERVED_BYTES[device.kind]
+def backward_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+    """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
+    its factors, and of what goes into the activation."""
+    hidden = plan.microbatch * context * model.mlp_width // plan.tp
+    return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
+
+
+def reserved_bytes(device: Device, ranks: int) -> int:
+    among = constants.RESERVED_BYTES["ranks"] if device.kind == "cpu" and ranks > 1 else 0
+    return constants.RESERVED_BYTES[device.kind] + among
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:

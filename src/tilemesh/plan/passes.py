@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     launches: int = 1
     exponentials: int = 0
     kind: str = "plain"
-    """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are."""
+    """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are, "halves" of heads."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def _eager(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
     ]
     if model.positions == "rotary":
         # Two halves, each two products and a sum, then joined: nine times what is turned; backward also pads halves.
-        forward.append(Pass("rotary", 9 * qk, 14))
-        backward.append(Pass("rotary", 12 * qk, 28))
+        forward.append(Pass("rotary", 9 * qk, 14, kind="halves"))
+        backward.append(Pass("rotary", 12 * qk, 28, kind="halves"))
     if model.activation == "swiglu":
         forward.append(Pass("activation", 2 * hidden + 3 * hidden, 2, T * s.hidden))
         # Two products for the two factors; the gate's derivative in six calls, one of them a sigmoid.

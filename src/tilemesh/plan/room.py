@@ -25,7 +25,7 @@ class Room:
         self._device = cluster.device
         self._code = code
         self.context = context
-        self._reserved = memory.reserved_bytes(cluster.device)
+        self._reserved = memory.reserved_bytes(cluster.device, cluster.world)
         self._shards: dict[int, Shards] = {}
         self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -67,11 +67,20 @@ class Room:
         activations = layers_in_flight(plan, stage, counts) * kept
         logits = self.logits_bytes(plan) if last else 0
         working = memory.working_bytes(plan, shards, parameters, recomputed)
+        if self.is_plain(plan):
+            working += memory.backward_bytes(self.model, plan, self.context)
         return weights, gradients, optimizer, activations, logits, working, self._reserved
+
+    def is_plain(self, plan: Layout) -> bool:
+        """Whether torch's own operators run it on a CPU, which keep more."""
+        return self._device.kind == "cpu" and self.code(plan) == "eager"
+
+    def code(self, plan: Layout) -> Code:
+        return self._code or default_code(self._device, plan.precision)
 
     def logits_bytes(self, plan: Layout) -> int:
         """What the loss holds at its fullest moment."""
-        code = self._code or default_code(self._device, plan.precision)
+        code = self.code(plan)
         return memory.logits_bytes(self.model, plan, self.context, code)
 
     def layer(self, plan: Layout) -> tuple[int, int]:
@@ -80,8 +89,8 @@ class Room:
         found = self._activations.get(key)
         if found is None:
             found = self._activations[key] = (
-                memory.layer_activation_bytes(self.model, plan, self.context),
-                memory.recomputed_layer_bytes(self.model, plan, self.context),
+                memory.layer_activation_bytes(self.model, plan, self.context, self.is_plain(plan)),
+                memory.recomputed_layer_bytes(self.model, plan, self.context, self.is_plain(plan)),
             )
         return found
 

@@ -9,7 +9,9 @@ Shapes are those of one rank; T tokens, D width, F hidden width, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +29,14 @@ class Matmul(NamedTuple):
     m: int
     n: int
     k: int
+    backward: bool = False
 
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k
+
+
+Curve = tuple[tuple[int, float], ...]
 
 
 class FusedAttention(NamedTuple):
@@ -88,8 +94,8 @@ def layer_work(
     forward: list[Op] = [*matmuls, *passes]
     backward: list[Op] = [
         *passes_back,
-        *(Matmul(f"{op.name}, input gradient", 1, op.m, op.k, op.n) for op in matmuls),
-        *(Matmul(f"{op.name}, weight gradient", 1, op.k, op.n, op.m) for op in matmuls),
+        *(Matmul(f"{op.name}, input gradient", 1, op.m, op.k, op.n, True) for op in matmuls),
+        *(Matmul(f"{op.name}, weight gradient", 1, op.k, op.n, op.m, True) for op in matmuls),
     ]
     return Work((*forward, *scores), tuple(scores), (*backward, *scores_back))
 
@@ -142,8 +148,8 @@ def head_work(
     forward: tuple[Op, ...] = (Pass("final norm", 2 * local), Matmul("logits", 1, T, V, D), *loss)
     backward: tuple[Op, ...] = (
         *loss_back,
-        Matmul("logits, input gradient", 1, T, D, V),
-        Matmul("logits, weight gradient", 1, D, V, T),
+        Matmul("logits, input gradient", 1, T, D, V, True),
+        Matmul("logits, weight gradient", 1, D, V, T, True),
         Pass("final norm", 3 * local),
     )
     return Work(forward, (), backward)
@@ -186,6 +192,10 @@ class Speed:
     elementwise_bytes_per_s: float
     """Of tensors of a layer's size: on a CPU caches and allocation make it another figure than the memory's."""
     exponentials_per_s: float
+    kinds_bytes_per_s: Mapping[str, float]
+    """By a pass's kind, where that was measured apart."""
+    narrow: tuple[Curve, Curve]
+    """Of the sustained rate, what products reach by their smallest dim, forward and backward; empty: all of it."""
     launch_s: float
     processors: int
     """Streaming multiprocessors; 0 where tiles and waves do not matter."""
@@ -205,7 +215,7 @@ class Speed:
         awkward = unaligned(op.n, self.element_bytes) or unaligned(op.k, self.element_bytes)
         if awkward and self.processors and not self.pads:
             fraction = min(fraction, constants.UNALIGNED_FRACTION)
-        compute = op.flops / (self.flops_per_s * fraction)
+        compute = op.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
         # Parts of a split product are written in fp32 and read again to be summed.
         partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
         return self._with_launches(max(compute + partial, self.matmul_bytes(op) / self.stream_bytes_per_s), 1)
@@ -214,7 +224,8 @@ class Speed:
         if isinstance(op, Matmul):
             return self.matmul_s(op)
         if isinstance(op, Pass):
-            moving = op.nbytes / (self.elementwise_bytes_per_s * constants.PASS_FRACTION[self.waits][op.kind])
+            rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
+            moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
             return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
         compute = op.flops / self.attention.rate(op.backward, op.head_width, op.context)
         return self._with_launches(max(compute, op.nbytes / self.stream_bytes_per_s), 1)
@@ -242,13 +253,46 @@ def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code 
         stream_bytes_per_s=stream,
         elementwise_bytes_per_s=measured.elementwise_bytes_per_s or stream,
         exponentials_per_s=exponentials,
-        launch_s=measured.launch_s or device.launch_s,
+        kinds_bytes_per_s={
+            kind: rate
+            for kind, rate in (("rows", measured.rows_bytes_per_s), ("halves", measured.halves_bytes_per_s))
+            if rate is not None
+        },
+        narrow=_narrow(measured),
+        launch_s=measured.operation_s or measured.launch_s or device.launch_s,
         processors=0 if cpu else device.sm_count,
         tiles=constants.HOPPER_TILES if device.capability >= (9, 0) and code != "fused" else constants.TILES,
         element_bytes=DTYPE_BYTES[dtype],
         waits=cpu,
         pads=code != "eager",
     )
+
+
+PEAK_WIDTH = 1024
+"""From this smallest dim on a product runs at the rate of the peak, which is measured there."""
+
+
+def _narrow(measured: Rates) -> tuple[Curve, Curve]:
+    """Measured rates of narrow products, as fractions of the measured peak, so that they hold for any dtype."""
+    peak = measured.matmul_flops_per_s.get("fp32")
+    found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+    for key, rate in measured.projection_flops_per_s.items() if peak else ():
+        name, _, width = key.partition("-")
+        found[name].append((int(width), rate / (peak or 1.0)))
+    curves = (tuple(sorted(points)) for points in (found["forward"], found["backward"]))
+    forward, backward = ((*points, (PEAK_WIDTH, 1.0)) if points else () for points in curves)
+    return forward, backward
+
+
+def narrow_fraction(curve: Curve, op: Matmul) -> float:
+    """Between measured widths in a line over the width's logarithm; beyond them as at the ends."""
+    width = min(op.m, op.n, op.k)
+    if not curve or width >= curve[-1][0]:
+        return 1.0
+    if width <= curve[0][0]:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(curve) if pair[0][0] <= width < pair[1][0])
+    return y0 + (y1 - y0) * math.log(width / x0) / math.log(x1 / x0)
 
 
 def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> Attention:

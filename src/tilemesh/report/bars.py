@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tilemesh.report.html import Html, el, join
 
+_LETTER = 0.022  # of a bar: a letter's width on a phone
+
 
 @dataclass(frozen=True)
 class Part:
@@ -33,7 +35,7 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
         pieces = [
             el(
                 "span",
-                part.label if part.size / longest > 0.09 else None,
+                part.label if part.size / longest > max(0.09, _LETTER * len(part.label)) else None,
                 class_=f"b{part.colour}",
                 title=part.words,
                 style=f"width:{part.size / longest:.3%}",
@@ -54,6 +56,9 @@ def bars(items: Sequence[Bar], *, most: float | None = None, kinds: Sequence[tup
         "ul", *(el("li", el("i", class_=f"key k{colour} box"), name) for name, colour in kinds), class_="legend"
     )
     many = " many" if len(items) > 16 else ""
+    # On a phone these words would leave no room for the bar: it then gets a line of its own.
+    words = max((len(item.name) + len(item.value) for item in items), default=0)
+    many += " long" if words > 22 else ""
     return join(
         legend if kinds else None,
         el(

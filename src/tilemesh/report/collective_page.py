@@ -14,7 +14,7 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure, grid
-from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
 
@@ -47,7 +47,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
     picked = [*schedules, *picked_schedules(panels, {_key(one) for one in schedules})]
     body = join(
         el("h1", title),
-        el("p", verdict(panels), class_="verdict") if panels else None,
+        el("p", tied(verdict(panels)), class_="verdict") if panels else None,
         *(part for panel in panels for part in (el("h2", panel.title), _panel(panel))),
         el("h2", "Schedules, round by round") if picked else None,
         el("div", *(draw_rounds(one) for one in picked), class_="pair") if picked else None,

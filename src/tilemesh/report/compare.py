@@ -8,7 +8,8 @@ from typing import Any
 
 from tilemesh.measure.row import Row, higher_is_better
 from tilemesh.measure.sample import Sample, equal
-from tilemesh.report.run import Run, number
+from tilemesh.report.run import Run
+from tilemesh.report.values import number
 
 SAME, BETTER, WORSE, UNSURE = "within noise", "better", "worse", "measured once"
 

@@ -10,7 +10,7 @@ from tilemesh.measure.table import format_value
 from tilemesh.report import compare, series, time_parts
 from tilemesh.report.compare import BETTER, WORSE, Change, Difference
 from tilemesh.report.draw import Axis, Layer, Plot, Table, around, chart, grid
-from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside, flat
 from tilemesh.report.run_parts import MOST_ROWS, absent, short, steps_axis
@@ -22,7 +22,7 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
     names = _names(first, second)
     body = join(
         el("h1", f"{names[0]} and {names[1]}"),
-        el("p", compare.sentence(first, second, changed, found), class_="verdict"),
+        el("p", tied(compare.sentence(first, second, changed, found)), class_="verdict"),
         _missing(first, second, names),
         el("h2", "What was changed"),
         _changes(changed, names),

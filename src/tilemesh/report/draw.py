@@ -16,6 +16,9 @@ from tilemesh.report.html import Child, Html, el, join
 
 SPAN = 1000  # units of the drawing across and up
 _NICE = (1, 2, 2.5, 5, 10)
+_MARK_ROWS, _MARK_WIDTH = 3, 0.045  # rows of signs above a plot, and a sign's share of a narrow one
+BACK_FROM = 0.8
+"""Notes from here on stand at the left of their place."""
 
 Format = Callable[[float], str]
 T = TypeVar("T")
@@ -234,21 +237,22 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         el(
             "span",
             one.text,
-            class_="note" if x.place(one.x) < 0.8 else "note back",
+            class_="note" if x.place(one.x) < BACK_FROM else "note back",
             style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
         )
         for one in plot.layers
         if isinstance(one, Note)
     ]
+    marks = _in_rows(plot.marks, x)
     signs = [
         el(
             "span",
             SIGNS.get(mark.kind, "•"),
-            class_=f"sign {mark.kind}" + ("" if mark.kind == "checkpoint" else " raised"),
+            class_=f"sign {mark.kind}",
             title=mark.words,
-            style=f"left:{min(1.0, max(0.0, x.place(mark.at))):.2%}",
+            style=f"left:{place:.2%};--row:{row}",
         )
-        for mark in plot.marks
+        for mark, place, row in marks
     ]
     drawing = el("svg", *shapes, viewBox=f"0 0 {SPAN} {SPAN}", preserveAspectRatio="none", role="img", aria_label=title)
     inside = el(
@@ -270,9 +274,23 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         inside,
         el("div", x.words, class_="xlabel"),
         reading,
-        class_="chart two" if any(mark.kind != "checkpoint" for mark in plot.marks) else "chart",
-        style=f"--left:{left}",
+        class_="chart marked" if marks else "chart",
+        style=f"--left:{left};--rows:{1 + max((row for _, _, row in marks), default=0)}",
     )
+
+
+def _in_rows(marks: Sequence[Mark], x: Axis) -> list[tuple[Mark, float, int]]:
+    """Each mark's place and row: checkpoints in the lowest, the others above, on top of each other where they meet."""
+    ends = [-1.0] * _MARK_ROWS
+    found = []
+    for mark in sorted(marks, key=lambda one: one.at):
+        place = min(1.0, max(0.0, x.place(mark.at)))
+        row = 0
+        if mark.kind != "checkpoint":
+            row = next((index for index, end in enumerate(ends) if place - end > _MARK_WIDTH), _MARK_ROWS - 1) + 1
+            ends[row - 1] = place
+        found.append((mark, place, row))
+    return found
 
 
 def _thinned(ticks: Sequence[float], x: Axis) -> list[tuple[float, bool]]:

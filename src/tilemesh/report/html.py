@@ -35,6 +35,11 @@ def escape(text: object) -> str:
     return html.escape(shown, quote=True)
 
 
+def tied(text: str) -> str:
+    """Words for a page in which a number and its percent sign stay on one line."""
+    return text.replace(" %", "\u00a0%")
+
+
 def el(element: str, /, *children: Child, **attributes: Any) -> Html:
     """An element. `class_` loses its underscore, other names turn theirs to dashes; None and False are left out."""
     words = [element]
@@ -62,13 +67,13 @@ def asset(name: str) -> str:
     return (resources.files("tilemesh.report") / "assets" / name).read_text(encoding="utf-8").strip()
 
 
-def page(title: str, body: Html, *, live: bool = False) -> str:
-    """The whole file. `live`: the page of a run in progress may ask the server it came from, and nobody else."""
+def page(title: str, body: Html, *, live: str | None = None) -> str:
+    """The whole file. `live`: a run in progress, in this version; its page may ask the server it came from alone."""
     script = asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
-        f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}; base-uri 'none'; form-action 'none'"
+        f"connect-src {chr(39)}{'none' if live is None else 'self'}{chr(39)}; base-uri 'none'; form-action 'none'"
     )
     head = join(
         el("meta", charset="utf-8"),
@@ -79,7 +84,7 @@ def page(title: str, body: Html, *, live: bool = False) -> str:
         el("title", title),
         Html(f"<style>{asset('page.css')}</style>"),
     )
-    main = el("main", body, data_live="yes" if live else None, id="main")
+    main = el("main", body, data_live=live, id="main")
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{main}\n<script>{script}</script></body></html>\n'
     )

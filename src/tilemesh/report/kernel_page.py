@@ -16,8 +16,8 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
 from tilemesh.report.bars import Bar, Part, bars, heat
-from tilemesh.report.draw import Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure, grid
-from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.draw import BACK_FROM, Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure, grid
+from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
 NO_PEERS = ("a @ b alone",)
@@ -59,10 +59,10 @@ def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Tr
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     title = f"{shown or 'tuning'} on {rows[0].machine if rows else 'this GPU'}"
     drawn = [row for row, _ in pairs]
-    lead = [key for key in ("shape", "dtype", "time") if any(key in row.case for row in rows)]
+    lead = _lead(rows)
     body = join(
         el("h1", title),
-        el("p", verdict(drawn), class_="verdict") if drawn else None,
+        el("p", tied(verdict(drawn)), class_="verdict") if drawn else None,
         el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
         roofline(pairs) if any(need for _, need in pairs) else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
@@ -75,6 +75,14 @@ def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Tr
         _origin(rows),
     )
     return page(f"{title}: tilemesh bench", body)
+
+
+def _lead(rows: Sequence[Row]) -> list[str]:
+    """Parts of a case that get a column: those that say which shape, and whatever else tells rows apart."""
+    first = [key for key in ("shape", "dtype", "time") if any(key in row.case for row in rows)]
+    keys = dict.fromkeys(key for row in rows for key in row.case if key not in first and key != "by")
+    telling = [key for key in keys if len({str(row.case.get(key, "")) for row in rows}) > 1]
+    return first + ([] if "shape" in first else telling)
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -151,7 +159,7 @@ def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
-        *_notes(ours, labels, x_axis, y_axis),
+        *_notes(ours, theirs, labels, x_axis, y_axis),
     ]
     head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
     table = Table(head, rows, [x_axis.place(x) for x in places])
@@ -181,16 +189,30 @@ def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None
     return made
 
 
-def _notes(points: Sequence[tuple[float, float]], labels: Sequence[str], x: Axis, y: Axis) -> list[Note]:
-    """Names beside the dots that have room for one; the others are in the table."""
-    placed: list[tuple[float, float]] = []
+_LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
+
+
+def _notes(
+    points: Sequence[tuple[float, float]],
+    others: Sequence[tuple[float, float]],
+    labels: Sequence[str],
+    x: Axis,
+    y: Axis,
+) -> list[Note]:
+    """Names beside the dots that have room for one, free of dots and of other names; the others are in the table."""
+    dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
+    taken: list[tuple[float, float, float]] = []  # from, to, height
     made = []
     for (at, value), label in zip(points, labels, strict=True):
-        here = (x.place(at), y.place(value))
-        crowded = any(abs(here[0] - a) < 0.16 and abs(here[1] - b) < 0.055 for a, b in placed)
-        if not crowded:
-            made.append(Note(at, value, label.split(" ")[0]))
-            placed.append(here)
+        name, here, up = label.split(" ")[0], x.place(at), y.place(value)
+        width = _LETTER * len(name)
+        begin = here + _DOT if here < BACK_FROM else here - _DOT - width
+        end = begin + width
+        on_dot = any(begin - _DOT / 2 < a < end + _DOT / 2 and abs(up - b) < _LINE / 2 + _DOT for a, b in dots)
+        on_name = any(begin < b and a < end and abs(up - c) < _LINE for a, b, c in taken)
+        if not (on_dot or on_name):
+            made.append(Note(at, value, name))
+            taken.append((begin, end, up))
     return made
 
 

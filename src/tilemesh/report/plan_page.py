@@ -13,7 +13,7 @@ from tilemesh.plan.step import Prediction
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Axis, Dots, Layer, Line, Plot, Rule, Table, chart, figure, grid
-from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
@@ -35,7 +35,7 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
     body = join(
         el("h1", title),
         el("p", f"{result.considered:,} layouts looked at, {result.fitting:,} fit.", class_="quiet"),
-        el("p", verdict(best), class_="verdict"),
+        el("p", tied(verdict(best)), class_="verdict"),
         _facts(best),
         el("h2", "The best layouts"),
         _table(result),
@@ -108,7 +108,7 @@ def trade_off(result: Result) -> Html:
         Rule("usable memory", usable, 1),
     ]  # fmt: skip
     plot = Plot(
-        Axis(0, right, "step time", format_seconds),
+        Axis(0, right, "step time", format_seconds if right < 60 else lambda value: f"{value:,.0f} s"),
         Axis(0, usable * 1.06, "bytes a rank", format_bytes, binary=True),
         layers,
         height=380,

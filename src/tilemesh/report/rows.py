@@ -58,11 +58,12 @@ def _value(row: Row, value: float) -> str:
 
 def error(row: Row) -> Child:
     """How far off the prediction was, coloured: near, off, misleading."""
-    if row.prediction_error is None:
-        return ""
-    size = abs(row.prediction_error)
-    kind = "near" if size <= NEAR else "mid" if size <= FAR else "far"
-    return el("td", f"{row.prediction_error:+.0%}".replace("%", " %"), class_=kind)
+    return "" if row.prediction_error is None else error_cell(row.prediction_error)
+
+
+def error_cell(fraction: float) -> Html:
+    kind = "near" if abs(fraction) <= NEAR else "mid" if abs(fraction) <= FAR else "far"
+    return el("td", f"{fraction:+.0%}".replace("%", " %"), class_=kind)
 
 
 def peer(row: Row, name: str) -> Child:

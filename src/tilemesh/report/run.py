@@ -19,6 +19,8 @@ from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.report import spans
 from tilemesh.report.files import Unread, names_in, read_lines, read_object, read_text, read_toml
+from tilemesh.report.metrics import Event, read_metrics
+from tilemesh.report.values import count, number, section
 
 CONFIG, METRICS, SUMMARY, PREDICTED, SAMPLE = (
     "config.toml",
@@ -39,16 +41,6 @@ _KEEPS_TAIL = 0.1  # of the steps: what "the end of a run" is
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happened at a step: a checkpoint, a restart, a warning, a stop."""
-
-    step: int
-    kind: str
-    words: str
-    at: float | None = None
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything a page says of one run."""
 
@@ -57,7 +49,9 @@ class Run:
     state: str
     config: Mapping[str, Any] = field(default_factory=dict)
     steps: Sequence[Mapping[str, Any]] = ()
-    """One a step, by step; of a step done twice the later."""
+    """One a step, by step; of a step done twice the later, and none that a restart has undone."""
+    clock: Sequence[tuple[float, int]] = ()
+    """(when, step) of every line, in the order written: it falls where a restart went back."""
     events: Sequence[Event] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +63,8 @@ class Run:
     """What a page of a whole run would show, and why this one does not."""
     written_at: float | None = None
     """When the metrics were last written to."""
+    is_behind: bool = False
+    """Whether the summary is of an earlier attempt: the run has gone on since."""
 
     def figure(self, key: str) -> list[tuple[int, float]]:
         """(step, value) wherever a step has this key; what is no number is NaN."""
@@ -94,9 +90,8 @@ class Run:
 
     @property
     def began_at(self) -> float | None:
-        """When the first step of those that are there was done, where lines say when."""
-        times = [number(one.get("at")) for one in self.steps[:1]]
-        return times[0] if times and math.isfinite(times[0]) else None
+        """When the first step of all was done, where lines say when."""
+        return self.clock[0][0] if self.clock else None
 
     def step_time(self) -> Sample | None:
         """Of ordinary steps: what the run says, else of the steps after the first few."""
@@ -112,42 +107,14 @@ class Run:
         finite = [value for value in seconds if math.isfinite(value)]
         return Sample.of(finite) if finite else None
 
+    def last_steps(self) -> Sequence[Mapping[str, Any]]:
+        """The last tenth of the run's steps (ten at least)."""
+        return self.steps[-max(10, int(len(self.steps) * _KEEPS_TAIL)) :]
+
     def tail(self, key: str) -> Sample | None:
-        """A figure over the last tenth of the run's steps (ten at least)."""
-        found = self.figure(key)
-        values = [value for _, value in found[-max(10, int(len(found) * _KEEPS_TAIL)) :] if math.isfinite(value)]
+        """A figure over the last tenth of the run's steps."""
+        values = [value for one in self.last_steps() if key in one and math.isfinite(value := number(one[key]))]
         return Sample.of(values) if values else None
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the summary is of an earlier attempt: the run has gone on since."""
-        return number(self.summary.get("step"), 0.0) < self.last_step
-
-
-def number(value: object, otherwise: float = math.nan) -> float:
-    """A JSON value as a number; NaN for what is none (`null` and "nan" are how files write it)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return otherwise
-    # Beyond this nothing is measured, and sums would overflow.
-    return float(value) if abs(value) < 1e100 else math.copysign(math.inf, value) if value == value else math.nan
-
-
-def count(value: object, otherwise: int = 1) -> int:
-    """A whole number of ranks, steps or parts; `otherwise` for what cannot be meant."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < spans.MOST
-    return int(value) if is_count else otherwise  # type: ignore[call-overload]
-
-
-def section(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table inside a table; empty when it is not there or no table."""
-    found = of.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def numbers(of: Mapping[str, Any], name: str) -> list[float]:
-    """A list of numbers inside a table, one a rank; empty when it is none."""
-    found = of.get(name)
-    return [number(one, 0.0) for one in found] if isinstance(found, list) else []
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -174,16 +141,18 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
     lines, damaged = take(METRICS, "loss and speed, step by step", read_lines) or ([], 0)
     if damaged:
         missing[f"{damaged} lines of {METRICS}"] = "damaged"
-    steps, events = _lines(lines)
+    told = read_metrics(lines)
+    steps, events = [told.steps[step] for step in sorted(told.steps)], told.events
     summary = take(SUMMARY, "the run's own summary", read_object) or {}
     environment = _quiet(place / ENVIRONMENT)
-    events += _from_folder(place, names, {event.step for event in events if event.kind == "checkpoint"})
+    events += _from_folder(place, names, {(event.step, event.kind) for event in events})
     run = Run(
         name=place.resolve().name,
         folder=str(folder),
         state="",
         config=config,
         steps=steps,
+        clock=told.clock,
         events=sorted(events, key=lambda event: event.step),
         summary=summary,
         predicted=take(PREDICTED, "predictions", read_object) or {},
@@ -193,13 +162,17 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         rows=_rows(place),
         missing=missing,
         written_at=_written_at(place / METRICS),
+        is_behind=_is_behind(summary, steps, told.resumed_at, _written_at(place / SUMMARY)),
     )
-    return _settled(run, time.time() if now is None else now)
+    return _settled(run, told.is_over, time.time() if now is None else now)
 
 
 def version(folder: str | Path) -> str:
-    """Changes when a file that the page is made of does."""
-    marks = []
+    """Changes when a file that the page is made of does, and now and then while nothing does: a run that is silent for
+    long is dead, and the page has to say so."""
+    written = _written_at(Path(folder) / METRICS)
+    silent = 0.0 if written is None else max(0.0, time.time() - written)
+    marks = [f"{math.floor(math.log2(1 + silent / QUIET_S))}"]
     for name in (*WATCHED, CHECKPOINTS, "trace"):
         try:
             found = (Path(folder) / name).lstat()
@@ -209,7 +182,15 @@ def version(folder: str | Path) -> str:
     return "_".join(marks)
 
 
-def _settled(run: Run, now: float) -> Run:
+def _is_behind(
+    summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], resumed_at: float, summed_at: float | None
+) -> bool:
+    """Whether the run has gone on after this summary: it has more steps, or was taken up since."""
+    done = int(steps[-1]["step"]) if steps else 0
+    return number(summary.get("step"), 0.0) < done or (summed_at is not None and resumed_at > summed_at)
+
+
+def _settled(run: Run, is_over: bool, now: float) -> Run:
     """The run with its state, and without what the state explains."""
     values = dict(run.__dict__)
     missing = dict(run.missing)
@@ -219,7 +200,7 @@ def _settled(run: Run, now: float) -> Run:
     is_fresh = run.written_at is not None and now - run.written_at < patience
     if run.summary and not run.is_behind:
         state = STOPPED if run.summary.get("interrupted") else DONE
-    elif any(event.kind == "stopped" for event in run.events):
+    elif is_over:
         state = DIED
     elif not run.steps:
         state = STARTING
@@ -239,52 +220,18 @@ def _for_now(what: str, why: str) -> str:
     return "comes when the run ends" if is_last and why == "not there" else why
 
 
-def _lines(lines: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Event]]:
-    steps: dict[int, dict[str, Any]] = {}
-    events: list[Event] = []
-    for one in lines:
-        step = one.get("step")
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < spans.MOST:
-            continue
-        kind = one.get("kind", "step")
-        at = number(one.get("at"))
-        when = at if math.isfinite(at) else None
-        if kind == "step":
-            steps[step] = dict(one)
-        elif kind in ("resumed", "restart"):
-            events.append(Event(step, "restart", _restart_words(one), when))
-        elif kind == "checkpoint":
-            failed = one.get("ok") is False or one.get("failed") is True
-            why = f": {one.get('why')}" if one.get("why") else ""
-            words = f"checkpoint of step {step} failed{why}" if failed else f"checkpoint of step {step}"
-            events.append(Event(step, "warning" if failed else "checkpoint", words, when))
-        else:
-            words = str(one.get("text") or one.get("why") or kind)
-            events.append(Event(step, "stopped" if kind == "stopped" else "warning", words, when))
-    ordered = [steps[step] for step in sorted(steps)]
-    for one in ordered:
-        if "loss" in one and not math.isfinite(number(one["loss"])):
-            events.append(Event(one["step"], "warning", f"the loss of step {one['step']} is not a number"))
-    return ordered, events
-
-
-def _restart_words(one: Mapping[str, Any]) -> str:
-    plan = section(one, "plan")
-    axes = ", ".join(f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp") if plan.get(axis, 1) != 1)
-    why = f": {one['why']}" if one.get("why") else ""
-    return f"went on after step {one['step']}{f' on {axes}' if axes else ''}{why}"
-
-
-def _from_folder(place: Path, names: Sequence[str], known: set[int]) -> list[Event]:
+def _from_folder(place: Path, names: Sequence[str], known: set[tuple[int, str]]) -> list[Event]:
     """Checkpoints that are on disk, and batches kept because of a loss that was no number."""
     made = []
     for name in names_in(place / CHECKPOINTS):
-        if (match := _CHECKPOINT.fullmatch(name)) and int(match[1]) not in known:
+        if (match := _CHECKPOINT.fullmatch(name)) and (int(match[1]), "checkpoint") not in known:
             made.append(Event(int(match[1]), "checkpoint", f"checkpoint of step {int(match[1])}"))
         elif name.startswith("damaged-") and (match := _CHECKPOINT.fullmatch(name.removeprefix("damaged-"))):
             made.append(Event(int(match[1]), "warning", f"the checkpoint of step {int(match[1])} was damaged"))
     bad = {int(match[1]) for name in names if (match := _BAD_BATCH.match(name))}
-    return [*made, *(Event(step, "stopped", f"stopped: no number at step {step}, batch kept") for step in sorted(bad))]
+    words = "stopped at step {}: it came to no number; the batch is kept"
+    made += [Event(step, "stopped", words.format(step)) for step in sorted(bad) if (step, "stopped") not in known]
+    return made
 
 
 def _quiet(path: Path) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.row import Row
-from tilemesh.report import run_parts, time_parts
+from tilemesh.report import memory_part, run_parts, time_parts
 from tilemesh.report.draw import Table, grid, numbers
-from tilemesh.report.html import Child, Html, el, join, page
+from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent, row_table
-from tilemesh.report.run import RUNNING, Run, number, section
-from tilemesh.report.run import numbers as figures
+from tilemesh.report.run import RUNNING, Run
+from tilemesh.report.values import number, section
+from tilemesh.report.values import numbers as figures
 from tilemesh.report.verdict import Verdict, judge
 
 
@@ -40,12 +41,12 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
         _section("rows", "How fast, against prediction and limit", _rows(beside)),
         _section("time", "Where the time went", time_parts.by_rank(run), time_parts.savings(run, _of_limit(beside))),
         _section("timeline", "A few steps, a lane a rank", time_parts.lanes(run)),
-        _section("memory", "Where the memory went", run_parts.memory(run, beside.memory)),
+        _section("memory", "Where the memory went", memory_part.memory(run, beside.memory)),
         _section("mesh", "The mesh and what crosses it", run_parts.mesh(run)),
         _section("events", "Checkpoints, restarts and warnings", run_parts.events(run)),
         _section("again", "To run it again", _again(run, beside)),
     )
-    return page(f"{run.name}: tilemesh", body, live=live is not None)
+    return page(f"{run.name}: tilemesh", body, live=live)
 
 
 def _section(name: str, title: str, *parts: Child) -> Html:
@@ -77,8 +78,8 @@ def _header(run: Run, beside: Beside, live: str | None) -> Html:
 def _verdict(found: Verdict, run: Run) -> Html:
     improve = run.summary.get("improve") if not run.is_behind else None
     return join(
-        el("p", found.sentence, class_="verdict bad" if found.is_bad else "verdict"),
-        el("p", el("b", "The run of itself: "), str(improve)) if improve else None,
+        el("p", tied(found.sentence), class_="verdict bad" if found.is_bad else "verdict"),
+        el("p", el("b", "What can be done: "), str(improve)) if improve else None,
     )
 
 
@@ -149,7 +150,7 @@ def _missing(run: Run) -> Html | None:
 
 def _rows(beside: Beside) -> Html:
     if not beside.rows:
-        return run_parts.absent("no rows", beside.why_no_rows or "the run has no summary yet")
+        return run_parts.absent("no rows", beside.why_no_rows or "the run has no summary")
     words = (
         "Errors of a prediction are coloured in three steps: within 15 %, within 50 %, beyond. 100 % is at the limit."
     )

@@ -8,19 +8,17 @@ from typing import TypeVar
 
 from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
 from tilemesh.report import series
-from tilemesh.report.bars import Bar, Part, bars, mesh_picture
+from tilemesh.report.bars import mesh_picture
 from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.run import Run, count, number, numbers, section
+from tilemesh.report.run import Run
+from tilemesh.report.values import count, number, section
 
 T = TypeVar("T")
 
 MOST_ROWS = 200
 """Lines of a chart's table: the drawn buckets, joined until a person can read them."""
 MOST_MARKS = 60
-MEMORY_KINDS = {
-    "weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "logits": 5, "working": 4, "reserved": 6,
-}  # fmt: skip
 
 
 def absent(what: str, why: str) -> Html:
@@ -46,13 +44,20 @@ def marks_of(run: Run) -> list[Mark]:
 
 def shaded(run: Run) -> list[tuple[float, float, str]]:
     steps = [one["step"] for one in run.steps]
-    return [(first - 0.5, last + 0.5, f"steps {first} to {last} are missing") for first, last in series.gaps(steps)]
+    return [
+        (first - 0.5, last + 0.5, f"{steps_between(first, last)}: not in the metrics")
+        for first, last in series.gaps(steps)
+    ]
+
+
+def steps_between(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def gap_words(run: Run) -> list[str]:
     """Steps that are missing from the metrics, and values that are no numbers, in words."""
     found = series.gaps(one["step"] for one in run.steps)
-    words = [f"steps {first:,} to {last:,}: not in the metrics" for first, last in found[:5]]
+    words = [f"{steps_between(first, last)}: not in the metrics" for first, last in found[:5]]
     if len(found) > 5:
         words.append(f"{len(found) - 5} more gaps in the metrics")
     bad = [step for step, value in run.figure("loss") if not math.isfinite(value)]
@@ -127,72 +132,33 @@ def speed(run: Run) -> Html:
 def progress(run: Run) -> Html | None:
     """Steps against the clock: where a run stood still, and when it was restarted, can be seen."""
     began = run.began_at
-    if began is None or len(run.steps) < 2:
+    if began is None or len(run.clock) < 2:
         return None
-    done = [(number(one.get("at")) - began, int(one["step"])) for one in run.steps]
-    known = [(at, step) for at, step in done if 0 <= at < 1e12]
+    known = [(at - began, step) for at, step in run.clock if 0 <= at - began < 1e12]
     happened = [
-        (event, event.at - began) for event in run.events if event.at is not None and 0 <= event.at - began < 1e12
+        (event, max(0.0, event.at - began)) for event in run.events if event.at is not None and event.at - began < 1e12
     ]
     end = max(1e-3, *(at for at, _ in known), *(at for _, at in happened))
     x = Axis(0, end, "since the first step", format_seconds)
-    y = Axis(0, max(1, run.last_step) * 1.05, "steps done", format_count, whole=True)
-    points: list[tuple[float, float | None]] = [(at, float(step)) for at, step in _some(known, series.MOST)]
+    y = Axis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
+    points: list[tuple[float, float | None]] = []
+    before = 0
+    for at, step in _some(known, series.MOST):
+        points += [(at, None)] if step <= before else []  # gone back: a new line begins
+        points.append((at, float(step)))
+        before = step
     marks = [Mark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
     rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
     table = Table(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
     plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
-    return chart("The run in time", "Flat stretches are pauses; the signs are what happened.", plot, table, wide=True)
+    words = "Flat stretches are pauses; a line that begins lower does steps again; the signs are what happened."
+    return chart("The run in time", words, plot, table, wide=True)
 
 
 def _some(values: Sequence[T], most: int) -> Sequence[T]:
     """At most so many of them, evenly taken, the last always."""
     every = -(-len(values) // most)
     return values if every <= 1 else [*values[:-1:every], values[-1]]
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------
-
-
-def memory(run: Run, expected: Mapping[str, float]) -> Html:
-    """What the planner expects a rank to hold, by kind, above what each rank held at most."""
-    peaks, bases = numbers(run.summary, "peak_memory_bytes"), numbers(run.summary, "memory_baseline_bytes")
-    if not peaks:
-        return absent("memory", "the run has no summary with peak_memory_bytes")
-    bases += [0.0] * (len(peaks) - len(bases))
-    items: list[Bar] = []
-    if expected:
-        parts = [
-            Part(size, MEMORY_KINDS.get(kind, 7), f"{kind}: {format_bytes(size)}", kind)
-            for kind, size in expected.items()
-        ]
-        items.append(Bar("predicted", parts, format_bytes(sum(expected.values()))))
-    held = section(run.summary, "memory_bytes")
-    for rank, (peak, base) in enumerate(zip(peaks, bases, strict=False)):
-        aside = f" + {format_bytes(base)}" if base else ""
-        items.append(Bar(f"rank {rank}", _held_parts(peak, base, held, rank), format_bytes(peak - base) + aside))
-    kinds = [(kind, MEMORY_KINDS.get(kind, 7)) for kind in (expected or held)]
-    legend = [*kinds, ("measured, not told apart", 7)] if not held else kinds
-    rows: list[list[Child]] = [[f"predicted {kind}", format_bytes(size)] for kind, size in expected.items()]
-    rows += [[f"rank {rank}, peak", format_bytes(peak)] for rank, peak in enumerate(peaks)]
-    rows += [[f"rank {rank}, before the model", format_bytes(base)] for rank, base in enumerate(bases) if base]
-    words = "Peak of each rank." + (
-        " After the +: what the process took before there was a model." if any(bases) else ""
-    )
-    if not expected:
-        words += " There is no prediction by kind for this run."
-    return figure("Memory a rank", words, bars(items, kinds=legend), Table(["what", "bytes"], rows), wide=True)
-
-
-def _held_parts(peak: float, base: float, held: Mapping[str, object], rank: int) -> list[Part]:
-    """A rank's peak: by kind where the run says so, else the model's part and what was there before."""
-    parts, rest = [], max(0.0, peak - base)
-    for kind, sizes in held.items():
-        size = number(sizes[rank] if isinstance(sizes, list) and rank < len(sizes) else sizes, 0.0)
-        parts.append(Part(size, MEMORY_KINDS.get(kind, 7), f"{kind}: {format_bytes(size)}", kind))
-        rest -= size
-    parts.append(Part(max(0.0, rest), 7, f"rest: {format_bytes(max(0.0, rest))}", format_bytes(max(0.0, rest))))
-    return parts
 
 
 # ---- mesh ------------------------------------------------------------------------------------------------------
@@ -214,7 +180,7 @@ def mesh(run: Run) -> Html:
         if sizes[axis] > 1
     ]
     picture = join(el("ul", *legend, class_="legend"), picture)
-    beside = el("div", el("div", picture), _traffic(run, exchanges), class_="pair")
+    beside = el("div", el("div", picture), _traffic(run, exchanges), class_="aside")
     return figure("The mesh", f"{run.world} ranks{stages}; a line is as thick as its traffic.", beside, None, wide=True)
 
 
@@ -251,4 +217,6 @@ def events(run: Run) -> Html:
 
 
 def _when(at: float | None, began: float | None) -> str:
-    return "" if at is None or began is None else f"{format_seconds(at - began)} after the first step"
+    if at is None or began is None:
+        return ""
+    return f"{format_seconds(at - began)} after the first step" if at >= began else "before the first step"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tilemesh.core.errors import RunError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.report import run
 
 LOOPBACK = "127.0.0.1"
@@ -29,10 +29,12 @@ class Server:
         self._lock = threading.Lock()
         self._made: tuple[str, bytes] | None = None
         self._fresh_until = 0.0
+        if not 0 <= port < 1 << 16:
+            raise UsageError(f"port {port}: expected 0 to 65535, where 0 takes a free one")
         try:
             self._server = ThreadingHTTPServer((LOOPBACK, port), _handler(self))
-        except (OSError, OverflowError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
+        except OSError as error:
+            why = error.strerror
             raise RunError(f"port {port} of {LOOPBACK} cannot be used: {why}; --port 0 takes a free one") from None
         self._server.daemon_threads = True
 

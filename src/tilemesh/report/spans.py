@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from tilemesh.core.errors import RunError
 from tilemesh.measure.trace import MERGED_FILE, merge
 from tilemesh.report.files import Unread, names_in, read_object
+from tilemesh.report.values import MOST
 
 COMPUTE, EXCHANGE, IDLE, DATA, EVALUATE, CHECKPOINT, OTHER = (
     "compute", "exchange", "idle", "data", "evaluate", "checkpoint", "other"
@@ -33,8 +34,6 @@ KINDS: Mapping[str, tuple[str, int]] = {
 _WHOLE = (IDLE, EVALUATE, CHECKPOINT)
 """Kinds that keep the seconds of what happens inside them."""
 WARM_UP = 3
-MOST = 10**12
-"""Of ranks, lanes and steps: what is larger was never meant."""
 
 
 @dataclass(frozen=True)

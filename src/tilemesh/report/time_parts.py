@@ -10,8 +10,9 @@ from tilemesh.report.bars import Bar, Part, bars
 from tilemesh.report.draw import Table, figure
 from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
-from tilemesh.report.run import Run, number, section
+from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
+from tilemesh.report.values import number, section
 from tilemesh.report.verdict import savings as find_savings
 from tilemesh.report.verdict import shares_of
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilemesh.core.units import format_seconds
-from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run, number, section
+from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
+from tilemesh.report.values import number, section
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ def shares_of(run: Run) -> dict[str, float]:
     found = {key: number(told.get(key)) for key in ("compute", "exchange", "data", "idle")}
     if all(math.isfinite(value) for value in found.values()):
         return found
-    step = run.step_time()
-    exchange, data = run.tail("exchange_s"), run.tail("data_s")
-    if step is None or exchange is None or data is None or step.median <= 0:
+    # Of the same steps, the last ones: a machine that others use is not as fast all the time.
+    lines = [[number(one.get(key)) for key in ("seconds", "exchange_s", "data_s")] for one in run.last_steps()]
+    known = [line for line in lines if all(math.isfinite(value) and value >= 0 for value in line)]
+    seconds, exchange, data = (sum(line[part] for line in known) for part in range(3))
+    if seconds <= 0:
         return {}
     # Without a summary the waiting of ranks cannot be told from the exchange it happens in.
-    parts = [min(1.0, exchange.median / step.median), min(1.0, data.median / step.median)]
+    parts = [min(1.0, exchange / seconds), min(1.0, data / seconds)]
     return {"exchange": parts[0], "data": parts[1], "idle": 0.0, "compute": max(0.0, 1 - sum(parts))}
 
 
@@ -58,9 +61,10 @@ def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]
 
 def judge(run: Run, of_limit: float | None) -> Verdict:
     """The sentence for the top of the page."""
-    shares = shares_of(run)
+    shares = {} if run.state == DIED else shares_of(run)  # of a run that failed, speed is not the question
     found = savings(shares, of_limit)
-    parts = [_state(run)]
+    learned = _learned(run)
+    parts = [_state(run), learned, _next(run)]
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
     elif run.state in (DONE, STOPPED) and run.steps:
@@ -74,13 +78,15 @@ def judge(run: Run, of_limit: float | None) -> Verdict:
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
-    return Verdict(sentence[0].upper() + sentence[1:] + ".", run.state == DIED or _is_lost(run), tuple(found))
+    is_bad = run.state == DIED or _is_lost(run) or " rose " in learned
+    return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, tuple(found))
 
 
 def _state(run: Run) -> str:
     planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
     step = f"step {run.last_step:,}{planned}"
-    stop = next((event.words for event in reversed(run.events) if event.kind == "stopped"), "")
+    stops = [event for event in run.events if event.kind == "stopped"]
+    stop = max(stops, key=lambda event: event.at or 0.0).words if stops else ""
     return {
         STARTING: "no step is done yet",
         RUNNING: f"running, {step}{_left(run)}",
@@ -90,10 +96,33 @@ def _state(run: Run) -> str:
     }[run.state]
 
 
+def _learned(run: Run) -> str:
+    """What became of the loss, where there is enough of it: the first steps' against the last tenth's."""
+    values = [value for _, value in run.figure("loss")]
+    last = run.tail("loss")
+    if run.state != DONE or len(values) < 20 or last is None or not all(map(math.isfinite, values[:3])):
+        return ""
+    first = sum(values[:3]) / 3
+    way = "fell" if last.p80 < first else "rose" if last.p20 > first else "stayed as it was,"
+    return f"the loss {way} from {first:.3g} to {last.median:.3g}"
+
+
+def _next(run: Run) -> str:
+    """How to go on with a run that has not come to its end."""
+    if run.state not in (DIED, STOPPED):
+        return ""
+    kept = [event.step for event in run.events if event.kind == "checkpoint"]
+    if not kept:
+        return "there is no checkpoint to go on from"
+    return f"`tilemesh train --resume {run.folder.rstrip('/')}` goes on after step {max(kept):,}"
+
+
 def _left(run: Run) -> str:
     taken = run.step_time()
     if taken is None or run.planned_steps is None:
         return ""
+    if run.last_step >= run.planned_steps:
+        return ", ending"
     return f", about {format_seconds(max(1.0, (run.planned_steps - run.last_step) * taken.median))} left"
 
 

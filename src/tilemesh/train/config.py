@@ -82,7 +82,7 @@ class LoopConfig:
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
     trace_steps: int = 20
-    """The first so many steps are recorded span by span; 0 records none."""
+    """Steps that are recorded span by span, the first ones of each attempt; 0 records none."""
 
 
 @dataclass(frozen=True)

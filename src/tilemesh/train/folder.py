@@ -10,6 +10,7 @@ A disk that is full must not end a run: what cannot be written is said once, lou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -129,14 +130,35 @@ class Journal:
                 self.say(f"{self.folder / name} CANNOT BE WRITTEN: {error.strerror}; training goes on without it")
 
 
+def last_line(folder: str | Path) -> dict[str, Any]:
+    """What a run's metrics say last; empty where they say nothing."""
+    return next(_backwards(folder), {})
+
+
+def last_step(folder: str | Path) -> int:
+    """The step a run had done last when its metrics end: not the highest one, where it went back."""
+    return next((int(one["step"]) for one in _backwards(folder) if one.get("kind") == "step"), 0)
+
+
+def _backwards(folder: str | Path) -> Iterator[dict[str, Any]]:
+    for line in reversed(_text(folder).split("\n")):
+        with contextlib.suppress(ValueError):  # half a line
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                yield found
+
+
+def _text(folder: str | Path) -> str:
+    try:
+        return (Path(folder) / METRICS).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
 def metrics(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics, later ones replacing what an interrupted attempt wrote of the same step."""
     latest: dict[tuple[str, int], dict[str, Any]] = {}
-    try:
-        lines = (Path(folder) / METRICS).read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(folder).split("\n"):
         try:
             found = json.loads(line)
             latest[str(found["kind"]), int(found["step"])] = found

@@ -117,6 +117,7 @@ class Loop:
         self.interrupted = False
         self.step_bytes: Bytes = {}
         self._unread: list[Done] = []
+        self._began = 0  # the step this attempt goes on from
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
 
@@ -125,7 +126,7 @@ class Loop:
     def run(self, interrupt: Interrupt) -> None:
         """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
         config, progress = self.config, self.progress
-        self._read_at = time.perf_counter()
+        self._began, self._read_at = progress.step, time.perf_counter()
         while progress.step < config.train.steps and not self.interrupted:
             before, bytes_before = self._clock(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
@@ -147,7 +148,7 @@ class Loop:
         """One step and the meeting after it; whether anybody was asked to stop."""
         progress, recorder = self.progress, self.recorder
         recorder.step = progress.step + 1
-        recorder.trace.on = recorder.trace.on and progress.step < self.config.train.trace_steps
+        recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         self._unread.append(self.stepper(progress.step + 1))
         progress.step += 1
         progress.position += self.config.batch
@@ -272,12 +273,12 @@ class Loop:
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
             checkpoint.write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-        self.journal.add(kind="stopped", step=step, why=what)
+        advice = "a smaller optimizer.lr or optimizer.clip may help"
+        self.journal.add(kind="stopped", step=step, why=f"{what}; the batch is kept beside the metrics; {advice}")
         if self.mesh.comm.rank:
             time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
         raise RunError(
-            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; "
-            "a smaller optimizer.lr or optimizer.clip may help"
+            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; {advice}"
         )
 
 

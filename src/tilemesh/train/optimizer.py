@@ -118,6 +118,14 @@ class Optimizer:
                 for name in self.stepped:
                     yield kind, name, self._state(name)[kind]
 
+    def kept(self) -> Iterator[Tensor]:
+        """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
+        if self.has_masters:
+            yield from self.stepped.values()
+        for inner in self._inner.values():
+            for state in inner.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Weights from elsewhere, local shapes; what the optimiser remembers is left as it is."""

@@ -117,7 +117,8 @@ def train_here(
             print(f"tilemesh: {text}", file=sys.stderr, flush=True)
             return
         emit({"kind": "say", "text": text})
-        if text.split(" ", 1)[0].isupper():  # what is shouted is kept
+        # What is shouted is kept; a checkpoint that failed has a line of its own.
+        if text.split(" ", 1)[0].isupper() and not text.startswith("CHECKPOINT"):
             journal.add(kind="warning", step=recorder.step, text=text)
 
     status.at("step 0: reading the data")

@@ -1,4 +1,7 @@
-"""Starting a run's ranks on this machine and waiting for them. No torch: the process that waits needs none."""
+"""Starting a run's ranks on this machine and waiting for them. No torch: the process that waits needs none.
+
+Why ranks died is known here alone, so it is this process that writes it into the run's metrics, between the attempts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.output import Sink
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.folder import Journal, last_line, last_step
 
 INTERRUPT_GRACE_S = 120.0  # after Ctrl-C: a step has to end and a checkpoint to be written
 
@@ -30,7 +34,12 @@ def start(
         command += ["--init", str(init)]
     if stop_after is not None:
         command += ["--stop-after", str(stop_after)]
-    return launch(
+
+    def note(kind: str, why: str) -> None:
+        journal = Journal(folder, True, say or (lambda text: None))
+        journal.add(kind=kind, step=last_step(folder), why=why)
+
+    outcome = launch(
         command,
         ranks=config.plan.world,
         transport=transport,
@@ -38,4 +47,9 @@ def start(
         sink=sink,
         interrupt_grace_s=INTERRUPT_GRACE_S,
         say=say,
+        again=lambda failure: note("restart", failure.sentence()),
     )
+    # A run that stopped itself has said why.
+    if outcome.failure is not None and not outcome.interrupted and last_line(folder).get("kind") != "stopped":
+        note("failed", outcome.failure.sentence())
+    return outcome

@@ -6,7 +6,9 @@ so a batch can be made again at any time, by whoever asks what it was.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from tilemesh.train import data
 from tilemesh.train.alone import LocalGradients
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.data import Corpus
+from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.order import Order, rows_of
 from tilemesh.train.record import DATA, Recorder
@@ -76,18 +79,22 @@ class Stepper:
             laid.gradients = self.gradients  # the buffers for an exchange that never comes are given back
         self.steps, self.position = 0, 0  # after so many steps so many samples had been taken
         self._ready: tuple[int, Batch] | None = None
+        self.gradients_bytes: int | None = None
+        self.activations_bytes: int | None = None
+        """What autograd kept for the backward pass of the first step; of compiled code that is not known."""
 
     def __call__(self, number: int) -> Done:
         """Step `number`, counted from 1."""
         config, recorder = self.config, self.recorder
         with recorder.span("data", DATA):
             batches = self._take(number)
-        for turn, (tokens, targets, row) in enumerate(batches):
-            with recorder.span("forward"):
-                total, count = self.loss(tokens, targets, **self._dropping(number, row))
-            with recorder.span("backward"):
-                is_last = turn == len(batches) - 1
-                self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
+        with self._counted():
+            for turn, (tokens, targets, row) in enumerate(batches):
+                with recorder.span("forward"):
+                    total, count = self.loss(tokens, targets, **self._dropping(number, row))
+                with recorder.span("backward"):
+                    is_last = turn == len(batches) - 1
+                    self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
         if self.device.type == "cuda" and number < config.train.steps:
             with recorder.span("data", DATA):  # while the GPU is still at it
                 self._ready = (number + 1, self.fetch(number + 1))
@@ -98,9 +105,21 @@ class Stepper:
             if not overflowed:
                 self.optimizer.step(rate(number - 1, config.train.steps, config.optimizer))
             self.scale.update(overflowed)
+            if self.gradients_bytes is None:
+                self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
             if self.is_late:
                 self.gradients.clear()
         return Done(number, done.loss, done.norm)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The first step, which nobody times, is also counted: what its forward passes keep."""
+        if self.activations_bytes is not None or self.config.train.compile:
+            yield
+            return
+        with Saved(self.laid.module.parameters()) as saved:
+            yield
+        self.activations_bytes = saved.peak
 
     def is_bad(self, loss: float, norm: float) -> bool:
         """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""

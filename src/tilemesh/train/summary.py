@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from tilemesh.measure.machine import command, commit, granted_cores, this_machin
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
 from tilemesh.train.explain import improvement, shares
-from tilemesh.train.memory import peak_bytes
+from tilemesh.train.memory import peak_bytes, storage_bytes
 from tilemesh.train.record import Recorder
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _PARTS = ("step_s", "exchange_s", "data_s", "idle_s")
+HELD = ("weights", "gradients", "optimizer", "activations")
+HOW = (
+    "weights, gradients, optimizer: the storage of their tensors; activations: the most that autograd kept for the "
+    "backward passes of the first step, logits and cast weights included (left out for compiled code); other: the "
+    "rest of what the rank grew by, such as temporaries, exchange buffers, snapshots and libraries"
+)
 
 
 def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[str, Any]:
@@ -30,14 +37,14 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
     mine = np.array(
         [
             peak, baseline, _median(timing.steps), _median(timing.exchange), _median(timing.data),
-            _median(timing.idle),
+            _median(timing.idle), *_held(loop),
         ],
         np.float64,
     )  # fmt: skip
     everyone = comm.all_gather(mine[None])
     # The slowest rank counts: a step is as long as its longest.
     slowest = int(np.argmax(everyone[:, 2]))
-    step_s, exchange_s, data_s, idle_s = (float(value) for value in everyone[slowest, 2:])
+    step_s, exchange_s, data_s, idle_s = (float(value) for value in everyone[slowest, 2:6])
     parts = shares(step_s, exchange_s, data_s, idle_s)
     taken = timing.sample()
     by_operation = {f"{axis} {name}": one.seconds for (axis, name), one in recorder.moved.items() if axis != "control"}
@@ -65,7 +72,7 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "checkpoint_step_time_s": asdict(Sample.of(timing.checkpoint_steps)) if timing.checkpoint_steps else None,
         "failed_checkpoints": loop.writer.failures,
         "shares": asdict(parts),
-        "ranks": [dict(zip(_PARTS, map(float, row[2:]), strict=True)) for row in everyone],
+        "ranks": [dict(zip(_PARTS, map(float, row[2:6]), strict=True)) for row in everyone],
         "code": "compiled" if config.train.compile else "eager",
         "command": command(),
         "commit": commit(),
@@ -74,10 +81,31 @@ def gather(loop: Loop, recorder: Recorder, baseline: int, began: float) -> dict[
         "exchanges": loop.step_bytes,
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
+        "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),
+        "memory_how": HOW,
         "improve": "too few steps were timed to say"
         if taken is None
         else improvement(parts, by_operation, loop.step_bytes, ranks=comm.size, cores=granted_cores()),
     }
+
+
+def _held(loop: Loop) -> list[float]:
+    """Bytes of this rank for each of `HELD`; NaN for what was not seen."""
+    stepper, module = loop.stepper, loop.laid.module
+    gradients, activations = stepper.gradients_bytes, stepper.activations_bytes
+    return [
+        storage_bytes([*module.parameters(), *module.buffers()]),
+        math.nan if gradients is None else gradients,
+        storage_bytes(loop.optimizer.kept()),
+        math.nan if activations is None else activations,
+    ]
+
+
+def _by_kind(grown: np.ndarray, held: np.ndarray) -> dict[str, list[int]]:
+    """By kind a figure a rank; the rest of what a rank grew by is `other`. A kind that was not seen is left out."""
+    seen = {kind: column for kind, column in zip(HELD, held.T, strict=True) if np.isfinite(column).all()}
+    rest = np.maximum(0.0, grown - sum(seen.values()))
+    return {kind: [int(value) for value in column] for kind, column in {**seen, "other": rest}.items()}
 
 
 def _median(values: list[float]) -> float:

@@ -17,7 +17,7 @@ from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
 from tilemesh.comm.runtime.asked import Call, Made, Ready, Scatter
 from tilemesh.comm.runtime.choose import Choice, Request, choose
-from tilemesh.comm.runtime.fast import ReadyCalls, ready_call
+from tilemesh.comm.runtime.fast import ReadyCalls, native_codes, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, opened, store
@@ -70,7 +70,7 @@ class Caller:
         else:
             running = self._running(ready, sequence)
         if key is not None and wait and ready.device is None:
-            self.kept.keep(key, ready_call(self, call, x, ready.choice))
+            self.kept.keep(key, ready_call(self, call, x, ready.choice, key))
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
             return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
@@ -201,7 +201,7 @@ class Caller:
         result = target if target is not None else np.empty(length, call.wire.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
-        native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
+        native = native_of(call, given, result)
         steps = native_steps(self.transport, native, call.wire.dtype)
         return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
 
@@ -253,7 +253,7 @@ class Caller:
         def natively(given: Array, result: Array) -> Iterator[Token]:
             if np.may_share_memory(given, result) and given.size:
                 given = given.copy()
-            native = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received)
+            native = native_of(call, given, result)
             return native_steps(self.transport, native, dtype)
 
         return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
@@ -388,11 +388,18 @@ class Caller:
             return self.transport.split(members, label)
 
 
+def native_of(call: Call, given: Array, result: Array) -> NativeCall:
+    return NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received, call.private)
+
+
 def native_call(frame: FrameType) -> tuple[Watch, str, int] | None:
-    """What the watchdog makes of a frame: that of `Caller.run` while it is inside one of the library's collectives.
+    """What the watchdog makes of a frame: `Caller.run`, or a ready call, inside one of the library's collectives.
 
     These calls then cost nothing for being watched, which for one of a few microseconds is worth reading locals for.
     """
+    if frame.f_code in native_codes:
+        watched: tuple[Watch, str, int] = frame.f_locals["watched"]
+        return watched
     if frame.f_code is not Caller.run.__code__:
         return None
     known = frame.f_locals

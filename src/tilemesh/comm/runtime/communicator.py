@@ -19,6 +19,7 @@ from tilemesh.comm.runtime.asked import Call, Scatter
 from tilemesh.comm.runtime.call import Caller, Closed, flattened
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
+from tilemesh.comm.runtime.fast import Ready
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, described, here, opened, store
 from tilemesh.comm.runtime.run import Engine
@@ -27,6 +28,10 @@ from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
+
+
+def _none_ready(x: Any, out: Any) -> Any:
+    return NotImplemented
 
 
 class Communicator:
@@ -83,7 +88,11 @@ class Communicator:
     ) -> Any:
         """Every rank gets the combination of all ranks' arrays (global-sum)."""
         if wait:
-            result = self._again("all_reduce", op, algorithm, x, out)
+            try:
+                ready = self._ready.get(("all_reduce", op, algorithm, id(x), id(out)))
+            except TypeError:  # of words that are none: refused below
+                ready = None
+            result = (ready or self._alike("all_reduce", op, algorithm, x))(x, out)
             if result is not NotImplemented:
                 return result
         shape, like = described(x)
@@ -104,7 +113,7 @@ class Communicator:
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True) -> Any:
         """Every rank gets the root's array. The others' `x` gives shape and dtype; its values are not looked at."""
         if wait:
-            result = self._again("broadcast", root, algorithm, x, out)
+            result = self._alike("broadcast", root, algorithm, x)(x, out)
             if result is not NotImplemented:
                 return result
         shape, like = described(x)
@@ -126,7 +135,11 @@ class Communicator:
     ) -> Any:
         """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
         if wait and counts is None and axis == 0:
-            result = self._again("reduce_scatter", op, algorithm, x, out)
+            try:
+                ready = self._ready.get(("reduce_scatter", op, algorithm, id(x), id(out)))
+            except TypeError:  # of words that are none: refused below
+                ready = None
+            result = (ready or self._alike("reduce_scatter", op, algorithm, x))(x, out)
             if result is not NotImplemented:
                 return result
         shape, like = described(x)
@@ -150,7 +163,11 @@ class Communicator:
     ) -> Any:
         """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
         if wait and counts is None and axis == 0:
-            result = self._again("all_gather", "", algorithm, x, out)
+            try:
+                ready = self._ready.get(("all_gather", "", algorithm, id(x), id(out)))
+            except TypeError:  # of words that are none: refused below
+                ready = None
+            result = (ready or self._alike("all_gather", "", algorithm, x))(x, out)
             if result is not NotImplemented:
                 return result
         shape, like = described(x)
@@ -246,7 +263,11 @@ class Communicator:
         With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
         """
         if wait and send_counts is None and recv_counts is None and axis == 0:
-            result = self._again("all_to_all", "", algorithm, x, out)
+            try:
+                ready = self._ready.get(("all_to_all", "", algorithm, id(x), id(out)))
+            except TypeError:  # of words that are none: refused below
+                ready = None
+            result = (ready or self._alike("all_to_all", "", algorithm, x))(x, out)
             if result is not NotImplemented:
                 return result
         shape, like = described(x)
@@ -396,13 +417,12 @@ class Communicator:
         """End the whole job, now."""
         self.transport.abort(reason)
 
-    def _again(self, name: str, kind: Any, algorithm: str, x: Any, out: Any) -> Any:
-        """The result of a call whose like has been made before; else NotImplemented."""
+    def _alike(self, name: str, kind: Any, algorithm: str, x: Any) -> Ready:
+        """The ready call for arrays like this one, or one that does not serve."""
         try:
-            ready = self._ready[name, kind, algorithm, x.dtype, x.shape]
-        except (KeyError, AttributeError, TypeError):
-            return NotImplemented
-        return ready(x, out)
+            return self._ready[name, kind, algorithm, x.dtype, x.shape]
+        except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            return _none_ready
 
     def _parts(self, counts: Sequence[int] | None, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
         parts = check.counts_of(counts, self.size, what)

@@ -1,18 +1,23 @@
 """Calls that have been made before: what does not change about them is kept, and the rest is a few numpy calls.
 
 A ready call is made by the first ordinary call of its kind (same collective, operation, algorithm, dtype and shape) and
-found by that key alone. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
+found by that key alone, or by the two arrays themselves once they have come twice: asking numpy for dtype and shape is
+most of what is left then. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
 another kind, an odd array), and the ordinary way is gone. Both ways are the same to the other ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 
-from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, ufunc_of
+from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
+from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, stack_adder, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -23,10 +28,13 @@ if TYPE_CHECKING:
 Ready = Callable[[Any, Any], Any]
 
 KEPT = 1024
+RANK_MASK = (1 << RANK_BITS) - 1
+
+native_codes: set[CodeType] = set()  # functions whose frames tell the watchdog of a call of the library's
 
 
 class ReadyCalls(dict[tuple[Any, ...], Ready]):
-    """Ready calls by (collective, operation or root, algorithm, dtype, shape)."""
+    """Ready calls by (collective, operation or root, algorithm) and (dtype, shape) or (id of input, id of result)."""
 
     def keep(self, key: tuple[Any, ...], ready: Ready | None) -> None:
         if ready is not None:
@@ -35,8 +43,53 @@ class ReadyCalls(dict[tuple[Any, ...], Ready]):
             self[key] = ready
 
 
-def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
-    """The quick way for calls like this one, or None when there is none."""
+class Pair:
+    """The two arrays that a ready call was last given twice in a row, by which it is found until either is gone.
+
+    They are known weakly, so that they stay their owner's alone; numpy does not resize an array so known in place.
+    """
+
+    __slots__ = ("dtype", "kept", "key", "out", "ready", "result", "seen", "shape", "words", "x")
+
+    def __init__(self, caller: Caller, call: Call, x: Any, key: tuple[Any, ...]) -> None:
+        self.kept = caller.kept
+        self.words = key[:3]
+        self.dtype, self.shape, self.result = x.dtype, x.shape, call.shape
+        self.seen = (0, 0)
+        self.key: tuple[Any, ...] = ()
+        self.ready: Ready | None = None
+        self.x: Callable[[], Any] = _nobody
+        self.out: Callable[[], Any] = _nobody
+
+    def is_alike(self, x: Any) -> bool:
+        """Whether this is an input of the kind that the call was made for."""
+        return type(x) is np.ndarray and (x.dtype is self.dtype or x.dtype == self.dtype) and x.shape == self.shape
+
+    def serves(self, x: Any, out: Any) -> bool:
+        """Whether the call is for arrays like these; if they come again, it is found by them."""
+        if not self.is_alike(x) or not fits(out, self.result, self.dtype):
+            return False
+        came = (id(x), id(out))
+        if came == self.seen:
+            kept = self.kept
+            kept.pop(self.key, None)
+            self.key = key = (*self.words, *came)
+
+            def forget(_: object) -> None:
+                kept.pop(key, None)  # another array may get the same id
+
+            self.x, self.out = ref(x, forget), ref(out, forget)
+            kept.keep(key, self.ready)
+        self.seen = came
+        return True
+
+
+def _nobody() -> None:
+    return None
+
+
+def ready_call(caller: Caller, call: Call, x: Any, choice: Choice, key: tuple[Any, ...]) -> Ready | None:
+    """The quick way for calls like this one, or None when there is none. `key`: under which it is kept."""
     name = choice.algorithm
     if x is None and not call.like.is_torch:
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
@@ -49,17 +102,17 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
             return None
         from tilemesh.comm.runtime.mpi_ready import ready_native
 
-        return ready_native(caller, call, x)
+        return ready_native(caller, call, Pair(caller, call, x, key))
     if caller.sharing is None or not (is_shared(name) or choice.direct):
         return None
     if name == "flat_one" and choice.direct is None:
         shared = caller.shared_call(call, choice)
         bound = caller.sharing.bound(shared.shape, shared.lo)
         if isinstance(bound, ByLast):
-            return _by_last(caller, call, x, bound)
+            return _by_last(caller, call, Pair(caller, call, x, key), bound)
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
-        return _SMALL[call.collective](caller, call, x)
+        return _SMALL[call.collective](caller, call, Pair(caller, call, x, key))
     return _large(caller, call, x, choice)
 
 
@@ -70,136 +123,203 @@ def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     return is_alike and out.shape == shape and out.flags.carray
 
 
-def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
-    """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows at once."""
+def _small_reduce(caller: Caller, call: Call, pair: Pair) -> Ready:
+    """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
+
+    Here and below the meeting is `Flags.meet` spelt out, with the one yield that almost every meeting of ranks without
+    a core of their own needs, and an `out` that has been looked at is known again: between two calls another rank had
+    the core, and each function that is entered then costs a microsecond.
+    """
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
-    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, pair.dtype, pair.shape, call.shape
+    given = math.prod(shape) * dtype.itemsize
     at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
     nbytes = call.length * dtype.itemsize
-    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
-    rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
-    reduce, empty = ufunc_of(call.op, call.like.dtype).reduce, np.empty
-    is_average = call.op == "avg"
+    mine = [arena.staged_by(arena.rank, half, given).view(dtype).reshape(shape) for half in range(2)]
+    rows = [arena.rows(half, at, nbytes, given).view(dtype).reshape((ranks, *result)) for half in range(2)]
+    add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
+    words, me, others, wait, pause, yields = (
+        flags.words,
+        flags.mine,
+        flags.others,
+        flags._wait,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
+    empty, is_average = np.empty, call.op == "avg"
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        if pending or arena.turns != arena.done:
             return NotImplemented
         if out is None:
+            if not pair.is_alike(x):
+                return NotImplemented
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
+        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
             return NotImplemented
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        flags.meet()
-        reduce(rows[half], 0, dtype, out)
+        if fences:
+            release()
+            acquire()
+        flags.epoch = epoch = flags.epoch + 1
+        words[me] = epoch
+        for other in others:
+            if words[other] < epoch:
+                if yields:
+                    pause()
+                if words[other] < epoch:
+                    wait(other, epoch, doing)
+        if fences:
+            release()
+            acquire()
+        add_up[half](out)
         if is_average:
             np.divide(out, ranks, out)
         return out
 
+    pair.ready = ready
     return ready
 
 
-def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
+def _by_last(caller: Caller, call: Call, pair: Pair, bound: ByLast) -> Ready:
     """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
-    flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
-    mine = [stage.reshape(x.shape) for stage in bound.mine]
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    flags, ranks, dtype, result = arena.flags, arena.ranks, pair.dtype, call.shape
+    mine = [stage.reshape(pair.shape) for stage in bound.mine]
     parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
     published, add, words, me = flags.await_published, bound.add, flags.words, flags.mine
-    others, fence, full_fence = flags.others, flags.fence, flags.full_fence
+    others, full_fence, common, pause, yields = (
+        flags.others,
+        flags.full_fence,
+        flags.common,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, is_average, rank = np.empty, call.op == "avg", arena.rank
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        if pending or arena.turns != arena.done:
             return NotImplemented
         if out is None:
+            if not pair.is_alike(x):
+                return NotImplemented
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
+        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
             return NotImplemented
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        if fence is not None:  # from here on what `Flags.is_last` does, without the call: cold calls are what costs
-            fence()
+        if fences:  # from here on what `Flags.is_last` does
+            release()
+            acquire()
         flags.epoch = epoch = flags.epoch + 1
         words[me] = epoch
         full_fence()
         for other in others:
             if words[other] < epoch:
-                out[...] = parts[half][published()]
+                if yields:
+                    pause()
+                    word = words[common]
+                    if word >> RANK_BITS >= epoch:
+                        if fences:
+                            release()
+                            acquire()
+                        out[...] = parts[half][word & RANK_MASK]
+                        break
+                out[...] = parts[half][published(doing)]
                 break
         else:
-            if fence is not None:
-                fence()
+            if fences:
+                release()
+                acquire()
             add(half)
             out[...] = parts[half][rank]
         if is_average:
             np.divide(out, ranks, out)
         return out
 
+    pair.ready = ready
     return ready
 
 
-def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
+def _small_gather(caller: Caller, call: Call, pair: Pair) -> Ready:
     """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
-    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
-    block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, pair.dtype, pair.shape, call.shape
+    given = math.prod(shape) * dtype.itemsize
+    block = given if call.collective == "all_gather" else given // ranks
     at = 0 if call.collective == "all_gather" else caller.transport.rank * block
-    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    mine = [arena.staged_by(arena.rank, half, given).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
-    rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
-    words, me, others, fence, wait = flags.words, flags.mine, flags.others, flags.fence, flags._wait
+    rows = [arena.rows(half, at, block, given).view(dtype).reshape(stacked) for half in range(2)]
+    words, me, others, wait, pause, yields = (
+        flags.words,
+        flags.mine,
+        flags.others,
+        flags._wait,
+        flags.pause,
+        not flags.spin,
+    )
+    (release, acquire), fences = fence_parts(), flags.fence is not None
     empty = np.empty
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        if pending or arena.turns != arena.done:
             return NotImplemented
         if out is None:
+            if not pair.is_alike(x):
+                return NotImplemented
             out = empty(result, dtype)
-        elif not fits(out, result, dtype):
+        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
             return NotImplemented
         watch.sequence += 1
-        flags.doing = doing
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         mine[half][...] = x
-        if fence is not None:  # `Flags.meet`, without the call: cold calls are what costs
-            fence()
+        if fences:
+            release()
+            acquire()
         flags.epoch = epoch = flags.epoch + 1
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                wait(other, epoch)
-        if fence is not None:
-            fence()
+                if yields:
+                    pause()
+                if words[other] < epoch:
+                    wait(other, epoch, doing)
+        if fences:
+            release()
+            acquire()
         out.reshape(stacked)[...] = rows[half]
         return out
 
+    pair.ready = ready
     return ready
 
 
-def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
+def _small_broadcast(caller: Caller, call: Call, pair: Pair) -> Ready:
     assert caller.sharing is not None
-    arena, engine, watch = caller.sharing.arena, caller.engine, caller.watch
-    flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
+    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    flags, dtype, shape, root = arena.flags, pair.dtype, pair.shape, call.root
+    given = math.prod(shape) * dtype.itemsize
     is_root = caller.transport.rank == root
-    staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    staged_by = [arena.staged_by(root, half, given).view(dtype).reshape(shape) for half in range(2)]
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray:
+        if pending or arena.turns != arena.done or type(x) is not np.ndarray:
             return NotImplemented
         if out is not None and not fits(out, shape, dtype):
             return NotImplemented
@@ -233,7 +353,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
     assert sharing is not None
     if call.collective in ("reduce", "gather", "scatter"):
         return None
-    engine, watch, arena = caller.engine, caller.watch, sharing.arena
+    pending, watch, arena = caller.engine.pending, caller.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
     run = sharing.ready(caller.shared_call(call, choice))
     contributes = call.collective != "broadcast" or caller.transport.rank == call.root
@@ -242,7 +362,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:
-        if engine.pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
+        if pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
             return NotImplemented
         if out is None:
             out = np.empty(result, dtype)

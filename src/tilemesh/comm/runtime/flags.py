@@ -54,15 +54,20 @@ def make_fence(machine: str | None = None) -> Callable[[], object] | None:
     """What orders all loads and stores before it against all after it; None where the processor does so by itself."""
     if (machine or platform.machine()).lower() in _ORDERED:
         return None
-    lock = threading.Lock()
-    lock.acquire()
-    release, acquire = lock.release, lock.acquire
+    release, acquire = fence_parts()
 
     def fence() -> None:
         release()
         acquire()
 
     return fence
+
+
+def fence_parts() -> tuple[Callable[[], object], Callable[[], object]]:
+    """The two calls that are a fence, one after the other, for whoever cannot afford a function around them."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock.release, lock.acquire
 
 
 def _sleep_0() -> None:
@@ -178,13 +183,14 @@ class Flags:
             self.fence()
         return int(word & ((1 << RANK_BITS) - 1))
 
-    def await_published(self) -> int:
+    def await_published(self, doing: tuple[str, int] | None = None) -> int:
         wanted = self.epoch << RANK_BITS
         if self.words[self.common] < wanted:
-            self._wait(self.common, wanted)
+            self._wait(self.common, wanted, doing)
         return self.published()
 
-    def _wait(self, other: int, epoch: int) -> None:
+    def _wait(self, other: int, epoch: int, doing: tuple[str, int] | None = None) -> None:
+        """`doing`: what a ready call does that has not said so before."""
         words, pause = self.words, self.pause
         for _ in range(self.spin):
             if words[other] >= epoch:
@@ -196,7 +202,7 @@ class Flags:
         # Only a wait that lasts is worth telling the watchdog of: a ready call notes nothing before.
         watch = self.watch if self.watch is not None and self.watch.note is None else None
         if watch is not None:
-            watch.enter(watch.sequence, *self.doing)
+            watch.enter(watch.sequence, *(doing or self.doing))
         try:
             self._wait_long(other, epoch)
         finally:

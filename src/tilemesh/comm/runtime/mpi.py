@@ -7,11 +7,14 @@ MPI by itself.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from tilemesh.comm.runtime.transport import (
@@ -19,6 +22,7 @@ from tilemesh.comm.runtime.transport import (
     Bytes,
     Caps,
     Common,
+    Lazy,
     Message,
     NativeCall,
     Sent,
@@ -36,6 +40,8 @@ _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # 
 _LONG_DOUBLES = ("longdouble", "float128", "float96")  # numpy names it after its bits, which differ by machine
 
 _MOST = 2**31 - 1  # what MPI's int counts
+
+_EVEN = {"all_gather": "Allgather", "all_to_all": "Alltoall"}  # quicker than those that take vectors of counts
 
 _isend, _irecv = MPI.Comm.Isend, MPI.Comm.Irecv
 _waitall, _testall = MPI.Request.Waitall, MPI.Request.Testall
@@ -85,14 +91,67 @@ class _Receipt:
         return self.is_done
 
 
+class _Made:
+    """A blocking call that a worker makes."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+
+    def test(self) -> bool:
+        if self.over.is_set() and self.error is not None:
+            raise self.error
+        return self.over.is_set()
+
+    def wait(self) -> None:
+        self.over.wait()
+        self.test()
+
+
+class _Worker:
+    """Makes the blocking calls that its rank must not wait in, one after another, on a thread of its own.
+
+    MPI does not match a blocking collective of one rank with a nonblocking one of another, and whether a rank may block
+    depends on what it alone has under way. So all of them make the blocking call, which is the quicker one, and a rank
+    that has other things to move makes it here.
+    """
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[_Made | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def start(self, call: Callable[[], object]) -> _Made:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, name="tilemesh-mpi", daemon=True)
+            self.thread.start()
+        made = _Made(call)
+        self.calls.put(made)
+        return made
+
+    def _work(self) -> None:
+        while (made := self.calls.get()) is not None:
+            try:
+                made.call()
+            except BaseException as error:  # whatever it is, it is the caller's
+                made.error = error
+            made.over.set()
+
+    def end(self) -> None:
+        if self.thread is not None:
+            self.calls.put(None)
+
+
 class MpiTransport:
     name = "mpi"
     caps = Caps(native=frozenset(COLLECTIVES))
     device = None
 
-    def __init__(self, comm: Any) -> None:
-        """`comm` becomes ours: give a duplicate."""
+    def __init__(self, comm: Any, blocks: bool) -> None:
+        """`comm` becomes ours: give a duplicate. `blocks`: every rank makes collectives in their blocking form."""
         self.comm = comm
+        self.blocks = blocks
+        self.worker = _Worker()
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.names: Sequence[int] = range(self.size)
@@ -101,7 +160,11 @@ class MpiTransport:
 
     @classmethod
     def world(cls) -> MpiTransport:
-        return cls(MPI.COMM_WORLD.Dup())
+        # A worker's calls beside this thread's: only where MPI lets every rank make calls from several threads.
+        blocks = np.array([MPI.Query_thread() == MPI.THREAD_MULTIPLE], np.int32)
+        comm = MPI.COMM_WORLD.Dup()
+        comm.Allreduce(MPI.IN_PLACE, blocks, MPI.MIN)
+        return cls(comm, bool(blocks[0]))
 
     def view(self, region: Bytes) -> Any:
         if region.nbytes > _MOST:
@@ -131,10 +194,12 @@ class MpiTransport:
         return None
 
     def native(self, call: NativeCall) -> Token:
-        # Always the nonblocking form: MPI does not match a blocking collective of one rank with a nonblocking one of
-        # another, and whether a rank may block depends on what it alone has pending.
+        """In the form that all ranks use, whatever each has under way: see `_Worker`."""
         name, arguments = _native_call(self.comm, call)
-        return _Requests([getattr(self.comm, "I" + name.lower())(*arguments)])
+        if not self.blocks:
+            return _Requests([getattr(self.comm, "I" + name.lower())(*arguments)])
+        blocking = partial(getattr(self.comm, name), *arguments)
+        return Lazy(blocking, lambda: self.worker.start(blocking))
 
     def common(self, nbytes: int) -> Common | None:
         return None
@@ -143,12 +208,13 @@ class MpiTransport:
         everyone = self.comm.Get_group()
         group = everyone.Incl(list(members))
         try:
-            return MpiTransport(self.comm.Create_group(group))
+            return MpiTransport(self.comm.Create_group(group), self.blocks)
         finally:
             group.Free()
             everyone.Free()
 
     def close(self) -> None:
+        self.worker.end()
         self.comm.Free()
 
     def abort(self, reason: str) -> NoReturn:
@@ -169,12 +235,16 @@ def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:
             return "Allreduce", (call.source, call.target, op)
         if call.collective == "reduce":
             return "Reduce", (call.source, call.target if is_root else None, op, call.root)
+        if call.is_even:
+            return "Reduce_scatter_block", (call.source, call.target, op)
         return "Reduce_scatter", (call.source, call.target, list(call.counts), op)
     mine, result = _plain(call.source), _plain(call.target)
     if call.collective == "broadcast":
         if is_root:
             call.target[:] = call.source
         return "Bcast", (result, call.root)
+    if call.is_even and sum(call.counts) * size <= _MOST and call.collective in _EVEN:
+        return _EVEN[call.collective], (as_bytes(call.source), as_bytes(call.target))
     if call.collective == "all_gather":
         return "Allgatherv", (mine, _parts(call.target, call.counts, size))
     if call.collective == "gather":

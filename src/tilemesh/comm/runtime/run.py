@@ -135,7 +135,7 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self.pending: list[Running] = []
+        self.pending: list[Running] = []  # always the same list: ready calls look at it
         self.unheard: list[Running] = []  # went wrong in the background, and nobody has waited for them yet
         self.lock = threading.Lock()
 
@@ -163,7 +163,7 @@ class Engine:
             # All of them, not up to the first.
             moved = sum(running.advance() for running in self.pending if not running.is_claimed)
             self.unheard += [running for running in self.pending if running.error is not None]
-            self.pending = [running for running in self.pending if not running.is_done]
+            self.pending[:] = [running for running in self.pending if not running.is_done]
         return moved > 0
 
     def wait(self, running: Running) -> Any:

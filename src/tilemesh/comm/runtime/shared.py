@@ -9,6 +9,7 @@ array, and a chain of reductions into one place is carried out piece by piece, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 _MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE = range(6)
 
 PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
+MOST_ROWS = 4  # up to as many arrays are combined one by one
 STACK_BYTES = 32 << 10  # up to this, one strided call for all ranks is cheaper than one call a rank
 
 Reduce = Callable[[Array, Sequence[Array]], None]
@@ -105,7 +107,10 @@ class Bound:
         if any(local.reduce for local in run):
             sources = [self._there(local.source, local.peer, half) for local in run]
             stacked = self._stacked(run, half) if len({local.target for local in run}) == 1 else None
-            where = sources if stacked is None else stacked
+            assert self.reducer is not None
+            where: Any = sources
+            if stacked is not None:
+                where = stack_adder(self.reducer.function, stacked, self.carrier)
             if target.space == TEMP:
                 yield _REDUCE_ON_STAGE, self._there(first.target, -1, half), where
             else:
@@ -187,8 +192,7 @@ class ByLast:
         self.sums = [arena.rows(half, nbytes, nbytes, both).view(carrier) for half in range(2)]
         self.parts = [[sums[rank][part] for rank in range(arena.ranks)] for sums in self.sums]
         self.own = [sums[arena.rank] for sums in self.sums]
-        self.function = function
-        self.carrier = carrier
+        self.add_up = [stack_adder(function, self.rows[half], carrier) for half in range(2)]
         self.result = result
 
     def steps(self, given: Array, data: Array) -> Iterator[Token]:
@@ -201,12 +205,33 @@ class ByLast:
         data[:] = self.parts[half][flags.published()]
 
     def add(self, half: int) -> None:
-        self.function.reduce(self.rows[half], 0, self.carrier, self.own[half])
+        self.add_up[half](self.own[half])
         self.arena.flags.publish()
 
     def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         for token in self.steps(given, data):
             token.wait()
+
+
+def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[[Array], object]:
+    """Combines all rows into an array, in the same order and so to the same bits wherever it is used.
+
+    Few rows: one call each, which numpy gets through sooner than one reduction; it also adds rows of one element so.
+    """
+    if len(rows) > MOST_ROWS:
+        return partial(_reduce_rows, function.reduce, rows, carrier)
+    first, second, rest = rows[0], rows[1], tuple(rows[2:])
+
+    def add_up(out: Array) -> None:
+        function(first, second, out=out)
+        for row in rest:
+            function(out, row, out=out)
+
+    return add_up
+
+
+def _reduce_rows(reduce: Any, rows: Array, carrier: np.dtype[Any], out: Array) -> None:
+    reduce(rows, 0, carrier, out)
 
 
 def ufunc_of(op: str, dtype: str) -> Any:
@@ -224,8 +249,9 @@ class Reducer:
         self.piece = PIECE_BYTES // carrier.itemsize
 
     def __call__(self, target: Array, sources: Any) -> None:
+        """`sources`: arrays, or what `stack_adder` made of them."""
         if not isinstance(sources, list):
-            self.function.reduce(sources, 0, self.carrier, target)
+            sources(target)
             return
         if target.size <= self.piece:
             self._chain(target, sources)

@@ -55,6 +55,7 @@ class NativeCall:
     """A collective for the library underneath: flat arrays, and where each rank's part lies.
 
     `counts`, `received`: elements of each rank's block (sent, and for all_to_all received); empty where there are none.
+    `private`: what this rank knows of them, the others may not.
     """
 
     collective: str
@@ -64,6 +65,12 @@ class NativeCall:
     root: int = 0
     counts: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    private: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks are known to be equally long, by every rank alike."""
+        return not self.private and len(set(self.counts)) == 1
 
 
 class Common(NamedTuple):

@@ -58,6 +58,8 @@ def check_tensors(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) ->
             continue
         if not isinstance(given, Tensor):
             raise UsageError(f"{name} is a {type(given).__name__}: expected a torch.Tensor; torch.as_tensor makes one")
+        if given.is_nested:
+            raise UsageError(f"{name} is a nested tensor: expected one of one size; .to_padded_tensor(0.0) makes one")
         if given.layout is not torch.strided:
             raise UsageError(f"{name} has layout {given.layout}: expected a strided tensor; .to_dense() makes one")
 

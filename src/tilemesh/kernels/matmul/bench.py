@@ -23,7 +23,7 @@ from tilemesh.kernels.matmul.choice import choose
 from tilemesh.kernels.matmul.cost import cost, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.problem import Problem, dense
 from tilemesh.kernels.matmul.run import gpu_of
-from tilemesh.kernels.matmul.trial import Inputs, input_bytes, make_inputs
+from tilemesh.kernels.matmul.trial import Inputs, checked_rows, exact_rows, input_bytes, make_inputs, rows_of_c
 from tilemesh.measure.gpu import KernelTimer, call_timer, rotating_sets
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
@@ -54,7 +54,10 @@ def bench_matmul(
 ) -> list[Row]:  # fmt: skip
     """Two rows a shape: kernel time (graph replay) and call time (host loop)."""
     if not torch.cuda.is_available():
-        raise UsageError("bench kernel needs an NVIDIA GPU and torch with CUDA; here torch sees none")
+        raise UsageError(
+            "bench kernel needs an NVIDIA GPU and torch with CUDA; here torch sees none "
+            "(`tilemesh report ROWS.jsonl --html FILE` makes the page of rows measured elsewhere)"
+        )
     rows = []
     for done, shape in enumerate(shapes):
         if progress:
@@ -141,10 +144,9 @@ def _check(problem: Problem, sets: Sequence[Inputs]) -> Check:
         if name == ALONE or not isinstance(result, Tensor):
             return
         inputs = sets[index]
-        rows = slice(0, 256)
-        c = inputs.c[rows] if inputs.c is not None and inputs.c.shape[0] > 1 else inputs.c
-        exact = reference.exact(inputs.a[rows], inputs.b, c, problem.activation)
-        plain = reference.fused_matmul(inputs.a[rows], inputs.b, c, problem.activation)
+        rows = checked_rows(problem.m, result.device)
+        exact = exact_rows(inputs, problem.activation, rows)
+        plain = reference.fused_matmul(inputs.a[rows], inputs.b, rows_of_c(inputs.c, rows), problem.activation)
         allowed = 2 * (plain.double() - exact).abs().max().item() + 1e-6
         error = (result[rows].double() - exact).abs().max().item()
         if not (error <= allowed and bool(result.isfinite().all())):

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.problem import INT32_LIMIT, Problem
 
 TILE_KINDS = ("pointer", "tma", "persistent", "pingpong", "split")
 KINDS = (*TILE_KINDS, "library", "torch")
@@ -203,6 +203,9 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
         return f"{config.warps} warps, a block has at most {MOST_WARPS}"
     if config.split_k > MOST_GRID_Y:
         return f"split_k {config.split_k}, a grid has room for {MOST_GRID_Y}"
+    if config.group * -(-problem.n // config.block_n) >= INT32_LIMIT:
+        rows = -(-problem.m // config.block_m)
+        return f"group {config.group}: tiles are counted in 32 bits, and there are only {rows} rows of them"
     threads = 32 * (8 if config.paired else config.warps)
     accumulator = config.block_m * config.block_n // threads
     held = accumulator * problem.element_bytes // 4 if config.c_early and problem.c_kind == "full" else 0
@@ -222,6 +225,8 @@ def _not_pingpong(config: Config, problem: Problem) -> str | None:
     rows = config.block_m // 2 if config.paired else config.block_m
     if config.warps != 4 or rows < 64:
         return f"kind pingpong needs warps=4 (of each group) and 64 rows or more a group, got {config.warps} and {rows}"
+    if config.stages < 2:
+        return "kind pingpong needs stages of at least 2: a stage is given back once the next product has been started"
     if max(config.block_m, config.block_n) > MOST_BOX:
         return f"tile {config.block_m}x{config.block_n}: a side of what TMA loads at once is at most {MOST_BOX}"
     moved = [problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])

@@ -51,7 +51,10 @@ def activation_gradient(
     if how == "interpret":
         from tilemesh.kernels.matmul import interpret
 
+        # As in the forward pass: the interpreter cuts where it should round to bfloat16, so torch rounds.
+        tensors["out"] = torch.empty_like(out, dtype=torch.float32)
         interpret.run(gradient_plan(*places, c_kind, activation), tensors)
+        out.copy_(tensors["out"])
     else:
         index = device_index(grad.device)
         program = _program(places, c_kind, activation, dtype_name(grad.dtype), index)

@@ -72,6 +72,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def prepare(problem: Problem, config: Config, device: torch.device, *, interpret: bool = False) -> Runner:
     """A runner for this configuration. Compiles what is not compiled yet; one that cannot run raises here."""
+    if device.type != "cuda" and not interpret and config.kind != "torch":
+        raise UsageError(f"implementation '{config.kind}' needs CUDA tensors, got {device}: use 'auto' or 'interpret'")
     if problem.m == 0 or problem.n == 0:
         return _nothing
     if config.kind == "torch" or (problem.k == 0 and config.kind != "pointer"):
@@ -81,10 +83,6 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
             raise UsageError("kind 'pingpong' is written below what Triton's interpreter knows: use 'persistent'")
         check(config, problem)
         return _Interpreted(problem, config)
-    if device.type != "cuda":
-        raise UsageError(
-            f"implementation '{config.kind}' needs a CUDA tensor, got {device}: use 'auto', or 'interpret'"
-        )
     gpu = gpu_of(device_index(device))
     check(config, problem, shared_limit=gpu.shared_bytes)
     if config.kind == "library":

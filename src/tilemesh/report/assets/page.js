@@ -56,9 +56,8 @@
       return { name: lane.name, spans };
     });
     const whole = [found.steps[0][1], found.steps[found.steps.length - 1][2]];
-    const first = found.steps[Math.max(0, found.steps.length - 2)];
     const left = 54, height = lanes.length > 32 ? 12 : lanes.length > 12 ? 20 : 38, top = 22;
-    let view = [first[1], whole[1]], lane = 0, chosen = -1;
+    let view = [...whole], lane = 0, chosen = -1;
     const words = s => Math.abs(s) >= 1 ? s.toFixed(3) + " s" : Math.abs(s) >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " µs";
 
     function draw() {
@@ -109,6 +108,10 @@
       const span = clamp(to - from, (whole[1] - whole[0]) / 5e5, whole[1] - whole[0]);
       const begin = clamp(from, whole[0], whole[1] - span);
       view = [begin, begin + span];
+      // The list says what is shown, and nothing where that is no step.
+      const near = (a, b) => Math.abs(a - b) < 1e-9 + 1e-6 * span;
+      const shown = found.steps.findIndex(step => near(step[1], view[0]) && near(step[2], view[1]));
+      pick.selectedIndex = near(span, whole[1] - whole[0]) ? 0 : shown < 0 ? -1 : shown + 1;
       draw();
     }
     const zoom = (by, about = (view[0] + view[1]) / 2) => move(about - (about - view[0]) * by, about + (view[1] - about) * by);
@@ -165,7 +168,8 @@
     });
     new ResizeObserver(draw).observe(canvas.parentElement);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    draw();
+    const last = found.steps[found.steps.length - 1];
+    move(last[1], last[2]);
   }
 
   // ---- rounds of a schedule, one at a time -----------------------------------------------------------------------
@@ -179,36 +183,41 @@
     show();
   }
 
-  function start(where) {
+  function start(where, kept = []) {
     all(".plot[tabindex]", where).forEach(cursor);
-    all(".timeline", where).forEach(timeline);
+    all(".timeline", where).filter(one => !kept.includes(one)).forEach(timeline);
     all(".rounds", where).forEach(rounds);
   }
 
   // ---- a run in progress: fetch the page again when its folder has changed, and keep what the reader had opened ----
   function follow(main) {
-    let version = main.dataset.version || "";
+    let version = main.dataset.live;
+    const say = words => { const note = document.getElementById("state"); if (note) note.textContent = words; };
     async function look() {
       try {
         const now = (await (await fetch("state", { cache: "no-store" })).text()).trim();
         if (now !== version) {
-          const text = await (await fetch("./", { cache: "no-store" })).text();
+          const answer = await fetch("./", { cache: "no-store" }), text = await answer.text();
+          if (!answer.ok) { say("This is the last that could be read: " + text); setTimeout(look, 2000); return; }
           const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("main");
           const open = new Set(all("details[open]", main).map(one => one.dataset.key || all("details", main).indexOf(one)));
           const focused = all("[tabindex],summary,button,select,a", main).indexOf(document.activeElement);
           const scroll = window.scrollY;
+          // A timeline of the same spans stays as it is: whoever has zoomed into it is not thrown out.
+          const spans = one => one.querySelector("script").textContent, before = all(".timeline", main), kept = [];
+          all(".timeline", fresh).forEach((one, i) => {
+            if (before[i] && spans(before[i]) === spans(one)) { one.replaceWith(before[i]); kept.push(before[i]); }
+          });
           main.replaceChildren(...fresh.childNodes);
           all("details", main).forEach((one, i) => { one.open = open.has(one.dataset.key || i); });
-          start(main);
-          const before = all("[tabindex],summary,button,select,a", main)[focused];
-          if (before) before.focus({ preventScroll: true });
+          start(main, kept);
+          const again = all("[tabindex],summary,button,select,a", main)[focused];
+          if (again) again.focus({ preventScroll: true });
           window.scrollTo(0, scroll);
           version = now;
         }
-        document.title = document.title.replace(/^\(gone\) /, "");
       } catch (error) {
-        const note = document.getElementById("state");
-        if (note) note.textContent = "the server has gone: this is the last it said";
+        say("The server has gone: this is the last it said.");
       }
       setTimeout(look, 2000);
     }
@@ -217,5 +226,5 @@
 
   const main = document.getElementById("main");
   start(main);
-  if (main.dataset.live) follow(main);
+  if ("live" in main.dataset) follow(main);
 })();

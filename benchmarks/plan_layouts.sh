@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Layouts of the tiny preset on this machine, each predicted before it runs, then all of them graded.
+#   benchmarks/plan_layouts.sh [FOLDER] [STEPS]     (about three minutes on two cores; leave the machine alone meanwhile)
+# Once before: tilemesh bench collective --fit --ranks 2,4 --sizes 16B..16MiB --quick
+set -eu
+out=${1:-runs/layouts} steps=${2:-18} grades=()
+tilemesh calibrate
+run() {
+    name=$1
+    shift
+    tilemesh train --out "$out/$name" "$@" \
+        --set "train.steps=$steps,checkpoint.every=0,evaluate.every=0,sample.tokens=0"
+    grades+=(--grade "$name")
+}
+run one --mesh dp=1 --set plan.microbatch=16
+run one-acc --mesh dp=1 --set plan.microbatch=4
+run dp2 --mesh dp=2 --set plan.microbatch=8
+run dp2-acc --mesh dp=2 --set plan.microbatch=2
+run tp2 --mesh tp=2 --set plan.microbatch=16
+run tp2-seq --mesh tp=2 --set plan.microbatch=16,plan.sequence_parallel=true
+run dp4 --mesh dp=4 --set plan.microbatch=4
+run dp2tp2 --mesh dp=2,tp=2 --set plan.microbatch=8
+run tp4 --mesh tp=4 --set plan.microbatch=16
+cd "$out"
+tilemesh plan "${grades[@]}" --json grades.jsonl

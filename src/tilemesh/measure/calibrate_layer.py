@@ -1,0 +1,151 @@
+"""What is measured of a processor at the sizes of a Transformer layer: narrow products, norms, turned heads, calls.
+
+A peak is that of a square product in warm caches. A layer's products are narrow, their operands come from memory, a
+norm is a dozen small operations, and each operation costs its caller something before it does anything. What is
+measured here is what eager training pays for these; bytes and calls are counted as `plan/passes.py` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.core.calibration import Part
+from tilemesh.core.hardware import CPU
+from tilemesh.measure.calibrate_operators import NO_LIMIT, NO_PEER, torch_threads, vector_bytes
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best
+from tilemesh.measure.row import CaseValue
+from tilemesh.measure.timing import compare, settle
+
+NARROW = (32, 64, 128, 256)
+"""Smaller dims of the products that are timed; the other is 128 or, beyond, the same. Wider ones approach the peak."""
+TOKENS = 1024
+SETS = 16
+"""Operands take turns, so that they come from memory as in a step, where much lies between two uses."""
+
+NORM_MOVES = 7 + 25
+"""Tensors that an RMSNorm's forward and backward pass read and write."""
+TURN_MOVES = 9 + 12
+"""The same of turning a head's halves."""
+BLOCK_CALLS = 200
+"""Calls of one layer, forward and backward, as the planner counts them; a test holds the two to each other."""
+BLOCKS = 4
+
+_AVX2_BYTES = 32
+
+
+def layer_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
+    """Predicted, not yet measured."""
+    peak = MATMUL_SHARE * CPU.peak_flops_per_s["fp32"] * cores / CPU.sm_count * vector_bytes() / _AVX2_BYTES
+    stream = MEMORY_SHARE * min(1.0, cores / 2) * CPU.memory_bytes_per_s
+    figures = [
+        _figure(part, cores, "projection_flops_per_s", "FLOP/s", peak,
+                partial(_projection, width, backward, cores, seconds), f"{word}-{width}")
+        for width in NARROW for backward, word in ((False, "forward"), (True, "backward"))
+    ]  # fmt: skip
+    figures.append(_figure(part, cores, "rows_bytes_per_s", "B/s", stream, partial(_norm, cores, seconds)))
+    figures.append(_figure(part, cores, "halves_bytes_per_s", "B/s", stream, partial(_turn, cores, seconds)))
+    figures.append(_figure(part, cores, "operation_s", "s", CPU.launch_s, partial(_block, cores, 2 * seconds)))
+    return figures
+
+
+def _figure(
+    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], Outcome], key: str = ""
+) -> Figure:
+    case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"}
+    if key:
+        case["pass"] = key
+    missing = {"limit": NO_LIMIT, "peers": NO_PEER}
+    return Figure(
+        part=part, rate=rate, name=rate.partition("_")[0], case=case, unit=unit, predicted=predicted, limit=None,
+        missing=missing, measure=measure, key=key,
+    )  # fmt: skip
+
+
+def _timed(name: str, call: Callable[[int], object], cores: int, seconds: float, amount: float | None) -> Outcome:
+    with torch_threads(cores):
+        settle()
+        result = compare({name: call}, repeats=9, warmup=1, seconds=seconds)
+    return best(result, amount)
+
+
+def _projection(width: int, backward: bool, cores: int, seconds: float) -> Outcome:
+    """x W^T, or both gradients."""
+    other = max(width, 128)
+    xs = [torch.rand(TOKENS, width) for _ in range(SETS)]
+    ws = [torch.rand(other, width) for _ in range(SETS)]
+    gs = [torch.rand(TOKENS, other) for _ in range(SETS)]
+
+    def forward(index: int) -> object:
+        place = index % SETS
+        return torch.mm(xs[place], ws[place].t())
+
+    def back(index: int) -> object:
+        place = index % SETS
+        return torch.mm(gs[place], ws[place]), torch.mm(gs[place].t(), xs[place])
+
+    flops = 2.0 * TOKENS * width * other
+    return _timed("mm", back if backward else forward, cores, seconds, 2 * flops if backward else flops)
+
+
+def _norm(cores: int, seconds: float) -> Outcome:
+    x, gain = torch.rand(4 * TOKENS, 128, requires_grad=True), torch.rand(128, requires_grad=True)
+    gradient = torch.rand(4 * TOKENS, 128)
+
+    def both(index: int) -> object:
+        y = functional.rms_norm(x, (128,), gain, 1e-5)
+        return torch.autograd.grad(y, (x, gain), gradient)
+
+    return _timed("rms_norm", both, cores, seconds, NORM_MOVES * 4.0 * x.numel())
+
+
+def _turn(cores: int, seconds: float) -> Outcome:
+    x = torch.rand(4 * TOKENS // 128, 128, 4, 32, requires_grad=True)
+    cos, sin = torch.rand(128, 16), torch.rand(128, 16)
+    gradient = torch.rand(4 * TOKENS // 128, 4, 128, 32)
+
+    def both(index: int) -> object:
+        return torch.autograd.grad(_turned(x.transpose(1, 2), cos, sin), x, gradient)
+
+    return _timed("rotary", both, cores, seconds, TURN_MOVES * 4.0 * x.numel())
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _block(cores: int, seconds: float) -> Outcome:
+    """Layers so small that only their calls take time: norm, q, k, v, turn, attention, norm, gated MLP."""
+    width, hidden, tokens = 8, 16, 8
+    weights = [
+        [torch.rand(out, inner, requires_grad=True) for out, inner in _shapes(width, hidden)] for _ in range(BLOCKS)
+    ]
+    gains = [[torch.ones(width, requires_grad=True) for _ in range(2)] for _ in range(BLOCKS)]
+    flat = [one for layer in (*weights, *gains) for one in layer]
+    cos, sin = torch.rand(tokens, width // 4), torch.rand(tokens, width // 4)
+    start = torch.rand(1, tokens, width, requires_grad=True)
+
+    def step(index: int) -> object:
+        x = start
+        for (q, k, v, o, gate, up, down), (first, second) in zip(weights, gains, strict=True):
+            h = functional.rms_norm(x, (width,), first, 1e-5)
+            heads = [functional.linear(h, one).view(1, tokens, 2, -1).transpose(1, 2) for one in (q, k, v)]
+            keys, queries = _turned(heads[1], cos, sin), _turned(heads[0], cos, sin)
+            y = functional.scaled_dot_product_attention(queries, keys, heads[2], is_causal=True)
+            x = x + functional.linear(y.transpose(1, 2).flatten(-2), o)
+            h = functional.rms_norm(x, (width,), second, 1e-5)
+            x = x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
+        return torch.autograd.grad(x.sum(), flat)
+
+    outcome = _timed("layer", step, cores, seconds, None)
+    measured = None if outcome.measured is None else outcome.measured.scaled(1 / (BLOCKS * BLOCK_CALLS))
+    return Outcome(measured, outcome.peers, outcome.missing, outcome.case)
+
+
+def _shapes(width: int, hidden: int) -> list[tuple[int, int]]:
+    return [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden)]
