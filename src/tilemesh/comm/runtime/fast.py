@@ -7,7 +7,6 @@ another kind, an odd array), and the ordinary way is gone. Both ways are the sam
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from weakref import ref
 import numpy as np
 
 from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
-from tilemesh.comm.runtime.shared import MOST_ROWS, STACK_BYTES, ByLast, stack_adder, ufunc_of
+from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, stack_adder, ufunc_of
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -81,32 +80,6 @@ def _nobody() -> None:
     return None
 
 
-def _raw(array: Any) -> memoryview:
-    """The bytes of an array where they lie, without holding it: only while it is known to live.
-
-    Two of them are copied without numpy, whose first call after a switch of ranks takes 3 µs instead of 0.2. An array
-    that is weakly known is not resized in place, so it stays where it is.
-    """
-    there = (ctypes.c_ubyte * array.nbytes).from_address(array.__array_interface__["data"][0])
-    return memoryview(there).cast("B")
-
-
-class _Again:
-    """Arrays that came twice in a row, weakly known, and their bytes."""
-
-    __slots__ = ("known", "raw", "seen")
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self.known: Callable[[], Any] = _nobody
-        self.raw: Any = None
-
-    def look(self, array: Any) -> None:
-        if self.seen == id(array) and array.flags.c_contiguous:
-            self.known, self.raw = ref(array), _raw(array)
-        self.seen = id(array)
-
-
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
@@ -134,7 +107,6 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
     doing = (call.collective, call.nbytes)
     known: Callable[[], Any] = _nobody
-    given, stage = _Again(), [_raw(part) for part in mine]
 
     def ready(x: Any, out: Any) -> Any:
         nonlocal known
@@ -149,11 +121,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
-        if x is given.known():
-            stage[half][:] = given.raw
-        else:
-            mine[half][...] = x
-            given.look(x)
+        mine[half][...] = x
         if fences:
             release()
             acquire()
@@ -195,7 +163,6 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
     empty, ndarray, is_average, rank = np.empty, np.ndarray, call.op == "avg", arena.rank
     doing = (call.collective, call.nbytes)
     known: Callable[[], Any] = _nobody
-    given, stage = _Again(), [_raw(part) for part in mine]
 
     def ready(x: Any, out: Any) -> Any:
         nonlocal known
@@ -210,11 +177,7 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
-        if x is given.known():
-            stage[half][:] = given.raw
-        else:
-            mine[half][...] = x
-            given.look(x)
+        mine[half][...] = x
         if fences:  # from here on what `Flags.is_last` does
             release()
             acquire()
@@ -269,13 +232,9 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     empty, ndarray = np.empty, np.ndarray
     doing = (call.collective, call.nbytes)
     known: Callable[[], Any] = _nobody
-    given, stage = _Again(), [_raw(part) for part in mine]
-    got, few = _Again(), ranks <= MOST_ROWS
-    targets: list[memoryview] = []
-    sources = [[_raw(row) for row in rows[half]] for half in range(2)]
 
     def ready(x: Any, out: Any) -> Any:
-        nonlocal known, targets
+        nonlocal known
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
@@ -287,11 +246,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
-        if x is given.known():
-            stage[half][:] = given.raw
-        else:
-            mine[half][...] = x
-            given.look(x)
+        mine[half][...] = x
         if fences:
             release()
             acquire()
@@ -306,15 +261,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         if fences:
             release()
             acquire()
-        if few and out is got.known():
-            for target, source in zip(targets, sources[half], strict=True):
-                target[:] = source
-        else:
-            out.reshape(stacked)[...] = rows[half]
-            if few:
-                got.look(out)
-                if got.raw is not None:
-                    targets = [got.raw[at : at + block] for at in range(0, ranks * block, block)]
+        out.reshape(stacked)[...] = rows[half]
         return out
 
     return ready
