@@ -169,7 +169,7 @@ def test_fake_tensors_and_transforms():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_jit_trace_records_it():
-    """A kernel writes behind the tracer's back: the recorded graph would return memory nobody wrote."""
+    """As one operator: under the tracer sizes are tensors, and what a kernel writes is not recorded."""
     a, b = torch.randn(6, 4), torch.randn(4, 5)
     traced = torch.jit.trace(lambda x: fused(x, b, implementation="interpret"), a, check_trace=False)
     other = torch.randn(6, 4)

@@ -346,6 +346,17 @@ def test_pingpong_over_many_tiles(paired):
             assert_close(d, a, b, c, activation, f"{shape} {c_kind} {activation}")
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_passes_the_librarys_own_epilogue(activation):
+    """A row's bias and some activations are cuBLASLt's: its relu must not make a NaN zero."""
+    a, b, c = inputs(256, 256, 256, torch.float16, "row")
+    a[3, 5], b[7, 9], c[11] = float("nan"), float("inf"), float("nan")
+    d = fused(a, b, c, activation=activation, implementation="library")
+    want = reference.fused_matmul(a, b, c, activation)
+    assert torch.equal(d.isnan(), want.isnan())
+    assert torch.equal(d.isinf(), want.isinf())
+
+
 def test_pingpong_keeps_what_gradients_need():
     a, b, c = (t.requires_grad_() for t in inputs(520, 1032, 264, torch.float16))
     grad = torch.randn(520, 1032, device="cuda", dtype=torch.float16)

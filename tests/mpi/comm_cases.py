@@ -449,8 +449,8 @@ def natively_in_every_way(comm: Communicator) -> None:
             under_way.wait()
 
 
-def found_by_their_arrays(comm: Communicator) -> None:
-    """A call is found by arrays that came twice, and never by others that have got their place or their id."""
+def arrays_that_come_again(comm: Communicator) -> None:
+    """Arrays that came twice are known again, and never taken for others that have got their place or their id."""
     n, me = comm.size, comm.rank
     names = ["auto", *(["native"] if has_native(comm) else []), *(["flat"] if comm.transport.caps.arena else [])]
     for algorithm in names:
@@ -743,7 +743,7 @@ SURFACE = (
     handles_among_other_calls,
     waiting_before_or_after,
     natively_in_every_way,
-    found_by_their_arrays,
+    arrays_that_come_again,
     from_other_threads,
     messages,
     groups,

@@ -16,6 +16,7 @@ from tilemesh.kernels.matmul.config import (
     KINDS,
     TILE_KINDS,
     Config,
+    FitError,
     check,
     decode,
     default,
@@ -376,3 +377,12 @@ def test_the_shipped_table_fits_its_gpu():
 def test_values_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config("tma").kind = "pointer"  # type: ignore[misc]
+
+
+def test_a_triton_that_nobody_has_launched_with_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilemesh.kernels.matmul import launch
+
+    monkeypatch.setattr(launch, "_VERSION", (3, 9))
+    step = type("Step", (), {"kernel": "matmul"})()
+    with pytest.raises(FitError, match="implementation='library' works with any"):
+        launch._Prepared(step, {}, ())

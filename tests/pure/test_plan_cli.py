@@ -89,10 +89,18 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
-    run(*MEGATRON_530B, "--save", str(path))
+    words = " ".join(run(*MEGATRON_530B, "--save", str(path)).stdout.split())
+    assert "with --fix pp=1,attention=fused,recompute=full it can" in words
     found = config.load(ParallelPlan, file=path)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert "# predicted:" in path.read_text()
+
+
+def test_a_saved_plan_that_cannot_be_trained_says_how_to_get_one_that_can(tmp_path: Path) -> None:
+    path = tmp_path / "PLAN.toml"
+    base = ("tiny", "--cluster", "2xcpu", "--batch", "32", "--save", str(path))
+    assert "cannot run it (not yet: zero1); with --fix zero=0 it can" in run(*base, "--fix", "zero=1").stdout
+    assert "cannot run" not in run(*base, "--fix", "zero=0,pp=1").stdout
 
 
 def test_html_is_written(tmp_path: Path) -> None:

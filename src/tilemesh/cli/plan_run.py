@@ -25,7 +25,7 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
-from tilemesh.plan.capability import trainable
+from tilemesh.plan.capability import pins, trainable
 from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, search
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
@@ -91,6 +91,9 @@ def run(asked: Asked) -> None:
     if asked.save is not None:
         _save(result, asked.save)
         console.print(f"plan: {asked.save}", soft_wrap=True)
+        if instead := pins(result.best.plan):
+            words = trainable(result.best.plan)
+            console.print(f"  `tilemesh train` cannot run it ({words}); with --fix {instead} it can", soft_wrap=True)
     if asked.html is not None:
         write(render(result, asked.model, [*why(result), *filter(None, [_sentence(runner_up(result))])]), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)

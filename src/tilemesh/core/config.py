@@ -327,7 +327,9 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if member is types.NoneType else _words(member) for member in args)
+        kinds = [member for member in args if member is not types.NoneType]
+        may_say_none = len(kinds) < len(args) and "none" not in _options(hint)
+        return " or ".join([*map(_words, kinds), *(["none"] if may_say_none else [])])
     if origin is tuple and args[-1] is Ellipsis:
         return f"a list, each {_words(args[0])}"
     if origin is tuple:

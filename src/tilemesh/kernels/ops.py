@@ -56,7 +56,8 @@ def fused_matmul(
     """
     if activation is None:
         activation = "none"
-    # torch.jit.trace records operators as they are called: a kernel launched directly would be missing from its graph.
+    # torch.jit.trace records operators, and its sizes are tensors: a kernel launched directly takes no such sizes and
+    # would be missing from the graph.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return _traced(a, b, c, activation, out, implementation, config)
     if torch._C._functorch.peek_interpreter_stack() is not None or (

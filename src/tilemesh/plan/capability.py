@@ -40,3 +40,10 @@ def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> st
         return "not yet"
     missing = [need for need in needs(plan) if need not in able]
     return "yes" if not missing else f"not yet: {', '.join(missing)}"
+
+
+def pins(plan: ParallelPlan) -> str:
+    """What to pin, in the words of `--fix`, for a plan like this one that can be trained; "" where it can already."""
+    missing = [need for need in needs(plan) if need not in TRAINABLE]
+    changes = {"zero": "zero=0", "pp": "pp=1", "materialized": "attention=fused", "selective": "recompute=full"}
+    return ",".join(change for start, change in changes.items() if any(need.startswith(start) for need in missing))

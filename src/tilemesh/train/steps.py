@@ -65,6 +65,8 @@ class Stepper:
         self.device = next(laid.module.parameters()).device
         self.order = Order(corpus.train.samples(config.context), config.train.seed)
         self.scale = LossScale(config.plan.precision == "fp16")
+        if config.train.compile and config.plan.tp > 1:
+            laid.seams.stay_out_of_graphs()
         self.loss: Any = torch.compile(laid.loss) if config.train.compile else laid.loss
         alone = config.plan.world == 1 and not self.scale.on
         self.is_late = alone and (self.device.type == "cuda" if late is None else late)

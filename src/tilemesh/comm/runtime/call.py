@@ -70,7 +70,7 @@ class Caller:
         else:
             running = self._running(ready, sequence)
         if key is not None and wait and ready.device is None:
-            self.kept.keep(key, ready_call(self, call, x, ready.choice, key))
+            self.kept.keep(key, ready_call(self, call, x, ready.choice))
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
             return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`

@@ -19,7 +19,6 @@ from tilemesh.comm.runtime.asked import Call, Scatter
 from tilemesh.comm.runtime.call import Caller, Closed, flattened
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.explain import explanation
-from tilemesh.comm.runtime.fast import Ready
 from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, described, here, opened, store
 from tilemesh.comm.runtime.run import Engine
@@ -28,10 +27,6 @@ from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
-
-
-def _none_ready(x: Any, out: Any) -> Any:
-    return NotImplemented
 
 
 class Communicator:
@@ -89,12 +84,13 @@ class Communicator:
         """Every rank gets the combination of all ranks' arrays (global-sum)."""
         if wait:
             try:
-                ready = self._ready.get(("all_reduce", op, algorithm, id(x), id(out)))
-            except TypeError:  # of words that are none: refused below
-                ready = None
-            result = (ready or self._alike("all_reduce", op, algorithm, x))(x, out)
-            if result is not NotImplemented:
-                return result
+                ready = self._ready["all_reduce", op, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         call = Call("all_reduce", like, shape, (math.prod(shape),), op=op, out=out)
@@ -113,9 +109,14 @@ class Communicator:
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", wait: bool = True) -> Any:
         """Every rank gets the root's array. The others' `x` gives shape and dtype; its values are not looked at."""
         if wait:
-            result = self._alike("broadcast", root, algorithm, x)(x, out)
-            if result is not NotImplemented:
-                return result
+            try:
+                ready = self._ready["broadcast", root, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         root = check.rank_of(root, self.size, "root")
         call = Call("broadcast", like, shape, (math.prod(shape),), root=root, out=out)
@@ -136,12 +137,13 @@ class Communicator:
         """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
         if wait and counts is None and axis == 0:
             try:
-                ready = self._ready.get(("reduce_scatter", op, algorithm, id(x), id(out)))
-            except TypeError:  # of words that are none: refused below
-                ready = None
-            result = (ready or self._alike("reduce_scatter", op, algorithm, x))(x, out)
-            if result is not NotImplemented:
-                return result
+                ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         require_operation(op, like.dtype)
         axis = check.axis_of(axis, shape)
@@ -164,12 +166,13 @@ class Communicator:
         """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
         if wait and counts is None and axis == 0:
             try:
-                ready = self._ready.get(("all_gather", "", algorithm, id(x), id(out)))
-            except TypeError:  # of words that are none: refused below
-                ready = None
-            result = (ready or self._alike("all_gather", "", algorithm, x))(x, out)
-            if result is not NotImplemented:
-                return result
+                ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         parts = self._lengths(counts, shape[axis])
@@ -264,12 +267,13 @@ class Communicator:
         """
         if wait and send_counts is None and recv_counts is None and axis == 0:
             try:
-                ready = self._ready.get(("all_to_all", "", algorithm, id(x), id(out)))
-            except TypeError:  # of words that are none: refused below
-                ready = None
-            result = (ready or self._alike("all_to_all", "", algorithm, x))(x, out)
-            if result is not NotImplemented:
-                return result
+                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
+            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                pass
+            else:
+                result = ready(x, out)
+                if result is not NotImplemented:
+                    return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
         if (send_counts is None) != (recv_counts is None):
@@ -416,13 +420,6 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End the whole job, now."""
         self.transport.abort(reason)
-
-    def _alike(self, name: str, kind: Any, algorithm: str, x: Any) -> Ready:
-        """The ready call for arrays like this one, or one that does not serve."""
-        try:
-            return self._ready[name, kind, algorithm, x.dtype, x.shape]
-        except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
-            return _none_ready
 
     def _parts(self, counts: Sequence[int] | None, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
         parts = check.counts_of(counts, self.size, what)

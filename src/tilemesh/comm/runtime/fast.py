@@ -1,14 +1,12 @@
 """Calls that have been made before: what does not change about them is kept, and the rest is a few numpy calls.
 
 A ready call is made by the first ordinary call of its kind (same collective, operation, algorithm, dtype and shape) and
-found by that key alone, or by the two arrays themselves once they have come twice: asking numpy for dtype and shape is
-most of what is left then. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
+found by that key alone. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
 another kind, an odd array), and the ordinary way is gone. Both ways are the same to the other ranks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +32,7 @@ native_codes: set[CodeType] = set()  # functions whose frames tell the watchdog 
 
 
 class ReadyCalls(dict[tuple[Any, ...], Ready]):
-    """Ready calls by (collective, operation or root, algorithm) and (dtype, shape) or (id of input, id of result)."""
+    """Ready calls by (collective, operation or root, algorithm, dtype, shape)."""
 
     def keep(self, key: tuple[Any, ...], ready: Ready | None) -> None:
         if ready is not None:
@@ -43,53 +41,8 @@ class ReadyCalls(dict[tuple[Any, ...], Ready]):
             self[key] = ready
 
 
-class Pair:
-    """The two arrays that a ready call was last given twice in a row, by which it is found until either is gone.
-
-    They are known weakly, so that they stay their owner's alone; numpy does not resize an array so known in place.
-    """
-
-    __slots__ = ("dtype", "kept", "key", "out", "ready", "result", "seen", "shape", "words", "x")
-
-    def __init__(self, caller: Caller, call: Call, x: Any, key: tuple[Any, ...]) -> None:
-        self.kept = caller.kept
-        self.words = key[:3]
-        self.dtype, self.shape, self.result = x.dtype, x.shape, call.shape
-        self.seen = (0, 0)
-        self.key: tuple[Any, ...] = ()
-        self.ready: Ready | None = None
-        self.x: Callable[[], Any] = _nobody
-        self.out: Callable[[], Any] = _nobody
-
-    def is_alike(self, x: Any) -> bool:
-        """Whether this is an input of the kind that the call was made for."""
-        return type(x) is np.ndarray and (x.dtype is self.dtype or x.dtype == self.dtype) and x.shape == self.shape
-
-    def serves(self, x: Any, out: Any) -> bool:
-        """Whether the call is for arrays like these; if they come again, it is found by them."""
-        if not self.is_alike(x) or not fits(out, self.result, self.dtype):
-            return False
-        came = (id(x), id(out))
-        if came == self.seen:
-            kept = self.kept
-            kept.pop(self.key, None)
-            self.key = key = (*self.words, *came)
-
-            def forget(_: object) -> None:
-                kept.pop(key, None)  # another array may get the same id
-
-            self.x, self.out = ref(x, forget), ref(out, forget)
-            kept.keep(key, self.ready)
-        self.seen = came
-        return True
-
-
-def _nobody() -> None:
-    return None
-
-
-def ready_call(caller: Caller, call: Call, x: Any, choice: Choice, key: tuple[Any, ...]) -> Ready | None:
-    """The quick way for calls like this one, or None when there is none. `key`: under which it is kept."""
+def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
+    """The quick way for calls like this one, or None when there is none."""
     name = choice.algorithm
     if x is None and not call.like.is_torch:
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
@@ -102,17 +55,17 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice, key: tuple[An
             return None
         from tilemesh.comm.runtime.mpi_ready import ready_native
 
-        return ready_native(caller, call, Pair(caller, call, x, key))
+        return ready_native(caller, call, x)
     if caller.sharing is None or not (is_shared(name) or choice.direct):
         return None
     if name == "flat_one" and choice.direct is None:
         shared = caller.shared_call(call, choice)
         bound = caller.sharing.bound(shared.shape, shared.lo)
         if isinstance(bound, ByLast):
-            return _by_last(caller, call, Pair(caller, call, x, key), bound)
+            return _by_last(caller, call, x, bound)
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
-        return _SMALL[call.collective](caller, call, Pair(caller, call, x, key))
+        return _SMALL[call.collective](caller, call, x)
     return _large(caller, call, x, choice)
 
 
@@ -123,7 +76,11 @@ def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     return is_alike and out.shape == shape and out.flags.carray
 
 
-def _small_reduce(caller: Caller, call: Call, pair: Pair) -> Ready:
+def _nobody() -> None:
+    return None
+
+
+def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
     Here and below the meeting is `Flags.meet` spelt out, with the one yield that almost every meeting of ranks without
@@ -132,12 +89,11 @@ def _small_reduce(caller: Caller, call: Call, pair: Pair) -> Ready:
     """
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
-    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, pair.dtype, pair.shape, call.shape
-    given = math.prod(shape) * dtype.itemsize
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
     nbytes = call.length * dtype.itemsize
-    mine = [arena.staged_by(arena.rank, half, given).view(dtype).reshape(shape) for half in range(2)]
-    rows = [arena.rows(half, at, nbytes, given).view(dtype).reshape((ranks, *result)) for half in range(2)]
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
+    rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
     add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
     words, me, others, wait, pause, yields = (
         flags.words,
@@ -148,18 +104,20 @@ def _small_reduce(caller: Caller, call: Call, pair: Pair) -> Ready:
         not flags.spin,
     )
     (release, acquire), fences = fence_parts(), flags.fence is not None
-    empty, is_average = np.empty, call.op == "avg"
+    empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if pending or arena.turns != arena.done:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
-            if not pair.is_alike(x):
-                return NotImplemented
             out = empty(result, dtype)
-        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
@@ -183,16 +141,15 @@ def _small_reduce(caller: Caller, call: Call, pair: Pair) -> Ready:
             np.divide(out, ranks, out)
         return out
 
-    pair.ready = ready
     return ready
 
 
-def _by_last(caller: Caller, call: Call, pair: Pair, bound: ByLast) -> Ready:
+def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
     """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
-    flags, ranks, dtype, result = arena.flags, arena.ranks, pair.dtype, call.shape
-    mine = [stage.reshape(pair.shape) for stage in bound.mine]
+    flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
+    mine = [stage.reshape(x.shape) for stage in bound.mine]
     parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
     published, add, words, me = flags.await_published, bound.add, flags.words, flags.mine
     others, full_fence, common, pause, yields = (
@@ -203,18 +160,20 @@ def _by_last(caller: Caller, call: Call, pair: Pair, bound: ByLast) -> Ready:
         not flags.spin,
     )
     (release, acquire), fences = fence_parts(), flags.fence is not None
-    empty, is_average, rank = np.empty, call.op == "avg", arena.rank
+    empty, ndarray, is_average, rank = np.empty, np.ndarray, call.op == "avg", arena.rank
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if pending or arena.turns != arena.done:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
-            if not pair.is_alike(x):
-                return NotImplemented
             out = empty(result, dtype)
-        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
@@ -248,21 +207,19 @@ def _by_last(caller: Caller, call: Call, pair: Pair, bound: ByLast) -> Ready:
             np.divide(out, ranks, out)
         return out
 
-    pair.ready = ready
     return ready
 
 
-def _small_gather(caller: Caller, call: Call, pair: Pair) -> Ready:
+def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
-    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, pair.dtype, pair.shape, call.shape
-    given = math.prod(shape) * dtype.itemsize
-    block = given if call.collective == "all_gather" else given // ranks
+    flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
+    block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
     at = 0 if call.collective == "all_gather" else caller.transport.rank * block
-    mine = [arena.staged_by(arena.rank, half, given).view(dtype).reshape(shape) for half in range(2)]
+    mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
-    rows = [arena.rows(half, at, block, given).view(dtype).reshape(stacked) for half in range(2)]
+    rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
     words, me, others, wait, pause, yields = (
         flags.words,
         flags.mine,
@@ -272,18 +229,20 @@ def _small_gather(caller: Caller, call: Call, pair: Pair) -> Ready:
         not flags.spin,
     )
     (release, acquire), fences = fence_parts(), flags.fence is not None
-    empty = np.empty
+    empty, ndarray = np.empty, np.ndarray
     doing = (call.collective, call.nbytes)
+    known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
-        if pending or arena.turns != arena.done:
+        nonlocal known
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
-            if not pair.is_alike(x):
-                return NotImplemented
             out = empty(result, dtype)
-        elif (x is not pair.x() or out is not pair.out()) and not pair.serves(x, out):
-            return NotImplemented
+        elif out is not known():
+            if not fits(out, result, dtype):
+                return NotImplemented
+            known = ref(out)
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
@@ -305,17 +264,15 @@ def _small_gather(caller: Caller, call: Call, pair: Pair) -> Ready:
         out.reshape(stacked)[...] = rows[half]
         return out
 
-    pair.ready = ready
     return ready
 
 
-def _small_broadcast(caller: Caller, call: Call, pair: Pair) -> Ready:
+def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
-    flags, dtype, shape, root = arena.flags, pair.dtype, pair.shape, call.root
-    given = math.prod(shape) * dtype.itemsize
+    flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
     is_root = caller.transport.rank == root
-    staged_by = [arena.staged_by(root, half, given).view(dtype).reshape(shape) for half in range(2)]
+    staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     doing = (call.collective, call.nbytes)
 
     def ready(x: Any, out: Any) -> Any:

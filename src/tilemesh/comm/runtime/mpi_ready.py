@@ -6,6 +6,7 @@ other. When the same two arrays come again, even what mpi4py finds out about the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from tilemesh.comm.runtime.fast import Pair, Ready, native_codes
+from tilemesh.comm.runtime.fast import Ready, fits, native_codes
 from tilemesh.comm.runtime.native import orders, widens
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ _NAMES = {
 }
 
 
-def ready_native(caller: Caller, call: Call, pair: Pair) -> Ready | None:
+def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
     """The quick way, or None where the ordinary one puts something around the library's call."""
     transport: Any = caller.transport
     dtype = call.like.dtype
-    if widens(call.collective, dtype) or orders(call.collective, dtype, call.op) or pair.dtype == bool:
+    if widens(call.collective, dtype) or orders(call.collective, dtype, call.op) or x.dtype == bool:
         return None
     is_even = len(set(call.sizes)) == 1 and call.nbytes <= _MOST
     if not transport.blocks or call.collective not in _NAMES or not is_even:
@@ -43,19 +44,22 @@ def ready_native(caller: Caller, call: Call, pair: Pair) -> Ready | None:
     function = getattr(transport.comm, _NAMES[call.collective])
     combines = call.collective in ("all_reduce", "reduce_scatter")
     rest = (_OPS[call.op],) if combines else ()
-    unit = MPI.Datatype.fromcode(pair.dtype.char) if combines else MPI.BYTE
-    return _ready(caller, call, pair, function, rest, unit)
+    unit = MPI.Datatype.fromcode(x.dtype.char) if combines else MPI.BYTE
+    return _ready(caller, call, x.dtype, function, rest, unit)
 
 
 def _ready(
-    caller: Caller, call: Call, pair: Pair, function: Callable[..., object], rest: tuple[Any, ...], unit: Any
+    caller: Caller, call: Call, made: np.dtype[Any], function: Callable[..., object], rest: tuple[Any, ...], unit: Any
 ) -> Ready:
     pending, watch, result = caller.engine.pending, caller.watch, call.shape
     ranks, is_average = caller.transport.size, call.op == "avg"
     watched = (watch, call.collective, call.nbytes)
-    dtype, combines = pair.dtype, bool(rest)
-    count = call.sizes[0] * dtype.itemsize // unit.Get_size()  # of one block, where there are blocks
-    bound = (_nobody, _nobody)  # of which two arrays `again` knows the places
+    ndarray, combines = np.ndarray, bool(rest)
+    count = call.sizes[0] * made.itemsize // unit.Get_size()  # of one block, where there are blocks
+    seen = (0, 0)
+    # The arrays that come again and again; known weakly, so that they are their owner's alone.
+    known_x: Callable[[], Any] = _nobody
+    known_out: Callable[[], Any] = _nobody
     again: Callable[[], object] = _nobody
 
     def place(array: Any) -> list[Any]:
@@ -64,21 +68,25 @@ def _ready(
 
     def ready(x: Any, out: Any, watched: tuple[Watch, str, int] = watched) -> Any:
         # No notes for the watchdog: it knows of the call from this frame's `watched` (`call.native_call`).
-        nonlocal bound, again
+        nonlocal seen, known_x, known_out, again
         if pending:
             return NotImplemented
-        if out is not None and x is bound[0]() and out is bound[1]():
+        if out is not None and out is known_out() and x is known_x():
             watch.sequence += 1
             again()
         else:
-            if out is None:
-                if not pair.is_alike(x) or not x.flags.c_contiguous:
-                    return NotImplemented
-                out = np.empty(result, dtype)
-            elif not pair.serves(x, out) or not x.flags.c_contiguous or _overlap(x, out):
+            if type(x) is not ndarray or not x.flags.c_contiguous:
                 return NotImplemented
-            elif x is pair.x() and out is pair.out():
-                bound, again = (pair.x, pair.out), partial(function, place(x), place(out), *rest)
+            if out is None:
+                out = np.empty(result, made)
+            elif not fits(out, result, made) or _overlap(x, out):
+                return NotImplemented
+            elif seen == (id(x), id(out)):
+                # An array that is weakly known cannot be resized where it is, so its place holds while it lives.
+                known_x, known_out = weakref.ref(x), weakref.ref(out)
+                again = partial(function, place(x), place(out), *rest)
+            else:
+                seen = (id(x), id(out))
             watch.sequence += 1
             if combines:
                 function(x, out, *rest)
@@ -88,12 +96,11 @@ def _ready(
             np.divide(out, ranks, out)
         return out
 
-    pair.ready = ready
     native_codes.add(ready.__code__)
     return ready
 
 
-def _nobody() -> Any:
+def _nobody() -> None:
     return None
 
 

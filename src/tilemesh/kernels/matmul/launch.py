@@ -35,6 +35,7 @@ _WIDE_SIZE = INT32_LIMIT - 4096
 _compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_KNOWN = ((3, 6), (3, 7))  # whose launchers take their arguments as written below
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class _Prepared:
     """One compiled launch, its argument list filled but for addresses."""
 
     def __init__(self, step: Step, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
+        if _VERSION not in _KNOWN:
+            raise FitError(
+                f"kernel {step.kernel}: Triton {triton.__version__} may launch otherwise than 3.6 and 3.7, which this "
+                "version of tilemesh knows: implementation='library' works with any"
+            )
         self.step = step
         self.compiled = compile_step(step, operands)
         try:
