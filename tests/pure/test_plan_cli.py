@@ -76,6 +76,7 @@ def test_a_cluster_that_is_nearly_local(cluster: str) -> None:
 
 
 def test_explain_without_a_cluster_is_the_models_arithmetic() -> None:
+    assert "FLOPs of a step over 8 sequences" in run("gpt3-175b", "--explain", "--batch", "8").stdout
     out = run("gpt3-175b", "--explain").stdout
     for words in ("174,604,259,328", "350 GB", "2,100 GB", "12 M/64", "KV cache", "Amdahl", "Gustafson", "FLOP/B"):
         assert words in out
@@ -89,7 +90,9 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
-    run(*MEGATRON_530B, "--save", str(path))
+    out = run(*MEGATRON_530B, "--save", str(path)).stdout
+    assert "cannot run it, not yet: pp" in out
+    assert "for one it can: --fix pp=1,recompute=full,attention=fused" in out
     found = config.load(ParallelPlan, file=path)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert "# predicted:" in path.read_text()
@@ -118,6 +121,7 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
         (["llama-3-8b", "--cluster", "8xh100", "--batch", "0"], "at least 1 sequence"),
         (["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "4X"], "no known suffix"),
         (["llama-3-8b", "--fix", "tp=2"], "needs --cluster"),
+        (["llama-3-8b", "--code", "eager"], "needs --cluster"),
         (["gpt3-175b", "--set", "model.width=20480", "--cluster", "8xh100"], "not divisible by 96 heads"),
     ],
 )

@@ -33,6 +33,17 @@ def needs(plan: ParallelPlan) -> list[str]:
     return [*wanted, f"precision:{plan.precision}"]
 
 
+_INSTEAD = {
+    "pp": "pp=1", "zero1": "zero=0", "zero2": "zero=0", "zero3": "zero=0", "sequence_parallel": "sequence_parallel=no",
+    "selective": "recompute=full", "full": "recompute=none", "materialized": "attention=fused",
+}  # fmt: skip
+
+
+def pins_to_train(plan: ParallelPlan, supported: frozenset[str] = TRAINABLE) -> str:
+    """What to fix so that a search finds a plan without what this one has and training lacks."""
+    return ",".join(_INSTEAD[need] for need in needs(plan) if need not in supported and need in _INSTEAD)
+
+
 def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> str:
     """ "yes", or why not: what is missing."""
     able = TRAINABLE if supported is None else supported
