@@ -86,6 +86,7 @@ def test_a_batch_in_tokens_is_rounded_to_what_divides() -> None:
     assert choose_batch(None, 4_194_304, 8192) == 512
     assert choose_batch(None, 1024, 1024) == 1
     assert choose_batch(280, None, 2048) == 280
+    assert choose_batch(None, 10**14, 1024) == 11 * 2**33  # at once, however many counts are near
 
 
 @given(st.integers(1, 10**8), st.sampled_from([128, 2048, 8192]))
@@ -120,6 +121,11 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
     assert search("llama-3-70b", "16xh100", batch=128).best.fits
 
 
+def test_a_layout_that_does_not_fit_where_another_does_says_which() -> None:
+    with pytest.raises(NothingFitsError, match=r"laid out otherwise these GPUs would do \(dp"):
+        search("llama-3-8b", "8xh100", batch=8, pins=Pins.parse(["dp=8,tp=1,pp=1,zero=0"]))
+
+
 @pytest.mark.parametrize(
     ("cluster", "batch", "fix", "words"),
     [
@@ -135,6 +141,8 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
         ("4xh100", 6, "pp=4,interleave=2", "groups of pp"),
         ("8xt4", 8, "precision=bf16", "no matmul peak"),
         ("8xh100", 8, "tpp=2", "did you mean 'tp'"),
+        ("8xh100", 8, "tp=2,tp=4", "tp is 2 and 4: give one"),
+        ("8xh100", 8, "tp", "such as tp=8"),
         ("8xh100", 8, "zero=4", "zero is 4"),
         ("8xh100", 8, "interleave=0", "interleave is 0"),
         ("8xh100", 8, "interleave=2,schedule=gpipe", "fix schedule=interleaved"),
@@ -166,6 +174,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 def test_the_page_stands_alone(result: Result) -> None:
     page = render(result, "llama-3-70b", why(result))
     assert page.startswith("<!doctype html>")
+    assert f"{result.batch:,} sequences x 8,192 tokens" in page
     assert page.count("<svg") == 1
     assert page.count("<canvas") == 1
     assert "http:" not in page
