@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, Result, choose_batch, search
+from tilemesh.plan.layout import Candidate
 from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
@@ -119,6 +123,19 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
     assert smallest.memory.dominant == "optimizer"
     # And it is true: on that many something fits.
     assert search("llama-3-70b", "16xh100", batch=128).best.fits
+
+
+def test_clusters_too_small_for_the_states_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = []
+
+    def counted(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Candidate]]:
+        worlds.append(estimator.cluster.world)
+        return candidates(estimator, batch, pins)
+
+    monkeypatch.setattr(choose, "candidates", counted)
+    with pytest.raises(NothingFitsError, match="48 such GPUs would do"):
+        search("gpt3-175b", "8xa100")
+    assert worlds == [8, 48]  # 2.8 TB of states are more than 16, 24 and 32 hold
 
 
 def test_a_layout_that_does_not_fit_where_another_does_says_which() -> None:

@@ -15,10 +15,11 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
 from tilemesh.core.units import format_bytes
-from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.plan.layout import Candidate, short
+from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.passes import Code
-from tilemesh.plan.space import Pins, candidates, why_nothing
+from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
 from tilemesh.plan.step import Estimator, Prediction
 
 SHOWN = 10
@@ -188,7 +189,11 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
 def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Candidate] | None:
     """The fewest GPUs of this kind tried on which something fits, as many as now first; pins on the mesh are let go."""
     free = Pins(**{**vars(pins), "dp": None, "tp": None, "pp": None, "accumulation": None})
+    precision = free.precision or default_precision(estimator.cluster.device)
+    states = sum(STATE_BYTES[precision]) * count_parameters(estimator.model).total
     for cluster in (estimator.cluster, *_larger(estimator.cluster)):
+        if states > cluster.world * estimator.usable_bytes:
+            continue  # however they are split, some rank holds too much
         bigger = Estimator(estimator.model, cluster, estimator.context, estimator.rates, estimator.code)
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most
