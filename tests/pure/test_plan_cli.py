@@ -136,5 +136,6 @@ def test_a_model_that_fits_nowhere_fails_and_still_gives_figures(tmp_path: Path)
     with pytest.raises(RunError, match=r"gpt3-175b does not fit on 1x8xh100.*such GPUs would do"):
         CliRunner().invoke(app, ["gpt3-175b", "--cluster", "8xh100", "--json", str(path)], catch_exceptions=False)
     found = json.loads(path.read_text())
+    assert (found["case"]["cluster"], found["case"]["batch"], found["case"]["context"]) == ("1x8xh100", 512, 2048)
     assert found["fits"] is False
     assert found["memory"]["total_bytes"] > found["memory"]["usable_bytes"]

@@ -14,7 +14,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, Result, choose_batch, search
-from tilemesh.plan.layout import Candidate
+from tilemesh.plan.layout import Candidate, short
 from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
@@ -182,6 +182,14 @@ def test_why_goes_from_one_device_to_across_nodes(result: Result) -> None:
 
 def test_a_small_model_is_told_that_one_gpu_would_do() -> None:
     assert why(search("gpt2-124m", "8xh100"))[0].startswith("It fits on one h100")
+
+
+def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:
+    plans = [ParallelPlan(tp=2, sequence_parallel=way) for way in (True, False)]
+    assert [short(plan) for plan in plans] == [
+        "dp 1 x tp 2 x pp 1, sequence parallel, microbatch 1",
+        "dp 1 x tp 2 x pp 1, microbatch 1",
+    ]
 
 
 def test_the_frontier_is_what_nothing_beats() -> None:

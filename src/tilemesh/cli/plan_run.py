@@ -29,7 +29,7 @@ from tilemesh.plan.capability import pins_to_train, trainable
 from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, choose_batch, search
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
-from tilemesh.plan.figures import figures, prediction_figures
+from tilemesh.plan.figures import figures, plan_figures
 from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator, Prediction
@@ -128,8 +128,8 @@ def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
         )
     except NothingFitsError as error:
         if asked.json is not None:
-            figure = {"name": "plan", "place": 0} | prediction_figures(error.smallest) | _origin()
-            _write_json([figure], asked.json)
+            name = parse_cluster(cluster).name if local is None else local.cluster.name
+            _write_json([plan_figures(model, name, pins, 0, error.smallest) | _origin()], asked.json)
         raise RunError(f"{asked.model} {error}") from None
 
 
