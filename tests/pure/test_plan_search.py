@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, Result, choose_batch, search
+from tilemesh.plan.layout import Candidate, short
 from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
@@ -86,6 +90,7 @@ def test_a_batch_in_tokens_is_rounded_to_what_divides() -> None:
     assert choose_batch(None, 4_194_304, 8192) == 512
     assert choose_batch(None, 1024, 1024) == 1
     assert choose_batch(280, None, 2048) == 280
+    assert choose_batch(None, 10**14, 1024) == 11 * 2**33  # at once, however many counts are near
 
 
 @given(st.integers(1, 10**8), st.sampled_from([128, 2048, 8192]))
@@ -120,6 +125,24 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
     assert search("llama-3-70b", "16xh100", batch=128).best.fits
 
 
+def test_clusters_too_small_for_the_states_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = []
+
+    def counted(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Candidate]]:
+        worlds.append(estimator.cluster.world)
+        return candidates(estimator, batch, pins)
+
+    monkeypatch.setattr(choose, "candidates", counted)
+    with pytest.raises(NothingFitsError, match="48 such GPUs would do"):
+        search("gpt3-175b", "8xa100")
+    assert worlds == [8, 48]  # 2.8 TB of states are more than 16, 24 and 32 hold
+
+
+def test_a_layout_that_does_not_fit_where_another_does_says_which() -> None:
+    with pytest.raises(NothingFitsError, match=r"laid out otherwise these GPUs would do \(dp"):
+        search("llama-3-8b", "8xh100", batch=8, pins=Pins.parse(["dp=8,tp=1,pp=1,zero=0"]))
+
+
 @pytest.mark.parametrize(
     ("cluster", "batch", "fix", "words"),
     [
@@ -135,6 +158,8 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
         ("4xh100", 6, "pp=4,interleave=2", "groups of pp"),
         ("8xt4", 8, "precision=bf16", "no matmul peak"),
         ("8xh100", 8, "tpp=2", "did you mean 'tp'"),
+        ("8xh100", 8, "tp=2,tp=4", "tp is 2 and 4: give one"),
+        ("8xh100", 8, "tp", "such as tp=8"),
         ("8xh100", 8, "zero=4", "zero is 4"),
         ("8xh100", 8, "interleave=0", "interleave is 0"),
         ("8xh100", 8, "interleave=2,schedule=gpipe", "fix schedule=interleaved"),
@@ -159,6 +184,14 @@ def test_a_small_model_is_told_that_one_gpu_would_do() -> None:
     assert why(search("gpt2-124m", "8xh100"))[0].startswith("It fits on one h100")
 
 
+def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:
+    plans = [ParallelPlan(tp=2, sequence_parallel=way) for way in (True, False)]
+    assert [short(plan) for plan in plans] == [
+        "dp 1 x tp 2 x pp 1, sequence parallel, microbatch 1",
+        "dp 1 x tp 2 x pp 1, microbatch 1",
+    ]
+
+
 def test_the_frontier_is_what_nothing_beats() -> None:
     assert frontier([(1.0, 9.0), (2.0, 5.0), (3.0, 6.0), (4.0, 1.0)]) == [0, 1, 3]
 
@@ -166,6 +199,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 def test_the_page_stands_alone(result: Result) -> None:
     page = render(result, "llama-3-70b", why(result))
     assert page.startswith("<!doctype html>")
+    assert f"{result.batch:,} sequences x 8,192 tokens" in page
     assert page.count("<svg") == 1
     assert page.count("<canvas") == 1
     assert "http:" not in page

@@ -25,11 +25,11 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
-from tilemesh.plan.capability import pins, trainable
-from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, search
+from tilemesh.plan.capability import pins_to_train, trainable
+from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, choose_batch, search
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
-from tilemesh.plan.figures import figures, prediction_figures
+from tilemesh.plan.figures import figures, plan_figures
 from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator, Prediction
@@ -71,10 +71,10 @@ def run(asked: Asked) -> None:
         raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
-        for name in ("fix", "save", "json", "html"):
+        for name in ("fix", "save", "json", "html", "code"):
             if getattr(asked, name):
                 raise UsageError(f"--{name} is about a plan, which needs --cluster, such as --cluster 64xh100")
-        _explain_model(console, asked.model, model, model.context if asked.context is None else asked.context)
+        _explain_model(console, asked, asked.model, model)
         return
     result = _search(asked, model, asked.cluster)
     console.print(_headline(asked, result))
@@ -90,10 +90,7 @@ def run(asked: Asked) -> None:
         console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
     if asked.save is not None:
         _save(result, asked.save)
-        console.print(f"plan: {asked.save}", soft_wrap=True)
-        if instead := pins(result.best.plan):
-            words = trainable(result.best.plan)
-            console.print(f"  `tilemesh train` cannot run it ({words}); with --fix {instead} it can", soft_wrap=True)
+        console.print(f"plan: {asked.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
     if asked.html is not None:
         write(render(result, asked.model, [*why(result), *filter(None, [_sentence(runner_up(result))])]), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
@@ -114,7 +111,6 @@ def _grade(asked: Asked, console: Console) -> None:
 
 
 def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
-    tokens = None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
     pins = Pins.parse(asked.fix)
     if asked.code is not None and asked.code not in get_args(Code):
         raise unknown("code", asked.code, get_args(Code))
@@ -124,7 +120,7 @@ def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
             model,
             cluster if local is None else local.cluster,
             batch=asked.batch,
-            batch_tokens=tokens,
+            batch_tokens=_tokens(asked),
             context=asked.context,
             pins=pins,
             rates=None if local is None else local.rates,
@@ -132,9 +128,22 @@ def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
         )
     except NothingFitsError as error:
         if asked.json is not None:
-            figure = {"name": "plan", "place": 0} | prediction_figures(error.smallest) | _origin()
-            _write_json([figure], asked.json)
+            name = parse_cluster(cluster).name if local is None else local.cluster.name
+            _write_json([plan_figures(model, name, pins, 0, error.smallest) | _origin()], asked.json)
         raise RunError(f"{asked.model} {error}") from None
+
+
+def _tokens(asked: Asked) -> int | None:
+    return None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
+
+
+def _cannot_train(plan: ParallelPlan) -> str:
+    """A plan that was saved is going to be run: say so here if it cannot be."""
+    words = trainable(plan)
+    if words == "yes":
+        return ""
+    instead = pins_to_train(plan)
+    return f" (`tilemesh train` cannot run it, {words}{f'; for one it can: --fix {instead}' if instead else ''})"
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------
@@ -228,12 +237,16 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if 10 <= value < 120 else format_seconds(value)
 
 
-def _explain_model(console: Console, name: str, model: ModelConfig, context: int) -> None:
+def _explain_model(console: Console, asked: Asked, name: str, model: ModelConfig) -> None:
+    context = model.context if asked.context is None else asked.context
     layout = ParallelPlan(precision="bf16-master", attention="materialized")
     # No cluster was named; the ridge needs some device, and says which.
     reference = Estimator(model, parse_cluster(f"1x{REFERENCE_DEVICE}"), context)
+    said = asked.batch is not None or asked.batch_tokens is not None
+    sequences = choose_batch(asked.batch, _tokens(asked), context) if said else 1
     console.print(f"{name}: {count_parameters(model).total:,} parameters")
-    _print_sections(console, [*model_sections(model, context, layout), roofline_section(reference, layout)])
+    arithmetic = model_sections(model, context, layout, sequences)
+    _print_sections(console, [*arithmetic, roofline_section(reference, layout)])
     console.print("With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.")
 
 

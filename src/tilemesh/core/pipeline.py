@@ -19,7 +19,10 @@ from tilemesh.core.errors import UsageError, unknown
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 _NOT_YET = float("-inf")
-_SETTLED_ROUNDS = 2  # rounds of `stages` microbatches after which a pipeline has found its pace
+_SETTLED_ROUNDS = 2  # rounds of `stages` microbatches before the pace of a pipeline is looked at
+_STEADY_ROUNDS = 3  # rounds that must take equally long to be its pace
+_SAME = 1e-9
+_CHEAP_PASSES = 8_000  # to walk through for the pace of one pipeline
 
 
 class Action(NamedTuple):
@@ -229,7 +232,7 @@ def simulate(
 
 
 def simulated_passes(stages: int, microbatches: int, interleave: int) -> int:
-    """How many passes `simulated_s` walks through: its cost."""
+    """How many passes `simulated_s` walks through where the pace is steady from the start: its least cost."""
     first = _SETTLED_ROUNDS * stages + microbatches % stages
     walked = microbatches if microbatches <= first + stages else 2 * first + stages
     return 2 * stages * interleave * walked
@@ -245,15 +248,27 @@ def simulated_s(
 ) -> float:
     """Length of a step without walking through all of it: the steady state repeats every `stages` microbatches.
 
-    Two short runs show what one more round costs, and the rest is a multiple of that: equal to simulating everything
-    (tests compare), at a cost that does not grow with the microbatches.
+    Short runs, each a round longer, show what one more round costs; when that has stayed the same it is taken for the
+    rest. Equal stages are at their pace at once and give what simulating everything gives; uneven ones may drift for
+    some rounds, which are walked as long as they are cheap, and tests hold what is left.
     """
-    first = _SETTLED_ROUNDS * stages + microbatches % stages
-    if microbatches <= first + stages:
+    whole = _SETTLED_ROUNDS * stages + microbatches % stages
+    if microbatches <= whole + stages:
         return simulate(_built(name, stages, microbatches, interleave), forward_s, backward_s).total_s
-    short = simulate(_built(name, stages, first, interleave), forward_s, backward_s).total_s
-    longer = simulate(_built(name, stages, first + stages, interleave), forward_s, backward_s).total_s
-    return short + (longer - short) * ((microbatches - first) // stages)
+    even = len({*forward_s}) == len({*backward_s}) == 1
+    walked = 2 * stages * interleave * whole
+    taken_s = simulate(_built(name, stages, whole, interleave), forward_s, backward_s).total_s
+    rounds_s: list[float] = []
+    while whole < microbatches:
+        whole += stages
+        longer_s = simulate(_built(name, stages, whole, interleave), forward_s, backward_s).total_s
+        rounds_s.append(longer_s - taken_s)
+        taken_s = longer_s
+        walked += 2 * stages * interleave * whole
+        last = rounds_s[-_STEADY_ROUNDS:]
+        if even or walked > _CHEAP_PASSES or (len(last) == _STEADY_ROUNDS and max(last) - min(last) <= _SAME * taken_s):
+            break
+    return taken_s + rounds_s[-1] * ((microbatches - whole) // stages)
 
 
 _built = functools.lru_cache(maxsize=32)(build)

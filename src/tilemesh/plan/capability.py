@@ -33,6 +33,17 @@ def needs(plan: ParallelPlan) -> list[str]:
     return [*wanted, f"precision:{plan.precision}"]
 
 
+_INSTEAD = {
+    "pp": "pp=1", "zero1": "zero=0", "zero2": "zero=0", "zero3": "zero=0", "sequence_parallel": "sequence_parallel=no",
+    "selective": "recompute=full", "full": "recompute=none", "materialized": "attention=fused",
+}  # fmt: skip
+
+
+def pins_to_train(plan: ParallelPlan, supported: frozenset[str] = TRAINABLE) -> str:
+    """What to fix so that a search finds a plan without what this one has and training lacks."""
+    return ",".join(_INSTEAD[need] for need in needs(plan) if need not in supported and need in _INSTEAD)
+
+
 def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> str:
     """ "yes", or why not: what is missing."""
     able = TRAINABLE if supported is None else supported
@@ -40,10 +51,3 @@ def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> st
         return "not yet"
     missing = [need for need in needs(plan) if need not in able]
     return "yes" if not missing else f"not yet: {', '.join(missing)}"
-
-
-def pins(plan: ParallelPlan) -> str:
-    """What to pin, in the words of `--fix`, for a plan like this one that can be trained; "" where it can already."""
-    missing = [need for need in needs(plan) if need not in TRAINABLE]
-    changes = {"zero": "zero=0", "pp": "pp=1", "materialized": "attention=fused", "selective": "recompute=full"}
-    return ",".join(change for start, change in changes.items() if any(need.startswith(start) for need in missing))

@@ -15,10 +15,11 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
 from tilemesh.core.units import format_bytes
-from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.plan.layout import Candidate, short
+from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.passes import Code
-from tilemesh.plan.space import Pins, candidates, why_nothing
+from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
 from tilemesh.plan.step import Estimator, Prediction
 
 SHOWN = 10
@@ -123,7 +124,10 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
             f"{batch_tokens} tokens a step are less than one sequence of {context}: give more, or --context"
         )
     low, high = max(1, -int(-wanted * (1 - BATCH_SLACK) // 1)), max(1, int(wanted * (1 + BATCH_SLACK)))
-    return max(range(min(low, high), high + 1), key=lambda n: (n & -n, -abs(n - wanted)))
+    low = min(low, high)
+    # The largest power of two with a multiple in reach; of its multiples the nearest, of two as near the smaller.
+    power = next(1 << bits for bits in range(high.bit_length(), -1, -1) if high >> bits << bits >= low)
+    return min(range(-(-low // power) * power, high + 1, power), key=lambda n: abs(n - wanted))
 
 
 def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, Candidate] | None, list[Point]]:
@@ -164,14 +168,15 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
     memory, cluster = smallest.memory, estimator.cluster
     part = memory.dominant
     enough = gpus_enough(estimator, batch, pins)
-    would_do = (
-        f"{enough[0]} such GPUs would do ({short(enough[1])})"
-        if enough
-        else "no number of such GPUs that was tried would do with this batch"
-    )
-    if cluster.device.name not in DEVICES:
-        would_do = "a larger machine is needed, or a smaller batch or model"
     holder = "GPU" if cluster.device.kind == "gpu" else "rank"
+    if enough and enough[0] == cluster.world:
+        would_do = f"laid out otherwise these {holder}s would do ({short(enough[1])})"
+    elif cluster.device.name not in DEVICES:
+        would_do = "a larger machine is needed, or a smaller batch or model"
+    elif enough:
+        would_do = f"{enough[0]} such GPUs would do ({short(enough[1])})"
+    else:
+        would_do = "no number of such GPUs that was tried would do with this batch"
     under = f" under {pins.describe()}" if pins.describe() else ""
     return NothingFitsError(
         f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "
@@ -182,9 +187,13 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
 
 
 def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Candidate] | None:
-    """The fewest GPUs of this kind tried on which something fits; pins on the mesh's size are let go."""
+    """The fewest GPUs of this kind tried on which something fits, as many as now first; pins on the mesh are let go."""
     free = Pins(**{**vars(pins), "dp": None, "tp": None, "pp": None, "accumulation": None})
-    for cluster in _larger(estimator.cluster):
+    precision = free.precision or default_precision(estimator.cluster.device)
+    states = sum(STATE_BYTES[precision]) * count_parameters(estimator.model).total
+    for cluster in (estimator.cluster, *_larger(estimator.cluster)):
+        if states > cluster.world * estimator.usable_bytes:
+            continue  # however they are split, some rank holds too much
         bigger = Estimator(estimator.model, cluster, estimator.context, estimator.rates, estimator.code)
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most

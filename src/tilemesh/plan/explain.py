@@ -32,11 +32,11 @@ class Section(NamedTuple):
     note: str = ""
 
 
-def model_sections(model: ModelConfig, context: int, layout: Layout) -> list[Section]:
-    """Parameters, FLOPs of one sequence, states, activations of one layer and KV cache."""
+def model_sections(model: ModelConfig, context: int, layout: Layout, sequences: int = 1) -> list[Section]:
+    """Parameters, FLOPs of a step, states, activations of one layer and KV cache."""
     return [
         parameter_section(model),
-        flops_section(model, 1, context, layout.recompute),
+        flops_section(model, sequences, context, layout.recompute),
         states_section(model, layout.precision),
         zero_section(model, layout.precision, layout.dp),
         activation_section(model, context, layout),

@@ -6,21 +6,28 @@ import dataclasses
 from typing import Any
 
 from tilemesh.core import config
+from tilemesh.model.config import ModelConfig
 from tilemesh.plan.capability import trainable
 from tilemesh.plan.choose import Result
+from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Prediction
 
 
 def figures(result: Result, place: int) -> dict[str, Any]:
     """The plan at that place of a search's result, 0 being the best, with what was asked."""
+    return plan_figures(result.model, result.cluster.name, result.pins, place, result.predictions[place])
+
+
+def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
+    """One layout with what was asked; also for one that does not fit."""
     case = {
-        "model": config.to_dict(result.model),
-        "cluster": result.cluster.name,
-        "context": result.context,
-        "batch": result.batch,
-        "fixed": result.pins.describe(),
+        "model": config.to_dict(model),
+        "cluster": cluster,
+        "context": found.tokens // found.plan.batch,
+        "batch": found.plan.batch,
+        "fixed": pins.describe(),
     }
-    return {"name": "plan", "place": place, "case": case, **prediction_figures(result.predictions[place])}
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(found)}
 
 
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Candidate(NamedTuple):
 def short(plan: Layout) -> str:
     """A layout in a few words: the mesh and what sets it apart."""
     parts = [f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}"]
+    if plan.sequence_parallel:
+        parts.append("sequence parallel")
     if plan.zero:
         parts.append(f"ZeRO-{plan.zero}")
     if plan.pp > 1:

@@ -59,11 +59,17 @@ class Pins:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Pins:
-        """From "tp=8,pp=35,recompute=selective": an unknown name is an error with the nearest."""
+        """From "tp=8,pp=35,recompute=selective": an unknown name is an error with the nearest, two values are one."""
+        texts = tuple(texts)
         try:
+            found: dict[str, str] = {}
+            for name, value in config.split_sets(texts):
+                if found.setdefault(name, value) != value:
+                    raise UsageError(f"--fix: {name} is {found[name]} and {value}: give one")
             return config.load(cls, sets=texts)
         except UsageError as error:
-            raise UsageError(str(error).replace("--set:", "--fix:", 1)) from None
+            words = str(error).replace("--set:", "--fix:", 1).replace("such as train.steps=200", "such as tp=8")
+            raise UsageError(words) from None
 
     def describe(self) -> str:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))

@@ -130,6 +130,8 @@ def _within_node(result: Result, best: Prediction) -> str:
     if plan.tp == 1:
         if plan.world == 1:
             return ""
+        if result.pins.tp:
+            return "Within a node no layer is split: tp 1, as fixed."
         return "Within a node no layer is split (tp 1): its exchanges, two a layer and pass, would gain nothing."
     share = best.times.tp_s / best.step_time_s
     where = f"inside a node over {node.intra.name}" if plan.tp <= node.count else f"across nodes over {node.inter.name}"

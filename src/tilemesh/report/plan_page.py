@@ -34,7 +34,7 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
     title = f"{name} on {result.cluster.name}"
     body = join(
         el("h1", title),
-        el("p", f"{result.considered:,} layouts looked at, {result.fitting:,} fit.", class_="quiet"),
+        el("p", _asked(result), class_="quiet"),
         el("p", tied(verdict(best)), class_="verdict"),
         _facts(best),
         el("h2", "The best layouts"),
@@ -49,6 +49,16 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
         pipeline_lanes(result),
     )
     return page(f"{title}: tilemesh plan", body)
+
+
+def _asked(result: Result) -> str:
+    """What a step is, without which its time says nothing."""
+    fixed = result.pins.describe()
+    return (
+        f"A step of {result.batch:,} sequences x {result.context:,} tokens"
+        + (f", fixed: {fixed}" if fixed else "")
+        + f"; {result.considered:,} layouts looked at, {result.fitting:,} fit."
+    )
 
 
 def verdict(best: Prediction) -> str:
