@@ -104,3 +104,7 @@ def test_a_file_without_a_word_on_microbatches_takes_a_replicas_rows_at_once(tmp
     assert (load(str(path)).plan.microbatch, load(str(path)).plan.accumulation) == (6, 1)
     asked = load(str(path), sets=["plan.microbatch=2"]).plan
     assert (asked.microbatch, asked.accumulation) == (2, 3)
+
+
+def test_the_small_model_trains_by_the_name_the_planner_knows_it_by() -> None:
+    assert load("tiny") == load()
