@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -192,7 +193,7 @@ def test_a_rank_that_no_longer_says_where_it_is_is_not_believed(age_s: float, is
 
 LOOKING = """
 import gc, threading, time
-from tilemesh.comm.runtime.watch import current_frames
+from tilemesh.comm.runtime.watch import stacks
 
 class Cycle:
     def __init__(self): self.me = self
@@ -202,7 +203,7 @@ def look():
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         Cycle()
-        current_frames()
+        with stacks(): pass
 
 gc.set_threshold(1)
 threads = [threading.Thread(target=look) for _ in range(4)]
@@ -214,6 +215,21 @@ for thread in threads: thread.join()
 def test_a_collection_while_the_stacks_are_looked_at_does_not_stop_the_process() -> None:
     """With `sys._current_frames` itself, this never ends."""
     subprocess.run([sys.executable, "-c", LOOKING], check=True, timeout=60)
+
+
+def test_stacks_are_walked_without_a_collection() -> None:
+    """One in the midst lets the walked thread return: its frames are gone, and the process with them."""
+    collecting = []
+
+    def find(frame: FrameType) -> None:
+        collecting.append(gc.isenabled())
+
+    process = watch.Process(0, private_board(1), lambda words: None, find)
+    process.look()
+    assert not process._still(watch.Watch(process, [0]), (1, "barrier", 0, 0))
+    assert len(collecting) > 2
+    assert not any(collecting)
+    assert gc.isenabled()
 
 
 def test_frames_that_may_yield_meanwhile_are_not_followed() -> None:

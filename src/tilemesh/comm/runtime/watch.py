@@ -102,15 +102,16 @@ class Process:
 
     def look(self) -> tuple[Watch, Note] | None:
         """Publish what this rank is doing; returns the call that will be the first to have waited too long, if any."""
-        frames = current_frames()
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
-        self.found = self._natives(frames.values(), now)
+        with stacks() as frames:
+            self.found = self._natives(frames.values(), now)
+            place = _where(frames.get(self.owner))
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
         waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
-        where = ", ".join(filter(None, [self.stage, _where(frames.get(self.owner))]))
+        where = ", ".join(filter(None, [self.stage, place]))
         self.board.write(self.rank, Record(os.getpid(), now, where, doing, self._seen()))
         return waiting
 
@@ -143,7 +144,8 @@ class Process:
         """Whether the call did not end while this thread was thinking about it."""
         if watch.note is note:
             return True
-        return self._natives(current_frames().values(), 0).get(watch) is note
+        with stacks() as frames:
+            return self._natives(frames.values(), 0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
         """How many ranks that have waited about as long as this one come before it in speaking up."""
@@ -155,18 +157,20 @@ class Process:
         return min(waiting, 3)
 
 
-def current_frames() -> dict[int, FrameType]:
-    """Where every thread is: `sys._current_frames()`, without the way in which it stops a process for good.
+@contextlib.contextmanager
+def stacks() -> Iterator[dict[int, FrameType]]:
+    """Where every thread is, to be walked through without harm: no collection meanwhile, and one thread at a time.
 
-    CPython (gh-106883) asks it under a lock of its own. A garbage collection in the midst may free a tensor and so let
-    other threads run while that lock is held; the next one that asks, begins or ends waits for it with the interpreter
-    in its hands. Hence: no collection meanwhile, and one thread at a time.
+    A collection may free a tensor and so let other threads run, at any line that makes an object. Within
+    `sys._current_frames()` that is under a lock of CPython's (gh-106883): the next thread that asks, begins or ends
+    waits for it with the interpreter in its hands, for good. Within `f_back` the caller that is being looked up may
+    have returned by then, and its memory be gone.
     """
     with _ASKING:
         is_collecting = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield sys._current_frames()
         finally:
             if is_collecting:
                 gc.enable()
