@@ -193,7 +193,7 @@ def test_a_rank_that_no_longer_says_where_it_is_is_not_believed(age_s: float, is
 
 LOOKING = """
 import gc, threading, time
-from tilemesh.comm.runtime.watch import stacks
+from tilemesh.comm.runtime.watch import Stacks
 
 class Cycle:
     def __init__(self): self.me = self
@@ -203,7 +203,7 @@ def look():
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         Cycle()
-        with stacks(): pass
+        with Stacks(): pass
 
 gc.set_threshold(1)
 threads = [threading.Thread(target=look) for _ in range(4)]

@@ -105,7 +105,7 @@ class Process:
         now = time.monotonic_ns()
         watches = self._open()
         notes = [(watch, watch.note) for watch in watches]
-        with stacks() as frames:
+        with Stacks() as frames:
             self.found = self._natives(frames.values(), now)
             place = _where(frames.get(self.owner))
         under_way = [*self.found.items(), *((watch, note) for watch, note in notes if note is not None)]
@@ -144,7 +144,7 @@ class Process:
         """Whether the call did not end while this thread was thinking about it."""
         if watch.note is note:
             return True
-        with stacks() as frames:
+        with Stacks() as frames:
             return self._natives(frames.values(), 0).get(watch) is note
 
     def _turn(self, since_ns: int) -> int:
@@ -157,23 +157,25 @@ class Process:
         return min(waiting, 3)
 
 
-@contextlib.contextmanager
-def stacks() -> Iterator[dict[int, FrameType]]:
+class Stacks:
     """Where every thread is, to be walked through without harm: no collection meanwhile, and one thread at a time.
 
     A collection may free a tensor and so let other threads run, at any line that makes an object. Within
     `sys._current_frames()` that is under a lock of CPython's (gh-106883): the next thread that asks, begins or ends
     waits for it with the interpreter in its hands, for good. Within `f_back` the caller that is being looked up may
-    have returned by then, and its memory be gone.
+    have returned by then, and its memory be gone. (No generator, so that the way out of this one can be followed, too.)
     """
-    with _ASKING:
-        is_collecting = gc.isenabled()
+
+    def __enter__(self) -> dict[int, FrameType]:
+        _ASKING.acquire()
+        self.is_collecting = gc.isenabled()
         gc.disable()
-        try:
-            yield sys._current_frames()
-        finally:
-            if is_collecting:
-                gc.enable()
+        return sys._current_frames()
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_collecting:
+            gc.enable()
+        _ASKING.release()
 
 
 class Watch:
