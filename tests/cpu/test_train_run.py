@@ -209,7 +209,7 @@ class TestFiles:
         assert first["kernels"] == "tilemesh"
         assert first["matmul"]
         assert set(first["matmul"].values()) == {"kind=torch"}  # what `auto` stands for on a CPU
-        assert all("float32" in key for key in first["matmul"])
+        assert any("float32" in key for key in first["matmul"])  # and whatever else this process has multiplied before
         # As if this process came to something else by itself: what was picked before stands, on both sides.
         ours = {key: "tree" if value != "tree" else "ring" for key, value in first["collectives"].items()}
         (folder / "choices.json").write_text(json.dumps({**first, "collectives": ours}))
