@@ -88,7 +88,8 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
 
 def test_the_exchange_share_is_that_of_the_rank_that_waited_least(run: Path) -> None:
     """The planner predicts the exchange itself; a rank that comes early to it waits, and that is not foreseen."""
-    found = read_json(run / "summary.json")
+    # On a busy machine all of so short a run's steps may fall beside a checkpoint's writing, and none be timed.
+    found = read_json(run / "summary.json") | {"step_time_s": {"median": 1.0, "p20": 1.0, "p80": 1.0, "n": 5}}
     ranks = [{"step_s": 1.0, "exchange_s": one, "data_s": 0.0, "idle_s": 0.01} for one in (0.3, 0.1)]
     told = {"step_time_s": 1.0, "exchange_share": 0.08}
     share = next(r for r in rows({**found, "ranks": ranks, "cores": 2, "world": 2}, told) if r.name == "exchange share")
