@@ -29,7 +29,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
@@ -40,6 +40,7 @@ from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.plain import join_projections, make_plain
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.steps import Stepper, read
@@ -315,8 +316,10 @@ class TestAlone:
         assert stepper.is_late is late
         return read([stepper(number) for number in range(1, 7)])
 
-    def test_they_come_to_the_same(self, text: str) -> None:
-        late, waited = self.steps(text, True), self.steps(text, False)
+    @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.fused=false", "optimizer.name=sgd"])
+    def test_they_come_to_the_same(self, text: str, sets: str) -> None:
+        """Clipped in the optimiser's own pass where that is fused, else before it."""
+        late, waited = (self.steps(text, way, f"optimizer.clip=0.5,{sets}") for way in (True, False))
         assert [step for step, _, _ in late] == [1, 2, 3, 4, 5, 6]
         assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
         assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
@@ -325,6 +328,26 @@ class TestAlone:
         values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
         assert [math.isfinite(loss) for _, loss, _ in values][:1] == [True]
         assert not all(math.isfinite(loss) and math.isfinite(norm) for _, loss, norm in values)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "tinyllama-1.1b"])
+def test_joined_projections_are_the_same_model(name: str) -> None:
+    """Logits and every gradient, in float64; weights keep their names and tensors."""
+    config = preset(name).replace(layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, vocabulary=64, context=16)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    found = []
+    for join in (False, True):
+        model = Transformer(config.replace(dropout=0.0), dtype=torch.float64)
+        make_plain(model)
+        if join:
+            join_projections(model)
+        logits = model(tokens)
+        logits.square().mean().backward()
+        found.append({"logits": logits.detach()} | {key: one.grad for key, one in model.named_parameters()})
+    apart, joined = found
+    assert apart.keys() == joined.keys()
+    for key, value in apart.items():
+        torch.testing.assert_close(joined[key], value, rtol=1e-11, atol=1e-15, msg=key)
 
 
 class TestMemory:

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model import dropout as dropout_module
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
 from tilemesh.model.dropout import Place, Site, dropout, fold_seed, keep_mask
 from tilemesh.model.transformer import IGNORED, Cache, Layer, Transformer, initialize, loss, loss_sum
@@ -352,13 +351,30 @@ HERE: dict[str, Any] = {"seed": 11, "layer": 3, "site": Site.MLP}
 SHAPE = (8, 32, 129)
 
 
-def test_the_hash_is_splitmix64() -> None:
+def test_seeds_are_folded_by_splitmix64() -> None:
     """Against the sequence that the reference generator makes from the state 1234567."""
-    words, state = [], 1234567
-    for _ in range(3):
-        state = (state + dropout_module._STEP) % 2**64
-        words.append(int(dropout_module._hash(torch.tensor(dropout_module._signed(state)))) % 2**64)
-    assert words == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    words = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [fold_seed(1234567, turn) for turn in range(3)] == [word % 2**63 for word in words]
+
+
+def test_a_draw_is_the_hash_written_out() -> None:
+    """Python's own integers, modulo 2**32, for elements at both ends of what can occur."""
+
+    def mix(word: int, key: int = 0) -> int:
+        word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+        word = (word ^ word >> 15 ^ key) * 0x846CA68B % 2**32
+        return word ^ word >> 16
+
+    step = 0x9E3779B9
+    for seed, row, token, feature in ((0, 0, 0, 0), (2**63 - 1, 2**31 - 2, 2**30, 16383), (11, 5, 1023, 767)):
+        place = fold_seed(3, int(Site.MLP))
+        low = mix((seed + place) % 2**32)
+        high = mix(((seed >> 32) + low + (place >> 32)) % 2**32)
+        key = mix((mix((low + row * step) % 2**32) + high + token * step) % 2**32)
+        draw = mix((key + feature * step) % 2**32, key)
+        for rate in (0.1, 0.5, 0.9):
+            kept = keep_mask((1, 1, 1), rate, seed=seed, layer=3, site=Site.MLP, place=Place(row, token, feature))
+            assert bool(kept) is ((draw + 2**31) % 2**32 >= round(rate * 2**32)), (seed, row, rate)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])

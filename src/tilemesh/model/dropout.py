@@ -5,10 +5,12 @@ the layer, the place in the layer and those three numbers. There is no generator
 rank that holds a part of an activation makes exactly its part of the mask, a recomputed layer meets the same mask
 again, and a run that is resumed needs the step's number alone. It is not bit-compatible with `torch.nn.Dropout`.
 
-The hash is SplitMix64 (Steele, Lea and Flood 2014): a counter times an odd constant, then two multiply-and-shift
-rounds. Each 64-bit word decides two neighbouring features, 32 bits each, so a rate is exact to 2**-32.
+A draw is 32 bits, so a rate is exact to 2**-32, and all of its arithmetic is: a GPU multiplies 64-bit integers in
+several steps, and a compiler that fuses the mask into the layer's kernels makes it anew for every element. The mixing
+is two rounds of multiply and shift with the constants of Wellons' search for low bias (hash-prospector, 2018); seeds
+are folded on the host by SplitMix64 (Steele, Lea and Flood 2014).
 
-B: rows (sequences); T: tokens; D: features; P: pairs of features.
+B: rows (sequences); T: tokens; D: features.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 
-_WORD = 2**64
+_WORD, _HALF = 2**64, 2**32
 _STEP = 0x9E3779B97F4A7C15  # the odd number nearest 2**64 / golden ratio: multiples of it fill the words evenly
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
-_HALF = 2**32
+_SHORT_STEP = 0x9E3779B9 - _HALF  # the same for 32 bits, as an int32
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - _HALF
 
 
 class Site(IntEnum):
@@ -80,18 +83,17 @@ def keep_mask(
     if not 0 <= rate < 1:
         raise UsageError(f"dropout is {rate}: expected at least 0 and below 1")
     rows, tokens, features = shape
-    row_B = torch.arange(place.row, place.row + rows, device=device)
-    token_T = torch.arange(place.token, place.token + tokens, device=device)
-    first, last = place.feature // 2, (place.feature + features + 1) // 2
-    pair_P = torch.arange(first, last, device=device)
-
-    stream = _hash(_as_word(seed, device) + _signed(fold_seed(layer, int(site))))
-    # A row and a token share one word, 32 bits each: no two positions meet.
-    start_BT = _hash(stream + (row_B[:, None] * _HALF + token_T) * _signed(_STEP))
-    word_BTP = _hash(start_BT[:, :, None] + pair_P * _signed(_STEP))
-    draw_BTD = torch.stack((word_BTP & (_HALF - 1), _shift(word_BTP, 32)), dim=-1).flatten(-2)
-    skip = place.feature - 2 * first
-    return draw_BTD[..., skip : skip + features] >= round(rate * _HALF)
+    row_B, token_T, feature_D = (
+        torch.arange(start, start + count, dtype=torch.int32, device=device)
+        for start, count in ((place.row, rows), (place.token, tokens), (place.feature, features))
+    )
+    low, high = _stream(seed, fold_seed(layer, int(site)), device)
+    key_B = _mix(low + row_B * _SHORT_STEP)
+    key_BT = _mix(key_B[:, None] + high + token_T * _SHORT_STEP)[:, :, None]
+    # The key comes in twice: two tokens whose keys lie few steps apart would else share draws, shifted.
+    word_BTD = key_BT + feature_D * _SHORT_STEP
+    draw_BTD = _mix(word_BTD, key_BT)
+    return draw_BTD >= round(rate * _HALF) - _HALF // 2
 
 
 def fold_seed(seed: int, *parts: int) -> int:
@@ -105,25 +107,32 @@ def fold_seed(seed: int, *parts: int) -> int:
     return word % 2**63
 
 
-def _as_word(seed: int | Tensor, device: torch.device | str | None) -> Tensor:
-    if isinstance(seed, Tensor):
-        return seed
-    return torch.full((), seed, dtype=torch.int64, device=device)
+def _stream(seed: int | Tensor, place: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    """Two 32-bit keys of a seed at a place in the model."""
+    whole = seed if isinstance(seed, Tensor) else torch.full((), seed, dtype=torch.int64, device=device)
+    low, high = _short(whole), _short(whole >> 32)
+    low = _mix(low + _signed(place % _HALF))
+    return low, _mix(high + low + _signed(place >> 32))
 
 
-def _hash(word: Tensor) -> Tensor:
-    """The finaliser of SplitMix64. int64 wraps around, which is the arithmetic modulo 2**64 it is defined in."""
-    for shift, factor in _ROUNDS:
-        word = (word ^ _shift(word, shift)) * _signed(factor)
-    return word ^ _shift(word, _LAST_SHIFT)
+def _mix(word: Tensor, key: Tensor | int = 0) -> Tensor:
+    """int32 to int32, every bit of the result hanging on every bit given; int32 wraps around, modulo 2**32."""
+    word = (word ^ _shift(word, 16)) * _FIRST
+    word = (word ^ _shift(word, 15) ^ key) * _SECOND
+    return word ^ _shift(word, 16)
 
 
 def _shift(word: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings zeros in; int64's own repeats the sign."""
-    shifted: Tensor = (word >> bits) & (2 ** (64 - bits) - 1)
+    """A shift to the right that brings zeros in; int32's own repeats the sign."""
+    shifted: Tensor = (word >> bits) & (2 ** (32 - bits) - 1)
     return shifted
 
 
+def _short(word: Tensor) -> Tensor:
+    """The lower 32 bits as an int32."""
+    return (((word & (_HALF - 1)) ^ (_HALF // 2)) - _HALF // 2).to(torch.int32)
+
+
 def _signed(word: int) -> int:
-    """The int64 with the same bits."""
-    return word - _WORD if word >= _WORD // 2 else word
+    """The int32 with the same bits."""
+    return word - _HALF if word >= _HALF // 2 else word

@@ -11,6 +11,7 @@ E: head width; F: MLP width; V: vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +82,19 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+class Dropout(nn.Module):
+    """Drops by place: see `model.dropout`. A module, so that a model can be given another kind."""
+
+    def __init__(self, rate: float, layer: int, site: Site) -> None:
+        super().__init__()
+        self.rate, self.layer, self.site = rate, layer, site
+
+    def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
+        if now.dropout_seed is None:
+            return x_BTD
+        return dropout(x_BTD, self.rate, seed=now.dropout_seed, layer=self.layer, site=self.site, place=now.place)
+
+
 class Attention(nn.Module):
     """Causal attention with grouped-query heads. `heads` and `kv_heads` are what this module holds of them."""
 
@@ -88,15 +102,19 @@ class Attention(nn.Module):
         super().__init__()
         width, kv_width, biases = config.width, config.kv_width, config.biases
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.joined = False
+        """Whether query, key and value come out of one product; their weights stay three."""
         self.fc_q = Linear(width, width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_o = Linear(width, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
-        q_BHTE = self.fc_q(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k_BKSE = self.fc_k(x_BTD).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        v_BKSE = self.fc_v(x_BTD).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        projections = (self.fc_q, self.fc_k, self.fc_v)
+        q, k, v = joined(x_BTD, projections) if self.joined else (one(x_BTD) for one in projections)
+        q_BHTE = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_BKSE = k.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        v_BKSE = v.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         if now.rotary is not None:
             q_BHTE, k_BKSE = rotate(q_BHTE, *now.rotary), rotate(k_BKSE, *now.rotary)
         if now.cache is not None:
@@ -118,6 +136,8 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.biases
+        self.joined = False
+        """Whether the gate and what it opens come out of one product; their weights stay two."""
         self.fc_gate = None
         if config.activation == "swiglu":
             self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
@@ -126,9 +146,13 @@ class Mlp(nn.Module):
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF = self.fc_in(x_BTD)
-        if self.fc_gate is not None:
-            h_BTF = self.fc_gate(x_BTD) * h_BTF
+        if self.fc_gate is not None and self.joined:
+            gate_BTF, h_BTF = joined(x_BTD, (self.fc_gate, self.fc_in))
+            h_BTF = functional.silu(gate_BTF) * h_BTF
+        else:
+            h_BTF = self.fc_in(x_BTD)
+            if self.fc_gate is not None:
+                h_BTF = self.fc_gate(x_BTD) * h_BTF
         y_BTD: Tensor = self.fc_out(h_BTF)
         return y_BTD
 
@@ -138,24 +162,22 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.index, self.rate, self.post = index, config.dropout, config.norm_place == "post"
+        self.post = config.norm_place == "post"
         self.attention_norm = _norm(config, dtype)
         self.attention = Attention(config, index, dtype)
         self.mlp_norm = _norm(config, dtype)
         self.mlp = Mlp(config, dtype)
+        self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
+        self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         if self.post:
-            x_BTD = self.attention_norm(x_BTD + self._dropped(self.attention(x_BTD, now), Site.ATTENTION, now))
-            y_BTD: Tensor = self.mlp_norm(x_BTD + self._dropped(self.mlp(x_BTD), Site.MLP, now))
-            return y_BTD
-        x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), now), Site.ATTENTION, now)
-        return x_BTD + self._dropped(self.mlp(self.mlp_norm(x_BTD)), Site.MLP, now)
-
-    def _dropped(self, x_BTD: Tensor, site: Site, now: Pass) -> Tensor:
-        if now.dropout_seed is None:
-            return x_BTD
-        return dropout(x_BTD, self.rate, seed=now.dropout_seed, layer=self.index, site=site, place=now.place)
+            x_BTD = self.attention_norm(x_BTD + self.attention_dropout(self.attention(x_BTD, now), now))
+            y_BTD: Tensor = self.mlp_norm(x_BTD + self.mlp_dropout(self.mlp(x_BTD), now))
+        else:
+            x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD), now), now)
+            y_BTD = x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)), now)
+        return y_BTD
 
 
 class Transformer(nn.Module):
@@ -176,6 +198,7 @@ class Transformer(nn.Module):
         self.position_embedding = None
         if config.positions == "learned":
             self.position_embedding = Embedding(config.context, config.width, device="meta", dtype=dtype)
+        self.embedding_dropout = Dropout(config.dropout, 0, Site.EMBEDDING)
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
         self.final_norm = _norm(config, dtype) if config.norm_place == "pre" else None
         self.output = None
@@ -245,10 +268,8 @@ class Transformer(nn.Module):
         if self.position_embedding is not None:
             start = now.place.token + (0 if now.cache is None else now.cache.length)
             x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
-        if now.dropout_seed is None:
-            return x_BTD
-        rate = self.config.dropout
-        return dropout(x_BTD, rate, seed=now.dropout_seed, layer=0, site=Site.EMBEDDING, place=now.place)
+        y_BTD: Tensor = self.embedding_dropout(x_BTD, now)
+        return y_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Activations to logits: what comes after the last layer."""
@@ -264,6 +285,17 @@ class Transformer(nn.Module):
             return functional.linear(x_BTD, self.token_embedding.weight)
         logits_BTV: Tensor = self.output(x_BTD)
         return logits_BTV
+
+
+def joined(x: Tensor, projections: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """What several projections make of the same x, before any activation, by one product with their weights in a row.
+
+    Worth it where weights are cast on their way anyway (autocast under torch.compile): the cast then writes them side
+    by side. One wide product for three, forward and twice backward, and nothing to add up for x's gradient.
+    """
+    weight = torch.cat([one.weight for one in projections])
+    bias = None if projections[0].bias is None else torch.cat([one.bias for one in projections])
+    return torch.split(functional.linear(x, weight, bias), [one.weight.shape[0] for one in projections], dim=-1)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ class LateStep:
     loss: Tensor
     tokens: int
     norm: Tensor
+    divisor: Tensor | None = None
+    """What gradients are yet to be divided by, where clipping was left to the optimiser."""
 
 
 class LocalGradients:
@@ -38,16 +40,22 @@ class LocalGradients:
         self._total = mean.detach() if self._total is None else self._total + mean.detach()
         torch.autograd.backward(mean)
 
-    def finish(self, max_norm: float | None = None) -> LateStep:
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> LateStep:
+        """Mean loss and norm; gradients clipped, or without `divide` what remains to divide them by.
+
+        An optimiser that divides on its way saves a pass over all gradients.
+        """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         # At least float32: the squares of 16-bit gradients do not fit into 16 bits.
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
-        if max_norm is not None:
-            torch._foreach_mul_(gradients, (max_norm / (norm + _EPSILON)).clamp(max=1.0).to(gradients[0].dtype))
+        divisor = None if max_norm is None else ((norm + _EPSILON) / max_norm).clamp(min=1.0)
+        if divide and divisor is not None:
+            torch._foreach_mul_(gradients, divisor.reciprocal().to(gradients[0].dtype))
+            divisor = None
         assert self._total is not None
         total, self._total = self._total, None
-        return LateStep(total, self.tokens, norm)
+        return LateStep(total, self.tokens, norm, divisor)
 
     def clear(self) -> None:
         """Before the next step: autograd then hands over its own tensors instead of adding to old ones."""

@@ -144,7 +144,8 @@ class Loop:
             is_last = progress.step == config.train.steps
             due = self._is_due(config.checkpoint.every) or is_last or stop
             looks = self._is_due(config.evaluate.every) or is_last
-            if due or looks or not self.stepper.is_late or time.perf_counter() - self._read_at > _READ_EVERY_S:
+            waits = not self.stepper.is_late or self.steps_done <= _WARM_UP_STEPS
+            if due or looks or waits or time.perf_counter() - self._read_at > _READ_EVERY_S:
                 self._between(before, due, looks, is_ordinary=not (due or was_writing))
                 before = None
             self.interrupted = stop and not is_last

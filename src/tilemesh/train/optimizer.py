@@ -89,15 +89,23 @@ class Optimizer:
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=fused)
 
+    @property
+    def divides(self) -> bool:
+        """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
+        return not self.has_masters and all(group["fused"] for group in self._inner[""].param_groups)
+
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Move the parameters along their gradients at this rate."""
+    def step(self, rate: float, divisor: Tensor | None = None) -> None:
+        """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
         for inner in self._inner.values():
             for group in inner.param_groups:
                 group["lr"] = rate
         if not self.has_masters:
-            self._inner[""].step()
+            inner = self._inner[""]
+            inner.grad_scale = divisor  # type: ignore[attr-defined]  # where torch's own loss scaling leaves it
+            inner.step()
         else:
+            assert divisor is None
             for name, inner in self._inner.items():
                 master, parameter = self.stepped[name], self.parameters[name]
                 assert parameter.grad is not None

@@ -1,7 +1,8 @@
 """What a user would write instead: the same model and step in plain PyTorch, eager, compiled, or under DDP.
 
 The peers get torch's own best: a fused optimiser, autocast, torch.compile over the model; gradients set to None. The
-model is ours with every fused projection replaced by torch's linear and activation, so shapes and weights are equal.
+model is ours with every fused projection replaced by torch's linear and activation, and dropout by torch's own, so
+shapes and weights are equal.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tilemesh.core.errors import RunError
 from tilemesh.model.transformer import Transformer
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import autocast_dtype, decays, stored_dtype
-from tilemesh.train.plain import make_plain
+from tilemesh.train.plain import drop_plainly, make_plain
 
 
 def plain_model(config: TrainConfig, device: torch.device) -> Transformer:
@@ -25,6 +26,7 @@ def plain_model(config: TrainConfig, device: torch.device) -> Transformer:
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
     make_plain(model)
+    drop_plainly(model)
     return model.train()
 
 

@@ -1,4 +1,4 @@
-"""Projections with their activations as torch's own operations, in place of the fused kernel.
+"""A model made of torch's own operations: projections with their activations, and for peers dropout.
 
 For the peers, and for models under torch.compile: there an operator of ours is a wall that the compiler cannot fuse
 across, while torch's operations it fuses itself.
@@ -7,12 +7,15 @@ across, while torch's operations it fuses itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.transformer import Attention, Dropout, Mlp, Pass
 
+_Kind = TypeVar("_Kind", bound=nn.Module)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": functional.relu,
@@ -31,12 +34,43 @@ class PlainLinear(nn.Linear):
         return _ACTIVATIONS[self.activation](functional.linear(input, self.weight, self.bias))
 
 
+class PlainDropout(nn.Module):
+    """torch's dropout, whose mask comes from a generator."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor, now: Pass) -> Tensor:
+        return functional.dropout(x, self.rate, training=now.dropout_seed is not None)
+
+
 def make_plain(model: nn.Module) -> None:
     """Replace every fused projection of a model; parameters stay the same tensors under the same names."""
+
+    def plain(child: FusedLinear) -> nn.Module:
+        made = PlainLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
+        made.weight, made.bias = child.weight, child.bias
+        made.activation = child.activation
+        return made
+
+    _replace(model, FusedLinear, plain)
+
+
+def drop_plainly(model: nn.Module) -> None:
+    """torch's dropout in place of ours: as quick as a user's own, and another mask in every layout."""
+    _replace(model, Dropout, lambda child: PlainDropout(child.rate))
+
+
+def join_projections(model: nn.Module) -> None:
+    """One product for query, key and value, and one for a gate and what it opens. Weights stay as they are."""
+    for module in model.modules():
+        if isinstance(module, (Attention, Mlp)):
+            module.joined = True
+
+
+def _replace(model: nn.Module, kind: type[_Kind], make: Callable[[_Kind], nn.Module]) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, FusedLinear):
-                plain = PlainLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
-                plain.weight, plain.bias = child.weight, child.bias
-                plain.activation = child.activation
-                setattr(module, name, plain)
+            if isinstance(child, kind):
+                setattr(module, name, make(child))

@@ -99,11 +99,13 @@ class Stepper:
             with recorder.span("data", DATA):  # while the GPU is still at it
                 self._ready = (number + 1, self.fetch(number + 1))
         with recorder.span("gradients"):
-            done = self.gradients.finish(config.optimizer.clip or None)
+            late = {"divide": not self.optimizer.divides} if self.is_late else {}
+            done = self.gradients.finish(config.optimizer.clip or None, **late)
         overflowed = not self.is_late and not math.isfinite(done.norm)
         with recorder.span("optimizer"):
             if not overflowed:
-                self.optimizer.step(rate(number - 1, config.train.steps, config.optimizer))
+                divisor = done.divisor if self.is_late else None
+                self.optimizer.step(rate(number - 1, config.train.steps, config.optimizer), divisor)
             self.scale.update(overflowed)
             if self.gradients_bytes is None:
                 self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
@@ -130,7 +132,8 @@ class Stepper:
         if not self.config.model.dropout:
             return {"place": ORIGIN}
         seed = fold_seed(self.config.train.seed, number - 1)
-        return {"dropout_seed": torch.tensor(seed, device=self.device), "place": Place(row=row)}
+        # Filled in by a kernel: a copy from the host would wait for all that the GPU has yet to do.
+        return {"dropout_seed": torch.full((), seed, device=self.device), "place": Place(row=row)}
 
     # Data ---------------------------------------------------------------------------------------------------------
 
