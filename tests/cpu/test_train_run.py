@@ -40,7 +40,7 @@ from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.plain import join_projections, make_plain
+from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.steps import Stepper, read
@@ -331,23 +331,23 @@ class TestAlone:
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "tinyllama-1.1b"])
-def test_joined_projections_are_the_same_model(name: str) -> None:
+def test_what_suits_a_gpu_is_the_same_model(name: str) -> None:
     """Logits and every gradient, in float64; weights keep their names and tensors."""
-    config = preset(name).replace(layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, vocabulary=64, context=16)
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    config = preset(name).replace(layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, vocabulary=67, context=16)
+    tokens = torch.randint(67, (2, 16), generator=torch.Generator().manual_seed(0))
     found = []
-    for join in (False, True):
+    for suited in (False, True):
         model = Transformer(config.replace(dropout=0.0), dtype=torch.float64)
         make_plain(model)
-        if join:
-            join_projections(model)
+        if suited:
+            suit_gpu(model, compiled=True)
         logits = model(tokens)
         logits.square().mean().backward()
         found.append({"logits": logits.detach()} | {key: one.grad for key, one in model.named_parameters()})
-    apart, joined = found
-    assert apart.keys() == joined.keys()
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=1e-11, atol=1e-15, msg=key)
+    plain, suited_one = found
+    assert plain.keys() == suited_one.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(suited_one[key], value, rtol=1e-11, atol=1e-15, msg=key)
 
 
 class TestMemory:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.modules import FusedLinear
-from tilemesh.model.transformer import Attention, Dropout, Mlp, Pass
+from tilemesh.model.transformer import Attention, Dropout, Mlp, Pass, Transformer
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,11 +62,16 @@ def drop_plainly(model: nn.Module) -> None:
     _replace(model, Dropout, lambda child: PlainDropout(child.rate))
 
 
-def join_projections(model: nn.Module) -> None:
-    """One product for query, key and value, and one for a gate and what it opens. Weights stay as they are."""
+def suit_gpu(model: Transformer, *, compiled: bool) -> None:
+    """What makes the step of a whole model quicker on a GPU; its weights stay, its results but for rounding.
+
+    The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query, key
+    and value, and one for a gate and what it opens.
+    """
+    model.align_vocabulary = 64
     for module in model.modules():
         if isinstance(module, (Attention, Mlp)):
-            module.joined = True
+            module.joined = compiled
 
 
 def _replace(model: nn.Module, kind: type[_Kind], make: Callable[[_Kind], nn.Module]) -> None:

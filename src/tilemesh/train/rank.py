@@ -55,7 +55,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype, warning
-from tilemesh.train.plain import join_projections, make_plain
+from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, watch_mesh
 from tilemesh.train.sampling import encode_prompt, sample
@@ -181,8 +181,8 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
     if config.kernels_on(device.type) == "torch":
         make_plain(model)
-        if config.train.compile and device.type == "cuda" and config.plan.tp == 1:
-            join_projections(model)
+    if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
+        suit_gpu(model, compiled=config.train.compile and config.kernels_on(device.type) == "torch")
     laid = lay(model, mesh, config.plan)
     laid.recompute_every = config.segment
     laid.module.train()
