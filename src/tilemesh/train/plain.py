@@ -65,8 +65,8 @@ def drop_plainly(model: nn.Module) -> None:
 def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     """What makes the step of a whole model quicker on a GPU; its weights stay, its results but for rounding.
 
-    The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query, key
-    and value, and one for a gate and what it opens.
+    The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query,
+    key and value, and one for a gate and what it opens.
     """
     model.align_vocabulary = 64
     for module in model.modules():
