@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,9 @@ def bench_train(
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each gets.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps in a turn.")] = 5,
     transport: Annotated[str, typer.Option(help="Ours: mpi, torch or auto.")] = "auto",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Then write what each spends a step on, kernel by kernel.")
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
     """Train steps of the same model and batch: ours, PyTorch eager, compiled, and DDP over gloo, in turns."""
@@ -41,7 +45,14 @@ def bench_train(
         transport = "torch"
     predicted = predict_run(made, gpus)  # before anything is measured
     found = compare(
-        made, peers=names, transport=transport, blocks=blocks, steps=steps, at_once=bool(gpus), say=console.print
+        made,
+        peers=names,
+        transport=transport,
+        blocks=blocks,
+        steps=steps,
+        at_once=bool(gpus),
+        profile=profile,
+        say=console.print,
     )
     rows = bench_rows(made, found, predicted, gpus)
     print_rows(rows, console)

@@ -136,8 +136,6 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.biases
-        self.joined = False
-        """Whether the gate and what it opens come out of one product; their weights stay two."""
         self.fc_gate = None
         if config.activation == "swiglu":
             self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
@@ -146,13 +144,9 @@ class Mlp(nn.Module):
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if self.fc_gate is not None and self.joined:
-            gate_BTF, h_BTF = joined(x_BTD, (self.fc_gate, self.fc_in))
-            h_BTF = functional.silu(gate_BTF) * h_BTF
-        else:
-            h_BTF = self.fc_in(x_BTD)
-            if self.fc_gate is not None:
-                h_BTF = self.fc_gate(x_BTD) * h_BTF
+        h_BTF = self.fc_in(x_BTD)
+        if self.fc_gate is not None:
+            h_BTF = self.fc_gate(x_BTD) * h_BTF
         y_BTD: Tensor = self.fc_out(h_BTF)
         return y_BTD
 

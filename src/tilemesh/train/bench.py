@@ -88,11 +88,13 @@ def compare(
     blocks: int = 8,
     steps: int = 5,
     at_once: bool = False,
+    profile: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Time ours and the peers in turns on this machine.
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
+    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
     """
     with tempfile.TemporaryDirectory(prefix="tilemesh-bench-") as place:
         folder = new_run(config, Path(place) / "bench")
@@ -102,6 +104,8 @@ def compare(
             all_of_them.append(Contender(name, ranks, "torch", folder))
         with _running(all_of_them, folder, at_once, say) as ready:
             _take_turns(ready, folder, blocks, steps, say)
+            if profile is not None:
+                _profile(ready, folder, profile, say)
             missing = {PEERS[one.name]: one.why() for one in all_of_them if one not in ready}
             if all_of_them[0] not in ready or not all_of_them[0].seconds:
                 raise RunError(f"ours did not run: {all_of_them[0].why()}")
@@ -149,16 +153,34 @@ def _take_turns(ready: list[Contender], folder: Path, blocks: int, steps: int, s
         draw.shuffle(order)
         for one in order:
             turn += 1
-            _write(folder / TURN_FILE, {"name": one.name, "block": turn, "steps": steps})
-            done = folder / f"{one.name}-{turn}.done"
-            while not done.exists():
-                if not one.lives:
-                    raise RunError(f"{PEERS.get(one.name, one.name)} ended in the middle: {one.why()}")
-                time.sleep(0.005)
-            found = json.loads(done.read_text())
+            found = _turn(one, folder, {"block": turn, "steps": steps})
             one.seconds.append(float(found["seconds"]))
             one.memory_bytes = int(found["memory_bytes"])
         say(f"block {number + 1} of {blocks}")
+
+
+def _profile(ready: list[Contender], folder: Path, into: Path, say: Callable[[str], None]) -> None:
+    """A file for each contender: a line for each kernel, microseconds a step, calls a step, its name."""
+    into.mkdir(parents=True, exist_ok=True)
+    for one in ready:
+        kernels = _turn(one, folder, {"block": 0, "profile": True})["kernels"]
+        lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
+        path = into / f"{one.name}.txt"
+        path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
+        total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
+        say(f"{PEERS.get(one.name, one.name)}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")
+
+
+def _turn(one: Contender, folder: Path, what: dict[str, Any]) -> dict[str, Any]:
+    """Let a contender take a turn, and wait for what it says of it."""
+    _write(folder / TURN_FILE, {"name": one.name, **what})
+    done = folder / f"{one.name}-{what['block']}.done"
+    while not done.exists():
+        if not one.lives:
+            raise RunError(f"{PEERS.get(one.name, one.name)} ended in the middle: {one.why()}")
+        time.sleep(0.005)
+    found: dict[str, Any] = json.loads(done.read_text())
+    return found
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

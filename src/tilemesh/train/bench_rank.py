@@ -37,6 +37,7 @@ from tilemesh.train.steps import Stepper
 TURN_FILE = "turn.json"
 _LOOK_S = 0.002
 WARM_UP_STEPS = 3
+_PROFILED_STEPS = 3
 
 
 def main(name: str, folder: Path) -> int:
@@ -60,6 +61,11 @@ def main(name: str, folder: Path) -> int:
             time.sleep(_LOOK_S)
             continue
         seen = turn["block"]
+        if turn.get("profile"):
+            spent = kernels(step, device)
+            if comm.rank == 0:
+                _write(folder / f"{name}-{seen}.done", {"kernels": spent})
+            continue
         comm.barrier()
         began = time.perf_counter()
         for _ in range(turn["steps"]):
@@ -118,6 +124,22 @@ def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.devic
         return float(loss) if device.type == "cpu" else 0.0
 
     return run
+
+
+def kernels(step: Callable[[], float], device: torch.device) -> list[tuple[float, float, str]]:
+    """(seconds, calls, name) of every kernel of a step, or on a CPU of every operator, the longest first."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
+        for _ in range(_PROFILED_STEPS):
+            step()
+        _sync(device)
+    found = []
+    for event in seen.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if spent and not (on_gpu and event.is_user_annotation):
+            found.append((spent * 1e-6 / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
+    return sorted(found, reverse=True)
 
 
 def _sync(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.modules import FusedLinear
-from tilemesh.model.transformer import Attention, Dropout, Mlp, Pass, Transformer
+from tilemesh.model.transformer import Attention, Dropout, Pass, Transformer
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,11 +66,11 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     """What makes the step of a whole model quicker on a GPU; its weights stay, its results but for rounding.
 
     The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query,
-    key and value, and one for a gate and what it opens.
+    key and value. (Not for a gate and what it opens: their gradients, made in one pass, would be made in two.)
     """
     model.align_vocabulary = 64
     for module in model.modules():
-        if isinstance(module, (Attention, Mlp)):
+        if isinstance(module, Attention):
             module.joined = compiled
 
 
