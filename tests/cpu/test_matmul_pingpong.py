@@ -20,8 +20,9 @@ import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.matmul import kernel, launch, reference
 from tilemesh.kernels.matmul.config import Config, FitError, check, refusal
-from tilemesh.kernels.matmul.plan import Descriptor, Pointer, tiles_plan
+from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
+from tilemesh.kernels.matmul.steps import Descriptor, Pointer
 from tilemesh.kernels.matmul.trial import _compile
 
 pingpong = pytest.importorskip("tilemesh.kernels.matmul.pingpong")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilemesh.core.cost import Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, copied_for_library, shared_bytes
 from tilemesh.kernels.matmul.problem import Problem
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -69,6 +69,12 @@ def copy_bytes(problem: Problem) -> int:
     size = problem.element_bytes
     sides = ((problem.a, problem.m * problem.k), (problem.b, problem.k * problem.n))
     return sum(2 * size * elements for matrix, elements in sides if not matrix.tma(size))
+
+
+def padding_bytes(problem: Problem) -> int:
+    """The same for the operands that the library is given as copies."""
+    elements = {"a": problem.m * problem.k, "b": problem.k * problem.n}
+    return sum(2 * problem.element_bytes * elements[name] for name in copied_for_library(problem))
 
 
 def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
@@ -149,7 +155,7 @@ def _tensor_fraction(config: Config, resident: int) -> float:
 
 def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
     """The vendor's matmul at the rate of a good tile kernel, and the passes over D that follow it."""
-    unaligned = 4.0 if problem.layout.endswith("u") else 1.0
+    unaligned = 4.0 if problem.layout.endswith("u") and not config.padded else 1.0
     flops_s = unaligned * cost(problem).flops / rates.flops_per_s
     tile = 128 * 128
     tiles = max(1.0, problem.m * problem.n / tile)
@@ -159,4 +165,9 @@ def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
     passes = 3 if config.kind == "library" else 5
     # A pass over what was just written finds part of it in the L2.
     rate = rates.memory_bytes_per_s * (2.0 if passes * moved < rates.l2_bytes else 1.0)
-    return matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)
+    total_s = matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)
+    if config.padded:
+        total_s += padding_bytes(problem) / rates.memory_bytes_per_s + rates.launch_s
+    if config.peel:  # few rows: one more read of B, from the L2
+        total_s += problem.k * problem.n * problem.element_bytes / rates.l2_bytes_per_s + rates.launch_s + rates.tile_s
+    return total_s
