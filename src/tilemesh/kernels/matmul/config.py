@@ -264,7 +264,7 @@ def libraries(problem: Problem) -> list[Config]:
 
 
 def _not_pingpong(config: Config, problem: Problem) -> str | None:
-    """What the two groups of warps cannot do: C and D move as whole tiles through shared memory, by TMA."""
+    """What the two groups of warps cannot do: C and D move as whole tiles through shared memory."""
     if problem.element_bytes != 2:
         return "kind pingpong needs float16 or bfloat16"
     rows = config.block_m // 2 if config.paired else config.block_m
@@ -275,8 +275,10 @@ def _not_pingpong(config: Config, problem: Problem) -> str | None:
     if max(config.block_m, config.block_n) > MOST_BOX:
         return f"tile {config.block_m}x{config.block_n}: a side of what TMA loads at once is at most {MOST_BOX}"
     moved = [problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])
-    if any(matrix.transposed or not matrix.tma(problem.element_bytes) for matrix in moved):
-        return "kind pingpong needs a D and a full C of aligned rows"
+    if any(matrix.column_stride != 1 for matrix in moved):
+        return "kind pingpong needs a D and a full C whose rows are contiguous"
+    if config.block_n < 32 and not all(matrix.tma(problem.element_bytes) for matrix in moved):
+        return f"kind pingpong moves rows that TMA cannot 32 elements at a time, got block_n {config.block_n}"
     if config.tail or config.subtile != 1 or config.c_first or config.prefetch or config.per_sm != 1:
         return "kind pingpong knows neither tail, subtile, c_first, prefetch nor per_sm"
     return None

@@ -11,6 +11,9 @@ and then D. `ready` barriers say that a tile has arrived, `free` ones that it ma
 turn at the tensor cores it is. A barrier tells only odd phases from even: without `order`, a group could not tell its
 own filling of a stage from the one two before.
 
+Where TMA can move C and D, it does. Rows that start anywhere (an odd N) the groups move themselves, a few at a time
+through the same shared memory and neighbour by neighbour: C while the other group multiplies, D at the end.
+
 Compiled only: Triton's interpreter does not know Gluon.
 """
 
@@ -32,6 +35,7 @@ GROUPS = gl.constexpr(2)
 # Registers a thread: of the second group and the loading warp; the first group has what is left of the multiprocessor.
 GROUP_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(40)
+MOVED = gl.constexpr(4096)  # elements that a group moves at once where TMA cannot: 32 a thread
 
 
 @gluon.jit
@@ -83,11 +87,39 @@ def load_tiles(
 
 
 @gluon.jit
+def within(row0, col0, M, N, x_m, x_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Offsets of a few rows, neighbouring threads on neighbouring columns, and which of them lie in the matrix."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    rows = gl.expand_dims(row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    columns = gl.expand_dims(col0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    return rows * x_m + columns * x_n, (rows < M) & (columns < N)
+
+
+@gluon.jit
+def fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """C's tile into shared memory, by a group itself."""
+    FEW: gl.constexpr = MOVED // COLUMNS
+    for step in gl.static_range(ROWS // FEW):
+        at, inside = within(row0 + step * FEW, col0, M, N, c_m, c_n, FEW, COLUMNS)
+        part.slice(step * FEW, FEW, 0).store(gl.load(c + at, mask=inside, other=0.0))
+
+
+@gluon.jit
+def put_tile(part, d, row0, col0, M, N, d_m, d_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile from shared memory to D, by a group itself."""
+    FEW: gl.constexpr = MOVED // COLUMNS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    for step in gl.static_range(ROWS // FEW):
+        at, inside = within(row0 + step * FEW, col0, M, N, d_m, d_n, FEW, COLUMNS)
+        gl.store(d + at, part.slice(step * FEW, FEW, 0).load(layout), mask=inside)
+
+
+@gluon.jit
 def compute_tiles(
-    group: gl.constexpr, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
-    c_m, c_n, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
+    group: gl.constexpr, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
+    c_m, c_n, d_m, d_n, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr,
-    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr,
+    D_TMA: gl.constexpr, C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: every other tile of this program, or its half of each, from product to store."""
     ROWS: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
@@ -106,6 +138,13 @@ def compute_tiles(
         row0, col0 = locate(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
         if PAIRED:
             row0 += group * ROWS
+        # C by hand while the other group multiplies: before its turn, but for the very first tile, after it.
+        waits = (group > 0) | (turn > 0)
+        if C_KIND == "full" and not C_TMA and not PAIRED:  # noqa: SIM102  (decided when compiled; then when run)
+            if waits:
+                if D_TMA:
+                    tma.store_wait(0)  # the tile before has left `part`
+                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
         total = gl.full((ROWS, BLOCK_N), 0.0, gl.float32, layout)
         place = used % STAGES
         lap = used // STAGES
@@ -137,6 +176,14 @@ def compute_tiles(
         if C_TMA:
             mbarrier.wait(c_ready.index(group), turn & 1)
             value += part.load(layout).to(gl.float32)
+        elif C_KIND == "full":
+            if PAIRED:
+                if D_TMA:
+                    tma.store_wait(0)
+                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
+            elif not waits:
+                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
+            value += part.load(layout).to(gl.float32)
         else:
             if C_KIND == "row":
                 columns = col0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -144,35 +191,44 @@ def compute_tiles(
             elif C_KIND == "column":
                 rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 value += gl.expand_dims(gl.load(c + rows * c_m, mask=rows < M, other=0.0), 1).to(gl.float32)
-            tma.store_wait(0)  # the tile before has left `part`
+            if D_TMA:
+                tma.store_wait(0)
         if KEEP:
-            part.store(value.to(d_desc.dtype))
+            part.store(value.to(part.dtype))
+            if D_TMA:
+                fence_async_shared()
+                tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
+                tma.store_wait(0)
+            else:
+                put_tile(part, z, row0, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
+        part.store(activate(value, ACTIVATION).to(part.dtype))
+        if D_TMA:
             fence_async_shared()
-            tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
-            tma.store_wait(0)
-        part.store(activate(value, ACTIVATION).to(d_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
+            tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
+        else:
+            put_tile(part, d, row0, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
         if C_TMA:
             tma.store_wait(0)
             mbarrier.arrive(c_free.index(group), count=1)
         turn += 1  # noqa: SIM113
-    tma.store_wait(0)
+    if D_TMA:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def pingpong_tiles(
-    a_desc, b_desc, c_desc, d_desc, z_desc, c, M, N, K, c_m, c_n, tiles, c_at,
+    a_desc, b_desc, c_desc, d_desc, z_desc, c, d, z, M, N, K, c_m, c_n, d_m, d_n, tiles, c_at,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr, C_KIND: gl.constexpr,
-    ACTIVATION: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
+    PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr, D_TMA: gl.constexpr,
+    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Tiles 0..tiles over as many programs as multiprocessors. Descriptors bound every access: nothing is masked."""
+    """Tiles 0..tiles over as many programs as multiprocessors. Descriptors bound every access of theirs."""
     dtype: gl.constexpr = a_desc.dtype
     rows: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
-    parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], d_desc.layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, BLOCK_N], dtype)
+    parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -192,12 +248,12 @@ def pingpong_tiles(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     gl.warp_specialize([
-        (compute_tiles, (0, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
-                         c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
-                         C_KIND, ACTIVATION, KEEP)),
-        (compute_tiles, (1, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
-                         c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
-                         C_KIND, ACTIVATION, KEEP)),
+        (compute_tiles, (0, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N,
+                         K, c_m, c_n, d_m, d_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED,
+                         B_TURNED, C_TMA, D_TMA, C_KIND, ACTIVATION, KEEP)),
+        (compute_tiles, (1, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N,
+                         K, c_m, c_n, d_m, d_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED,
+                         B_TURNED, C_TMA, D_TMA, C_KIND, ACTIVATION, KEEP)),
         (load_tiles, (a_desc, b_desc, c_desc, a_ring, b_ring, parts, ready, free, c_ready, c_free, M, N, K, tiles,
                       c_at, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA)),
     ], [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS])  # fmt: skip
