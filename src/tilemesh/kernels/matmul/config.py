@@ -277,8 +277,8 @@ def _not_pingpong(config: Config, problem: Problem) -> str | None:
     moved = [problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])
     if any(matrix.column_stride != 1 for matrix in moved):
         return "kind pingpong needs a D and a full C whose rows are contiguous"
-    if config.block_n < 32 and not all(matrix.tma(problem.element_bytes) for matrix in moved):
-        return f"kind pingpong moves rows that TMA cannot 32 elements at a time, got block_n {config.block_n}"
+    if config.block_n < 64 and not problem.d.tma(problem.element_bytes):
+        return f"kind pingpong writes a D of unaligned rows 64 columns at a time and more, got block_n {config.block_n}"
     if config.tail or config.subtile != 1 or config.c_first or config.prefetch or config.per_sm != 1:
         return "kind pingpong knows neither tail, subtile, c_first, prefetch nor per_sm"
     return None

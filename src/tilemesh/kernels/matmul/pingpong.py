@@ -11,8 +11,8 @@ and then D. `ready` barriers say that a tile has arrived, `free` ones that it ma
 turn at the tensor cores it is. A barrier tells only odd phases from even: without `order`, a group could not tell its
 own filling of a stage from the one two before.
 
-Where TMA can move C and D, it does. Rows that start anywhere (an odd N) the groups move themselves, a few at a time
-through the same shared memory and neighbour by neighbour: C while the other group multiplies, D at the end.
+Where TMA can move C and D, it does. Rows that start anywhere (an odd N) the groups move themselves, while the other
+multiplies: C straight to where its sum lies in registers, D through the same shared memory, neighbour by neighbour.
 
 Compiled only: Triton's interpreter does not know Gluon.
 """
@@ -87,31 +87,22 @@ def load_tiles(
 
 
 @gluon.jit
-def within(row0, col0, M, N, x_m, x_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Offsets of a few rows, neighbouring threads on neighbouring columns, and which of them lie in the matrix."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+def within(row0, col0, M, N, x_m, x_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Offsets of a tile's elements, and which of them lie in the matrix."""
     rows = gl.expand_dims(row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     columns = gl.expand_dims(col0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     return rows * x_m + columns * x_n, (rows < M) & (columns < N)
 
 
 @gluon.jit
-def fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """C's tile into shared memory, by a group itself."""
-    FEW: gl.constexpr = MOVED // COLUMNS
-    for step in gl.static_range(ROWS // FEW):
-        at, inside = within(row0 + step * FEW, col0, M, N, c_m, c_n, FEW, COLUMNS)
-        part.slice(step * FEW, FEW, 0).store(gl.load(c + at, mask=inside, other=0.0))
-
-
-@gluon.jit
-def put_tile(part, d, row0, col0, M, N, d_m, d_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def put_tile(pieces, first, d, row0, col0, M, N, d_m, d_n, COUNT: gl.constexpr):
     """A tile from shared memory to D, by a group itself."""
-    FEW: gl.constexpr = MOVED // COLUMNS
+    FEW: gl.constexpr = pieces.shape[1]
+    COLUMNS: gl.constexpr = pieces.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    for step in gl.static_range(ROWS // FEW):
-        at, inside = within(row0 + step * FEW, col0, M, N, d_m, d_n, FEW, COLUMNS)
-        gl.store(d + at, part.slice(step * FEW, FEW, 0).load(layout), mask=inside)
+    for step in gl.static_range(COUNT):
+        at, inside = within(row0 + step * FEW, col0, M, N, d_m, d_n, FEW, COLUMNS, layout)
+        gl.store(d + at, pieces.index(first + step).load(layout), mask=inside)
 
 
 @gluon.jit
@@ -126,6 +117,12 @@ def compute_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     steps = (K + BLOCK_K - 1) // BLOCK_K
     part = parts.index(group)
+    FEW: gl.constexpr = MOVED // BLOCK_N
+    COUNT: gl.constexpr = ROWS // FEW
+    first_piece: gl.constexpr = group * COUNT
+    pieces = parts  # of rows, where D is moved by hand: the same memory, whose rows then follow each other
+    if not D_TMA:
+        pieces = parts._reinterpret(parts.dtype, [GROUPS * COUNT, FEW, BLOCK_N], parts.layout)
     turn = 0  # Triton has no enumerate
     used = 0  # steps of the ring that were loaded before this group's tile
     first = gl.program_id(0)
@@ -138,13 +135,6 @@ def compute_tiles(
         row0, col0 = locate(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
         if PAIRED:
             row0 += group * ROWS
-        # C by hand while the other group multiplies: before its turn, but for the very first tile, after it.
-        waits = (group > 0) | (turn > 0)
-        if C_KIND == "full" and not C_TMA and not PAIRED:  # noqa: SIM102  (decided when compiled; then when run)
-            if waits:
-                if D_TMA:
-                    tma.store_wait(0)  # the tile before has left `part`
-                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
         total = gl.full((ROWS, BLOCK_N), 0.0, gl.float32, layout)
         place = used % STAGES
         lap = used // STAGES
@@ -176,14 +166,6 @@ def compute_tiles(
         if C_TMA:
             mbarrier.wait(c_ready.index(group), turn & 1)
             value += part.load(layout).to(gl.float32)
-        elif C_KIND == "full":
-            if PAIRED:
-                if D_TMA:
-                    tma.store_wait(0)
-                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
-            elif not waits:
-                fetch_tile(part, c, row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N)
-            value += part.load(layout).to(gl.float32)
         else:
             if C_KIND == "row":
                 columns = col0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -191,6 +173,9 @@ def compute_tiles(
             elif C_KIND == "column":
                 rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 value += gl.expand_dims(gl.load(c + rows * c_m, mask=rows < M, other=0.0), 1).to(gl.float32)
+            elif C_KIND == "full":
+                at, inside = within(row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N, layout)
+                value += gl.load(c + at, mask=inside, other=0.0).to(gl.float32)
             if D_TMA:
                 tma.store_wait(0)
         if KEEP:
@@ -200,13 +185,13 @@ def compute_tiles(
                 tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
                 tma.store_wait(0)
             else:
-                put_tile(part, z, row0, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
+                put_tile(pieces, first_piece, z, row0, col0, M, N, d_m, d_n, COUNT)
         part.store(activate(value, ACTIVATION).to(part.dtype))
         if D_TMA:
             fence_async_shared()
             tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
         else:
-            put_tile(part, d, row0, col0, M, N, d_m, d_n, ROWS, BLOCK_N)
+            put_tile(pieces, first_piece, d, row0, col0, M, N, d_m, d_n, COUNT)
         if C_TMA:
             tma.store_wait(0)
             mbarrier.arrive(c_free.index(group), count=1)
@@ -227,7 +212,7 @@ def pingpong_tiles(
     rows: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, BLOCK_N], dtype)
+    layout: gl.constexpr = d_desc.layout if D_TMA else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
