@@ -4,7 +4,7 @@
                                                          [--out trials.jsonl] [--repeats 15]
 
 Each variant's result is first checked against float64 (twice eager's own error), then all are timed in turns. The
-copies are timed alone as well, by words as they are and element by element as they were. A variant that cannot compute
+copies are timed alone as well, by words and, for comparison, element by element. A variant that cannot compute
 a shape is left out. Predictions are the cost model's, made before anything is timed.
 """
 
