@@ -22,13 +22,16 @@ from tilemesh.kernels.matmul.config import (
     default,
     encode,
     from_dict,
+    libraries,
     refusal,
     space,
     to_dict,
 )
 from tilemesh.kernels.matmul.cost import rates_of
-from tilemesh.kernels.matmul.plan import Descriptor, Pointer, tiles_plan
+from tilemesh.kernels.matmul.padded import padded_plan
+from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import LAYOUTS, Matrix, Problem, contiguous, dense
+from tilemesh.kernels.matmul.steps import Descriptor, Pointer
 
 RATES = rates_of(DEVICES["h200"], "float16")
 SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
@@ -78,6 +81,10 @@ def test_bad_configs_say_what_is_wrong(values, words):
         (Config("tma", specialize=True), "specialize"),
         (Config("pointer", 16, 16, 16, warps=64), "at most 32"),
         (Config("split", 16, 16, 16, split_k=65536), "65535"),
+        (Config("library", padded=True), "not aligned"),
+        (Config("library", peel=True), "needs padded"),
+        (Config("tma", padded=True), "kind library"),
+        (Config("torch", padded=True), "kind library"),
     ],
 )
 def test_refusals_come_before_any_launch(config, words):
@@ -109,9 +116,9 @@ def test_space_is_runnable_fixed_and_free_of_repeats(shape):
 def test_every_kind_has_a_default_that_runs(shape, kind, dtype):
     problem = dense(*shape, dtype=dtype)
     reason = refusal(default(kind, problem), problem)
-    if kind == "pingpong" and (dtype == "float32" or shape[1] % 8):
+    if kind == "pingpong" and dtype == "float32":
         assert reason is not None
-        assert "float16" in reason or "aligned rows" in reason
+        assert "float16" in reason
     else:
         assert reason is None
 
@@ -129,8 +136,6 @@ def test_labels_tell_configurations_of_a_grid_apart():
 def test_plan_covers_every_tile_and_names_only_what_exists(shape, kind):
     problem = dense(*shape)
     config = default(kind, problem)
-    if refusal(config, problem):
-        pytest.skip("this kind needs aligned rows")
     plan = tiles_plan(problem, config, 4)
     known = {"a", "b", "c", "d", "z", *plan.buffers}
     for step in plan.steps:
@@ -148,10 +153,43 @@ def test_plan_covers_every_tile_and_names_only_what_exists(shape, kind):
 
 def test_unaligned_operands_are_copied_and_aligned_ones_are_not():
     kernels = [step.kernel for step in tiles_plan(dense(100, 100, 101), Config("tma"), 4).steps]
-    assert kernels == ["copy_pass", "copy_pass", "tma_tiles"]  # rows of 101 and of 100 elements
+    assert kernels == ["copy_pass", "tma_tiles"]  # rows of 101 and of 100 elements, in one launch
     assert [step.kernel for step in tiles_plan(dense(100, 104, 104), Config("tma"), 4).steps] == ["tma_tiles"]
     forced = tiles_plan(dense(100, 104, 104), Config("tma", copy="a"), 4)
     assert list(forced.buffers) == ["a_copy"]
+
+
+def test_the_library_gets_whole_groups_of_16_bytes():
+    plan = padded_plan(dense(2049, 2047, 2051), Config("library", padded=True))
+    (product,) = plan.products
+    sizes = [(view.matrix.rows, view.matrix.columns) for view in (product.a, product.b, product.out)]
+    assert sizes == [(2049, 2056), (2056, 2048), (2049, 2048)]
+    assert all(view.matrix.tma(2) for view in (product.a, product.b, product.out))
+    most, last = padded_plan(dense(2049, 2047, 2051), Config("library", padded=True, peel=True)).products
+    assert (most.out.matrix.rows, last.out.matrix.rows) == (2048, 1)
+    assert last.out.offset == 2048 * last.out.matrix.row_stride
+    # Only what is read slowly is copied: here K is whole, so A stays; B has odd rows.
+    (one,) = padded_plan(dense(64, 63, 64), Config("library", padded=True)).products
+    assert (one.a.of, one.b.of) == ("a", "b_copy")
+    turned = padded_plan(dense(131, 64, 64, layout="tn"), Config("library", padded=True)).products[0]
+    assert (turned.a.of, turned.a.matrix.rows, turned.b.of) == ("a_copy", 136, "b")
+
+
+def test_mixed_alignment_keeps_neighbours_together():
+    """The epilogue pass: wide accesses where every matrix allows them, single elements where one does not."""
+    padded = Config("library", padded=True)
+    assert not padded_plan(dense(64, 63, 64), padded).after.steps[0].hints
+    assert padded_plan(dense(64, 64, 63), padded).after.steps[0].hints
+
+
+def test_padding_is_offered_and_chosen_only_where_it_helps():
+    for shape in SHAPES:
+        problem = dense(*shape)
+        offered = {config.label for config in libraries(problem)}
+        assert ("library padded" in offered) == (problem.n % 8 > 0 or problem.k % 8 > 0)
+        assert {config for config in libraries(problem) if config.padded} <= set(space(problem))
+    assert [config.label for config in libraries(dense(2049, 2047, 2051))][2:] == ["library padded peel"]
+    assert len(libraries(dense(2100, 2047, 2051))) == 2  # 52 rows are no remainder to cut off
 
 
 def test_tail_cuts_only_the_last_wave():
@@ -176,7 +214,8 @@ def test_the_aligned_copy_has_its_own_width():
     problem = dense(2**25 + 128, 32, 17)
     assert not problem.wide
     plan = tiles_plan(problem, Config("tma", 128, 128, 64, 8, 3), 132)
-    copy = next(step for step in plan.steps if step.kernel == "copy_pass" and step.arguments["source"] == Pointer("a"))
+    copy = plan.steps[0]
+    assert copy.arguments["source"] == Pointer("a")
     assert plan.buffers["a_copy"].elements >= 2**31
     assert copy.wide
     small = tiles_plan(dense(2**20, 32, 17), Config("tma", 128, 128, 64, 8, 3), 132)
@@ -226,10 +265,10 @@ def test_within_a_call_each_kernel_is_launched_early_but_the_first():
     assert [(step.early, step.constants["EARLY"]) for step in alone] == [(False, False)]
     config = Config("persistent", 64, 64, 64, split_k=3, tail=True, copy="ab")
     steps = tiles_plan(dense(64 * 3, 64 * 5, 256), config, 4).steps
-    assert [step.early for step in steps] == [False, True, True, True, True]
+    assert [step.early for step in steps] == [False, True, True, True]
     assert all(step.constants["EARLY"] for step in steps)
     # Only the cut tiles do not wait at once: the kernel ahead of them writes nothing that they read.
-    assert [bool(step.constants.get("FOLLOWS")) for step in steps] == [False, False, False, True, False]
+    assert [bool(step.constants.get("FOLLOWS")) for step in steps] == [False, False, True, False]
     for off in (dataclasses.replace(config, chained=False), config):
         steps = tiles_plan(dense(64 * 3, 64 * 5, 256), off, 4, interpreted=off is config).steps
         assert not any(step.early or step.constants["EARLY"] or step.constants.get("FOLLOWS") for step in steps)

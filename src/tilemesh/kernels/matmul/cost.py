@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilemesh.core.cost import Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, copied_for_library, shared_bytes
 from tilemesh.kernels.matmul.problem import Problem
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -64,11 +64,18 @@ def cost(problem: Problem, *, launches: int = 1) -> Cost:
     return Cost(2 * problem.m * problem.n * problem.k, read, written, launches=launches, dtype=dtype)
 
 
-def copy_bytes(problem: Problem) -> int:
-    """Bytes moved to give operands that TMA cannot read aligned rows: each read once and written once."""
+def copy_bytes(problem: Problem, config: Config) -> int:
+    """Bytes moved to give operands aligned rows before the product: each read once and written once."""
     size = problem.element_bytes
-    sides = ((problem.a, problem.m * problem.k), (problem.b, problem.k * problem.n))
-    return sum(2 * size * elements for matrix, elements in sides if not matrix.tma(size))
+    elements = {"a": problem.m * problem.k, "b": problem.k * problem.n}
+    if config.padded:
+        names = copied_for_library(problem)
+    elif config.uses_tma:
+        unread = {"a": not problem.a.tma(size), "b": not problem.b.tma(size)}
+        names = [name for name in elements if unread[name] or name in config.copy]
+    else:
+        names = []
+    return sum(2 * size * elements[name] for name in names)
 
 
 def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
@@ -88,9 +95,11 @@ def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
     busy = min(1.0, units / rates.multiprocessors)
     loaded = (config.block_m + config.block_n) * config.block_k * size
     l2_s = loaded / (rates.l2_bytes_per_s / rates.multiprocessors) * max(busy, 0.5)
-    step_s = max(flops_s, l2_s) * (1.25 if config.kind == "pointer" else 1.0)
+    step_s = max(flops_s, l2_s) * _pointer_slowdown(problem, config)
     fill_s = rates.tile_s * (0.5 if config.stages > 3 else 0.6)
     end_s = 0.0 if config.kind in ("persistent", "pingpong") or resident > 1 else rates.tile_s
+    if config.kind == "pingpong" and not problem.d.tma(size):
+        end_s = rates.tile_s  # the last tile leaves row by row
     if config.kind == "persistent":  # the next tile's loads overlap this one's epilogue; its products do not
         step_s += 1.8 * rates.tile_s * config.block_m * config.block_n / (128 * 128) / max(steps, 1) / resident
     waves = units / rates.multiprocessors
@@ -105,11 +114,20 @@ def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
         cut = tiles if split > 1 else tiles % rates.multiprocessors
         extra = 2 * cut * config.split_k * config.block_m * config.block_n * 4
         memory_s += extra / rates.l2_bytes_per_s + rates.launch_s + rates.tile_s
-    if config.kind != "pointer":
-        memory_s += copy_bytes(problem) / rates.memory_bytes_per_s + (rates.launch_s if copy_bytes(problem) else 0.0)
+    # The copies come first: nothing else runs meanwhile.
+    copied = copy_bytes(problem, config)
+    copies_s = copied / rates.memory_bytes_per_s + rates.launch_s if copied else 0.0
     # Work that ends at once everywhere overlaps its memory traffic badly: the shorter the run, the less is hidden.
     overlap = 0.15 if waves > 1 else 0.35
-    return rates.launch_s + max(compute_s, memory_s) + overlap * min(compute_s, memory_s)
+    return rates.launch_s + copies_s + max(compute_s, memory_s) + overlap * min(compute_s, memory_s)
+
+
+def _pointer_slowdown(problem: Problem, config: Config) -> float:
+    """Masked pointers stall; where rows start anywhere they also load element by element (145 µs at 2049x2047x2051)."""
+    size = problem.element_bytes
+    if not config.uses_tma and not (problem.a.tma(size) and problem.b.tma(size)):
+        return 2.6
+    return 1.25 if config.kind == "pointer" else 1.0
 
 
 def problem_bytes(problem: Problem) -> int:
@@ -149,7 +167,7 @@ def _tensor_fraction(config: Config, resident: int) -> float:
 
 def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
     """The vendor's matmul at the rate of a good tile kernel, and the passes over D that follow it."""
-    unaligned = 4.0 if problem.layout.endswith("u") else 1.0
+    unaligned = 4.0 if problem.layout.endswith("u") and not config.padded else 1.0
     flops_s = unaligned * cost(problem).flops / rates.flops_per_s
     tile = 128 * 128
     tiles = max(1.0, problem.m * problem.n / tile)
@@ -159,4 +177,9 @@ def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
     passes = 3 if config.kind == "library" else 5
     # A pass over what was just written finds part of it in the L2.
     rate = rates.memory_bytes_per_s * (2.0 if passes * moved < rates.l2_bytes else 1.0)
-    return matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)
+    total_s = matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)
+    if config.padded:
+        total_s += copy_bytes(problem, config) / rates.memory_bytes_per_s + rates.launch_s
+    if config.peel:  # few rows: one more read of B, from the L2
+        total_s += problem.k * problem.n * problem.element_bytes / rates.l2_bytes_per_s + rates.launch_s + rates.tile_s
+    return total_s

@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemesh.kernels.matmul.plan import Argument, Descriptor, LaunchPlan, Pointer
+from tilemesh.kernels.matmul.steps import Argument, Descriptor, LaunchPlan, Pointer
 
 _PACKAGE = "tilemesh.kernels.matmul"
 

@@ -23,8 +23,8 @@ from tilemesh.core.errors import RunError
 from tilemesh.kernels.matmul import kernel as tile_kernels
 from tilemesh.kernels.matmul import passes as pass_kernels
 from tilemesh.kernels.matmul.config import FitError
-from tilemesh.kernels.matmul.plan import Descriptor, LaunchPlan, Pointer, Step
 from tilemesh.kernels.matmul.problem import INT32_LIMIT
+from tilemesh.kernels.matmul.steps import Descriptor, LaunchPlan, Pointer, Step
 
 _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_KEPT = 256  # argument lists a program keeps before it starts afresh

@@ -107,13 +107,62 @@ def gradient_pass(
 
 
 @triton.jit
-def copy_pass(
-    source, target, M, N, s_m, s_n, t_m,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+def copy_words(
+    block, source, target, M, N, P, Q, s_m, t_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """target[:, :N] = source, into rows that start aligned. Reads MN, writes MN. Grid: blocks."""
+    """A block of an aligned copy by 64-bit words, each put together from the two source words that it straddles.
+
+    A word is loaded only if an element of its row lies in it, so what is read beyond a matrix shares an aligned word
+    with an element of it: no allocation ends there. The first of a row holds elements of the row before, shifted out.
+    """
+    LANES: tl.constexpr = 64 // BITS
+    row0, col0 = locate(block, P, Q, ROWS, COLUMNS, 1)
+    rows = row0 + tl.arange(0, ROWS)[:, None]
+    words = col0 // LANES + tl.arange(0, COLUMNS // LANES)[None, :]
+    columns = words * LANES
+    begin = rows * s_m
+    ahead = begin % LANES
+    where = source.to(tl.pointer_type(tl.uint64), bitcast=True) + begin // LANES + words
+    inside = (rows < M) & (columns < N)
+    low = tl.load(where, mask=inside, other=0)
+    high = tl.load(where + 1, mask=inside & (ahead > 0) & (columns + LANES - ahead < N), other=0)
+    bits = (ahead * BITS).to(tl.uint64)
+    value = (low >> bits) | ((high << (63 - bits)) << 1)  # two shifts: one of 64 would be undefined
+    beyond = ((LANES - tl.minimum(tl.maximum(N - columns, 1), LANES)) * BITS).to(tl.uint64)
+    value = (value << beyond) >> beyond
+    there = target.to(tl.pointer_type(tl.uint64), bitcast=True) + rows * (t_m // LANES) + words
+    tl.store(there, value, mask=(rows < P) & (columns < Q))
+
+
+@triton.jit
+def copy_block(
+    block, source, target, M, N, P, Q, s_m, s_n, t_m,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """One block of target (P, Q), into which source (M, N) is copied; zeros beyond it."""
+    if WORDS:
+        copy_words(block, source, target, M, N, P, Q, s_m, t_m, ROWS, COLUMNS, BITS)
+    else:
+        row0, col0 = locate(block, P, Q, ROWS, COLUMNS, 1)
+        value = load_c(source, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full")
+        store_tile(target, value, row0, col0, P, Q, t_m, 1, ROWS, COLUMNS)
+
+
+@triton.jit
+def copy_pass(
+    source, target, M, N, P, Q, s_m, s_n, t_m, source_2, target_2, M_2, N_2, P_2, Q_2, u_m, u_n, v_m, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, WORDS_2: tl.constexpr,
+    BOTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One matrix, or two in one launch, into rows that start aligned. Reads MN, writes PQ. Grid: blocks of all."""
     if EARLY:
         take_turn()
-    row0, col0 = locate(tl.program_id(0), M, N, ROWS, COLUMNS, 1)
-    value = load_c(source, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full")
-    store_tile(target, value, row0, col0, M, N, t_m, 1, ROWS, COLUMNS)
+    block = tl.program_id(0)
+    if BOTH:
+        if block < blocks:
+            copy_block(block, source, target, M, N, P, Q, s_m, s_n, t_m, ROWS, COLUMNS, BITS, WORDS)
+        else:
+            copy_block(block - blocks, source_2, target_2, M_2, N_2, P_2, Q_2, u_m, u_n, v_m,
+                       ROWS, COLUMNS, BITS, WORDS_2)  # fmt: skip
+    else:
+        copy_block(block, source, target, M, N, P, Q, s_m, s_n, t_m, ROWS, COLUMNS, BITS, WORDS)

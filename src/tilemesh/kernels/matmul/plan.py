@@ -7,65 +7,15 @@ of tiles. Nothing here needs torch or a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tilemesh.kernels.matmul.config import Config
+from tilemesh.kernels.matmul.copies import aligned_copies
 from tilemesh.kernels.matmul.problem import INT32_LIMIT, Matrix, Problem
+from tilemesh.kernels.matmul.steps import Argument, Buffer, Descriptor, LaunchPlan, Pointer, Step, blocks
 
 PASS_ROWS, PASS_COLUMNS = 4, 512  # of the memory-bound passes: 16 bytes a thread and more rows than a warp is wide
-COPY_ROWS, COPY_COLUMNS = 4, 1024
-COPY_ALIGNMENT_BYTES = 128  # of a copied row: a cache line, so that no tile's row straddles one more than it must
 REDUCE_ELEMENTS = 1024  # of a tile that one program of the second split-K kernel finishes
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """The address of a tensor by the name it has in the plan: a, b, c, d, z (kept), or one of the plan's buffers."""
-
-    of: str
-
-
-@dataclass(frozen=True)
-class Descriptor:
-    """A TMA descriptor over a tensor: the last stride is 1, the shape is what bounds loads and stores."""
-
-    of: str
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    block: tuple[int, int]
-
-
-Argument = Pointer | Descriptor | int | None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so."""
-
-    kernel: str
-    grid: tuple[int, int]
-    arguments: Mapping[str, Argument]
-    constants: Mapping[str, object]
-    warps: int = 4
-    stages: int = 3
-    wide: bool = False
-    hints: bool = True  # tell the compiler what divides sizes and strides, so that accesses are wide
-    varying: tuple[str, ...] = ()  # sizes that change from call to call: no hint, so that one kernel serves them all
-    early: bool = False  # launched while the kernel before still runs; the kernel itself waits for it
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Scratch memory for one call."""
-
-    elements: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    steps: tuple[Step, ...]
-    buffers: Mapping[str, Buffer] = field(default_factory=dict)
 
 
 def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interpreted: bool = False) -> LaunchPlan:
@@ -73,10 +23,10 @@ def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interp
     steps: list[Step] = []
     buffers: dict[str, Buffer] = {}
     if config.uses_tma:
-        operands = {}
-        for name in ("a", "b"):
-            forced = name in config.copy
-            operands[name] = _aligned(name, getattr(problem, name), problem, steps, buffers, forced)
+        size = problem.element_bytes
+        operands = {"a": ("a", problem.a), "b": ("b", problem.b)}
+        unread = [name for name, (_, matrix) in operands.items() if name in config.copy or not matrix.tma(size)]
+        operands |= aligned_copies(problem, unread, steps, buffers)
         steps += _tma_steps(problem, config, multiprocessors, operands, buffers, interpreted)
     else:
         steps += _pointer_steps(problem, config, buffers, interpreted)
@@ -96,12 +46,17 @@ def _chained(steps: list[Step]) -> tuple[Step, ...]:
 
 def epilogue_plan(problem: Problem, product: Matrix) -> LaunchPlan:
     """The library path's second half: D = act(product + C), where `product` may be D's own memory."""
-    grid = (_blocks(problem.m, PASS_ROWS) * _blocks(problem.n, PASS_COLUMNS), 1)
+    size = problem.element_bytes
+    moved = [product, problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])
+    # One layout serves all accesses: made for wide rows, it would put the unaligned ones eight elements apart.
+    alike = len({matrix.tma(size) for matrix in moved}) == 1
+    grid = (blocks(problem.m, PASS_ROWS) * blocks(problem.n, PASS_COLUMNS), 1)
     arguments: dict[str, Argument] = {"product": Pointer("product"), **_c_d_z(problem), "M": problem.m, "N": problem.n}
     arguments |= {"p_m": product.row_stride, "p_n": product.column_stride}
     constants = {"ROWS": PASS_ROWS, "COLUMNS": PASS_COLUMNS, "C_KIND": problem.c_kind}
     constants |= {"ACTIVATION": problem.activation, "KEEP": problem.keep}
-    return LaunchPlan((Step("epilogue_pass", grid, arguments, constants, wide=problem.wide),))
+    wide = problem.wide or product.reach >= INT32_LIMIT
+    return LaunchPlan((Step("epilogue_pass", grid, arguments, constants, wide=wide, hints=alike),))
 
 
 def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activation: str) -> LaunchPlan:
@@ -109,7 +64,7 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
     rows, columns = out.rows, out.columns
     tall = 32 if c_kind == "row" else PASS_ROWS  # fewer partial rows to add afterwards
     wide = 64 if c_kind == "row" else PASS_COLUMNS
-    grid = (_blocks(rows, tall) * _blocks(columns, wide), 1)
+    grid = (blocks(rows, tall) * blocks(columns, wide), 1)
     arguments: dict[str, Argument] = {
         "grad": Pointer("grad"), "saved": Pointer("saved"), "out": Pointer("out"),
         "sums": Pointer("sums") if c_kind in ("row", "column") else None, "M": rows, "N": columns,
@@ -125,12 +80,12 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
 def gradient_sums_shape(out: Matrix, c_kind: str) -> tuple[int, int]:
     """The partial sums `gradient_plan` leaves: (how many, length of each)."""
     if c_kind == "row":
-        return _blocks(out.rows, 32), out.columns
-    return _blocks(out.columns, PASS_COLUMNS), out.rows
+        return blocks(out.rows, 32), out.columns
+    return blocks(out.columns, PASS_COLUMNS), out.rows
 
 
 def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer], interpreted: bool) -> list[Step]:
-    tiles = _blocks(problem.m, config.block_m) * _blocks(problem.n, config.block_n)
+    tiles = blocks(problem.m, config.block_m) * blocks(problem.n, config.block_n)
     split = config.split_k if config.kind == "split" else 1
     arguments: dict[str, Argument] = {"a": Pointer("a"), "b": Pointer("b"), **_c_d_z(problem)}
     arguments |= {"work": None, "M": problem.m, "N": problem.n, "K": problem.k}
@@ -156,7 +111,7 @@ def _tma_steps(
     buffers: dict[str, Buffer],
     interpreted: bool,
 ) -> list[Step]:
-    tiles = _blocks(problem.m, config.block_m) * _blocks(problem.n, config.block_n)
+    tiles = blocks(problem.m, config.block_m) * blocks(problem.n, config.block_n)
     size = problem.element_bytes
     through = config.tma_epilogue and config.kind != "split"
     c_tma = through and problem.c_kind == "full" and not (config.c_first or config.c_early) and _plain(problem.c, size)
@@ -199,22 +154,25 @@ def _tma_steps(
 
 
 def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, multiprocessors: int) -> Step:
-    """C and D move by TMA, a group's tile at once; `whole` has everything else."""
+    """C and D move by TMA, a group's tile at once, or row by row where it cannot; `whole` has everything else."""
     part = (config.block_m // 2 if config.paired else config.block_m, config.block_n)
-    c_tma = problem.c_kind == "full"
-    arguments: dict[str, Argument] = {
-        name: whole.arguments[name] for name in ("a_desc", "b_desc", "c", "M", "N", "K", "c_m", "c_n")
-    }
+    size = problem.element_bytes
+    d_tma = _plain(problem.d, size)
+    c_tma = d_tma and problem.c_kind == "full" and _plain(problem.c, size)
+    named = ("a_desc", "b_desc", "c", "d", "z", "M", "N", "K", "c_m", "c_n", "d_m", "d_n")
+    arguments: dict[str, Argument] = {name: whole.arguments[name] for name in named}
     arguments |= {
         "c_desc": _operand("c", problem.c, *part) if c_tma and problem.c else None,
-        "d_desc": _operand("d", problem.d, *part),
-        "z_desc": _operand("z", problem.d, *part) if problem.keep else None,
+        "d_desc": _operand("d", problem.d, *part) if d_tma else None,
+        "z_desc": _operand("z", problem.d, *part) if d_tma and problem.keep else None,
         "tiles": tiles,
-        "c_at": _blocks(problem.k, config.block_k) // 2,  # halfway: what is multiplied first is asked for first
+        "c_at": blocks(problem.k, config.block_k) // 2,  # halfway: what is multiplied first is asked for first
     }
+    if d_tma:
+        arguments |= {"d": None, "z": None, "d_m": 0, "d_n": 0}
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "A_TURNED", "B_TURNED", "C_KIND", "ACTIVATION", "KEEP", "EARLY")
     constants = {name: whole.constants[name] for name in names}
-    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma}
+    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma, "D_TMA": d_tma}
     grid, varying = (min(tiles, multiprocessors), 1), (*whole.varying, "c_at")
     return replace(whole, kernel="pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying)
 
@@ -297,31 +255,3 @@ def _operand(name: str, matrix: Matrix, rows: int, columns: int) -> Descriptor:
 
 def _plain(matrix: Matrix | None, element_bytes: int) -> bool:
     return matrix is not None and not matrix.transposed and matrix.tma(element_bytes)
-
-
-def _aligned(
-    name: str, matrix: Matrix, problem: Problem, steps: list[Step], buffers: dict[str, Buffer], forced: bool
-) -> tuple[str, Matrix]:
-    """The operand itself where TMA can read it, else a copy with aligned rows: few bytes beside the product's FLOPs."""
-    size = problem.element_bytes
-    if matrix.tma(size) and not forced:
-        return name, matrix
-    turned = abs(matrix.row_stride) < abs(matrix.column_stride)  # copy along the nearer stride: coalesced reads
-    rows, columns = (matrix.columns, matrix.rows) if turned else (matrix.rows, matrix.columns)
-    strides = (matrix.column_stride, matrix.row_stride) if turned else (matrix.row_stride, matrix.column_stride)
-    unit = COPY_ALIGNMENT_BYTES // size
-    leading = _blocks(columns, unit) * unit
-    copy = f"{name}_copy"
-    buffers[copy] = Buffer(rows * leading, problem.dtype)
-    arguments: dict[str, Argument] = {"source": Pointer(name), "target": Pointer(copy), "M": rows, "N": columns}
-    arguments |= {"s_m": strides[0], "s_n": strides[1], "t_m": leading}
-    grid = (_blocks(rows, COPY_ROWS) * _blocks(columns, COPY_COLUMNS), 1)
-    constants = {"ROWS": COPY_ROWS, "COLUMNS": COPY_COLUMNS, "EARLY": False}
-    wide = problem.wide or rows * leading >= INT32_LIMIT  # the copy's rows are longer than what it copies
-    # Wide stores would put unaligned reads eight elements apart from thread to thread; without, they are neighbours.
-    steps.append(Step("copy_pass", grid, arguments, constants, wide=wide, hints=matrix.tma(size)))
-    return copy, Matrix(matrix.rows, matrix.columns, *((1, leading) if turned else (leading, 1)))
-
-
-def _blocks(size: int, block: int) -> int:
-    return -(-size // block)

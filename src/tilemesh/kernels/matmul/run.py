@@ -7,17 +7,23 @@ before the activation, when the problem keeps it). All tensors are two-dimension
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.matmul import reference
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, check, default
-from tilemesh.kernels.matmul.plan import LaunchPlan, epilogue_plan, tiles_plan
+from tilemesh.kernels.matmul.config import Config, check, default
+from tilemesh.kernels.matmul.padded import PaddedPlan, View, padded_plan
+from tilemesh.kernels.matmul.plan import epilogue_plan, tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, Problem
+from tilemesh.kernels.matmul.steps import Buffer, LaunchPlan
+
+if TYPE_CHECKING:
+    from tilemesh.kernels.matmul.launch import Operand
 
 # a, b, c, d, z: what is given, then what is written.
 Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], None]
@@ -46,7 +52,7 @@ class Gpu:
         return self.capability[0] == 9
 
     def runs(self, kind: str) -> bool:
-        return kind == "pointer" or (self.hopper if kind == "pingpong" else self.tma)
+        return kind in ("pointer", "library") or (self.hopper if kind == "pingpong" else self.tma)
 
 
 @functools.cache
@@ -86,7 +92,7 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     gpu = gpu_of(device_index(device))
     check(config, problem, shared_limit=gpu.shared_bytes)
     if config.kind == "library":
-        return _library(problem, device)
+        return _Padded(problem, config, device) if config.padded else _library(problem, device)
     if config.uses_tma and not gpu.tma:
         raise UsageError(f"kind '{config.kind}' needs TMA, which {gpu.name} does not have: use 'pointer' or 'library'")
     if config.kind == "pingpong" and not gpu.hopper:
@@ -110,6 +116,15 @@ def _torch(activation: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z
     d.copy_(reference.activate(total, activation))
 
 
+def _operands(problem: Problem, buffers: Mapping[str, Buffer]) -> dict[str, Operand]:
+    """What compiling needs to know of every tensor that a plan may name."""
+    from tilemesh.kernels.matmul.launch import Operand
+
+    places = (("a", problem.a), ("b", problem.b), ("c", problem.c), ("d", problem.d))
+    given = {name: Operand(problem.dtype, matrix.aligned) for name, matrix in places if matrix is not None}
+    return {**given, "z": Operand(problem.dtype), **{name: Operand(b.dtype) for name, b in buffers.items()}}
+
+
 class _Launched:
     """Tile kernels on a GPU."""
 
@@ -120,13 +135,7 @@ class _Launched:
         self.several = torch.cuda.device_count() > 1
         self.has_c, self.keep = problem.c is not None, problem.keep
         self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
-        operands = {
-            name: Operand(problem.dtype, matrix.aligned)
-            for name, matrix in (("a", problem.a), ("b", problem.b), ("c", problem.c), ("d", problem.d))
-            if matrix is not None
-        }
-        operands |= {"z": Operand(problem.dtype), "product": Operand(problem.dtype, problem.d.aligned)}
-        operands |= {name: Operand(buffer.dtype) for name, buffer in plan.buffers.items()}
+        operands = {"product": Operand(problem.dtype, problem.d.aligned), **_operands(problem, plan.buffers)}
         names = ["a", "b", *(["c"] if self.has_c else []), "d", *(["z"] if self.keep else []), *plan.buffers]
         if product:
             names = ["product", *names[2:]]
@@ -139,8 +148,7 @@ class _Launched:
         addresses.append(d.data_ptr())
         if z is not None:
             addresses.append(z.data_ptr())
-        if self.buffers:
-            # Fresh each call: memory kept from one call to the next would race between streams.
+        if self.buffers:  # fresh each call, as in _scratch; spelt out for the host's time
             scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
             addresses += [buffer.data_ptr() for buffer in scratch]
         self.launch(addresses)
@@ -152,6 +160,53 @@ class _Launched:
                 self.program(*addresses)
         else:
             self.program(*addresses)
+
+
+class _Padded:
+    """The library on aligned copies: a launch, the vendor's matmul, a launch."""
+
+    def __init__(self, problem: Problem, config: Config, device: torch.device) -> None:
+        from tilemesh.kernels.matmul.launch import Program
+
+        self.device, self.index = device, device_index(device)
+        self.several = torch.cuda.device_count() > 1
+        self.plan = padded_plan(problem, config)
+        operands = _operands(problem, self.plan.buffers)
+        has_c, keep = problem.c is not None, problem.keep
+        self.before = Program(self.plan.before, operands, ["a", "b", *self.plan.buffers])
+        self.after = Program(self.plan.after, operands, ["product", *"c" * has_c, "d", *"z" * keep])
+
+    def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
+        if self.several and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                self(a, b, c, d, z)
+            return
+        stream = _current_stream(self.index)
+        scratch = _scratch(self.plan.buffers, self.device)
+        self.before(stream, a.data_ptr(), b.data_ptr(), *(buffer.data_ptr() for buffer in scratch.values()))
+        multiply(self.plan, {"a": a, "b": b, **scratch})
+        given = (scratch["product"], c, d, z)
+        self.after(stream, *(tensor.data_ptr() for tensor in given if tensor is not None))
+
+
+def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:
+    """The plan's products, by torch."""
+
+    def part(view: View) -> Tensor:
+        tensor, matrix = tensors[view.of], view.matrix
+        strides = (matrix.row_stride, matrix.column_stride)
+        return tensor.as_strided((matrix.rows, matrix.columns), strides, tensor.storage_offset() + view.offset)
+
+    for product in plan.products:
+        torch.mm(part(product.a), part(product.b), out=part(product.out))
+
+
+def _scratch(buffers: Mapping[str, Buffer], device: torch.device) -> dict[str, Tensor]:
+    """Fresh each call: memory kept from one call to the next would race between streams."""
+    return {
+        name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype), device=device)
+        for name, buffer in buffers.items()
+    }
 
 
 def _library(problem: Problem, device: torch.device) -> Runner:
@@ -198,11 +253,14 @@ class _Interpreted:
     """
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        if config.kind not in TILE_KINDS:
+        self.padded = padded_plan(problem, config) if config.padded else None
+        self.library = config.kind == "library" and not config.padded
+        if self.padded:
+            self.plan = self.padded.after
+        elif self.library:
             self.plan = epilogue_plan(problem, problem.d)
         else:
             self.plan = tiles_plan(problem, config, INTERPRETED_MULTIPROCESSORS, interpreted=True)
-        self.library = config.kind == "library"
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
         from tilemesh.kernels.matmul import interpret
@@ -212,8 +270,11 @@ class _Interpreted:
         for name, target in rounded.items():
             if target is not None:
                 tensors[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32, device=d.device)
-        for name, buffer in self.plan.buffers.items():
-            tensors[name] = torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype), device=a.device)
+        scratch = _scratch(self.padded.buffers if self.padded else self.plan.buffers, a.device)
+        tensors |= scratch
+        if self.padded:
+            interpret.run(self.padded.before, tensors)
+            multiply(self.padded, {"a": a, "b": b, **scratch})
         if self.library:
             torch.mm(a, b, out=d)
             tensors["product"] = d

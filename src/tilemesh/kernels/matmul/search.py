@@ -122,5 +122,6 @@ def _features(configs: Sequence[Config]) -> Array:
             0.4 * math.log2(config.subtile),
         ]
         order = [0.3 * math.log2(config.group), 0.5 * config.per_sm, 0.6 * config.tail, 0.6 * config.flatten]
-        rows.append([*kinds, *sides, *depth, *epilogue, *order])
+        vendor = [1.2 * (config.kind == "library"), 0.6 * config.peel]
+        rows.append([*vendor, *kinds, *sides, *depth, *epilogue, *order])
     return np.array(rows, dtype=np.float64)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tilemesh.kernels.matmul.cache import Entry, Table
-from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, TILE_KINDS, Config, default, refusal
+from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, TILE_KINDS, Config, default, libraries, refusal
 from tilemesh.kernels.matmul.cost import Rates, predict_s
 from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
 
@@ -76,9 +76,9 @@ def by_model(
     problem: Problem, rates: Rates, *, tma: bool = True, hopper: bool = True, shared_limit: int = HOPPER_SHARED_BYTES
 ) -> Config:
     """The model's choice among each kind's default, and the library unless it is clearly beaten."""
-    library = Config("library")
     if problem.k == 0 or DTYPE_BYTES[problem.dtype] != 2:
-        return library  # float32 was not modelled; the vendor's kernels are safe there
+        return Config("library")  # float32 was not modelled; the vendor's kernels are safe there
+    library = min(libraries(problem), key=lambda config: predict_s(problem, config, rates))
     kinds = [kind for kind in TILE_KINDS if hopper or kind != "pingpong"] if tma else ["pointer"]
     offered = [default(kind, problem, multiprocessors=rates.multiprocessors) for kind in kinds]
     fitting = [config for config in offered if _runs(config, problem, tma, shared_limit)]

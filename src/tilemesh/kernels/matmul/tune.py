@@ -17,7 +17,7 @@ import torch
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul import cache, search, select
 from tilemesh.kernels.matmul.cache import Entry
-from tilemesh.kernels.matmul.config import Config, FitError, space
+from tilemesh.kernels.matmul.config import Config, FitError, libraries, space
 from tilemesh.kernels.matmul.cost import Rates, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import Gpu, device_index, gpu_of
@@ -126,7 +126,7 @@ def _finals(
     """The best of the search against the built-ins, on inputs none of them has seen."""
     ranked = sorted((trial for trial in trials if trial.seconds != float("inf")), key=lambda trial: trial.seconds)
     best = (trial.config for trial in ranked[:FINALISTS])
-    configs = list(dict.fromkeys([*best, untuned, Config("library"), Config("torch")]))
+    configs = list(dict.fromkeys([*best, untuned, *libraries(problem), Config("torch")]))
     bench = Bench(problem, device, seed=1)
     calls = {}
     for config in configs:
