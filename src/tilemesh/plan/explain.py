@@ -159,11 +159,11 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
     return Section(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
 
 
-def activation_section(model: ModelConfig, context: int, layout: Layout, plain: bool = False) -> Section:
+def activation_section(model: ModelConfig, context: int, layout: Layout, by: memory.Keeps = "fused") -> Section:
     """Tensor by tensor, what a layer keeps for its backward pass."""
     b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
     rows, total = [], 0
-    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, plain):
+    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, by):
         nbytes = memory.kept_bytes(kept, model, tp, sp)
         dropped = layout.recompute == "full" or (layout.recompute == "selective" and kept.scores)
         if layout.recompute == "full" and kept.name == "input of the first norm":

@@ -82,10 +82,11 @@ def layer_work(
     shape = shape_of(model, tp, sequence_parallel, microbatch, context, dtype, autocast)
     T, D, own, kv = shape.tokens, shape.width, shape.own, shape.kv
     scores, scores_back = _attention(model, tp, microbatch, context, attention, size)
-    # Hand-fused code makes q, k and v in one product; our Transformer keeps them apart, so that each can be split.
+    # Hand-fused and compiled code makes q, k and v in one product, and a gate with what it opens; our Transformer keeps
+    # them apart where tp splits them, and eagerly.
     qkv = [Matmul("q, k, v", 1, T, own + 2 * kv, D)]
     inputs = [Matmul("MLP in", 1, T, shape.first, D)]
-    if code != "fused":
+    if code == "eager" or (code == "compiled" and tp > 1):
         qkv = [Matmul("q", 1, T, own, D), Matmul("k", 1, T, kv, D), Matmul("v", 1, T, kv, D)]
         inputs = [Matmul("MLP in", 1, T, shape.hidden, D)]
         inputs += [Matmul("MLP gate", 1, T, shape.hidden, D)] if model.mlp_inputs == 2 else []
