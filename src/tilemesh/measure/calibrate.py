@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,18 +41,37 @@ class Calibrated:
     warnings: tuple[str, ...] = ()
 
 
-def calibrate(*, quick: bool = False, progress: Progress | None = None) -> Calibrated:
+def calibrate(*, quick: bool = False, progress: Progress | None = None, further: Sequence[Figure] = ()) -> Calibrated:
     """Measure this machine's processor and, where torch sees one, its GPU; `quick` takes less than half the time.
 
-    Sections that others keep in this machine's stored calibration (fitted collectives, say) are carried over.
+    `further`: figures that folders above this one know how to measure. Sections that others keep in this machine's
+    stored calibration (fitted collectives, say) are carried over.
     """
     machine = this_machine()
     figures = cpu_figures(machine, quick=quick)
     if torch.cuda.is_available():
         figures += gpu_figures(quick=quick)
+    figures += further
     rows = measure_figures(figures, progress)
     calibration = assemble(machine, figures, rows)
     return Calibrated(tuple(rows), calibration, tuple(doubts(calibration, rows)))
+
+
+def calibrate_further(stored: Calibration, figures: Sequence[Figure], progress: Progress | None = None) -> Calibrated:
+    """Measure these figures alone and put them in place of what a calibration has of their kind."""
+    rows = measure_figures(figures, progress)
+    found = replace(stored, when=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
+    for figure, row in zip(figures, rows, strict=True):
+        if row.measured is None:
+            continue
+        before: Rates = getattr(found, figure.part) or Rates()
+        value: Any = row.measured.median
+        if figure.key or figure.dtype:
+            value = {**getattr(before, figure.rate), (figure.key or figure.dtype): value}
+        rates = replace(before, **{figure.rate: value})
+        parts: dict[str, Any] = {figure.part: rates}
+        found = replace(found, **parts)
+    return Calibrated(tuple(rows), found)
 
 
 def measure_figures(figures: Sequence[Figure], progress: Progress | None = None) -> list[Row]:

@@ -174,6 +174,7 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
             f"{OPTIMIZER_BYTES[plan.precision]} B a parameter",
             format_seconds(times.optimizer_s),
         ),
+        Row("waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)),
     ]
     shown = [row for row in rows if row.value != "0 s"]
     whole = [

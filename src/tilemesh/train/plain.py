@@ -40,3 +40,8 @@ def make_plain(model: nn.Module) -> None:
                 plain.weight, plain.bias = child.weight, child.bias
                 plain.activation = child.activation
                 setattr(module, name, plain)
+
+
+def prepare_for_compile(model: nn.Module) -> None:
+    """What a model is made of where torch.compile runs it: operations that the compiler can fuse with one another."""
+    make_plain(model)
