@@ -275,6 +275,12 @@ def _elements(name: str) -> str:
         return "b S K"
     if name == "keys and values, repeated":
         return "2 b S (D - K)"
+    if name == "scale of each token in the norms":
+        return "2 b S"
+    if name == "queries and keys before turning, beside the values":
+        return "b S (D + K)"
+    if name == "where the activation's input was above 0":
+        return "b S F"
     if name == "norms before their gains":
         return "2 b S D"
     if name in ("input of the activation", "input of the MLP's last projection", "gate after its activation"):
