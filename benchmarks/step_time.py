@@ -1,6 +1,6 @@
 """Training steps of a preset in one process, beside what the planner says of them: step time and peak memory.
 
-    python benchmarks/step_time.py h200 --out rows.jsonl [--profile]          # four cases, compiled, two to three minutes
+    python benchmarks/step_time.py h200 --out rows.jsonl [--profile]    # four cases, compiled, two to three minutes
     python benchmarks/step_time.py gpt2-124m --batch 32 8 --set dropout=0 --compile --out rows.jsonl [--profile]
     python benchmarks/step_time.py tiny --batch 8 --precision fp32 --threads 1 --device cpu
 

@@ -1,7 +1,8 @@
 """Measure this machine: the figures that limits and predictions are made of, as rows and as a `Calibration`.
 
 Every figure is predicted first (`calibrate_cpu.py`, `calibrate_gpu.py` build them), then measured one by one. It takes
-about 25 seconds on two cores, and about as long again on a GPU.
+about 25 seconds on two cores, and about as long again on a GPU; what training adds (`train/host.py`) compiles for a
+while there.
 """
 
 from __future__ import annotations
