@@ -106,6 +106,7 @@ class HostCosts:
     @cached_property
     def rounds_read(self) -> list[dict[str, float]]:
         """The parts as each round has them: both depths, passes and whole steps, one after the other."""
+        torch.compiler.reset()  # what was compiled for another kind is asked first, each time, whether it fits
         steps = [small_step(self.kind, self.code, self.device, layers) for layers in DEPTHS]
         for step in steps:
             for _ in range(WARM_STEPS):  # compiles
