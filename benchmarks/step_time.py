@@ -1,17 +1,21 @@
 """Training steps of a preset in one process, beside what the planner says of them: step time and peak memory.
 
+    python benchmarks/step_time.py h200 --out rows.jsonl [--profile]    # four cases, compiled, two to three minutes
     python benchmarks/step_time.py gpt2-124m --batch 32 8 --set dropout=0 --compile --out rows.jsonl [--profile]
     python benchmarks/step_time.py tiny --batch 8 --precision fp32 --threads 1 --device cpu
 
-The prediction is computed and printed before the model exists. A step is forward, loss, backward, clipping and AdamW on
-fresh random tokens. On a GPU the peak is `max_memory_allocated`; on a CPU the growth of the peak resident set since
-before the model was made. `--profile` adds the time of GPU kernels, or CPU operators, by kind.
+The prediction is computed and printed before the model exists, from this machine's calibration (`tilemesh calibrate`;
+where it is committed, `python benchmarks/known_calibration.py`). With `--compile` the model is made of what `tilemesh
+train` compiles. A step is forward, loss, backward, clipping and AdamW on fresh random tokens. On a GPU the peak is
+`max_memory_allocated`; on a CPU the growth of the peak resident set since before the model was made. `--profile` adds
+the time of GPU kernels, or CPU operators, by kind.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import json
 import os
 import resource
@@ -25,6 +29,7 @@ import torch
 
 from tilemesh.cli.local import local_machine
 from tilemesh.core.config import load, to_dict
+from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp
@@ -32,14 +37,16 @@ from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.model.transformer import Transformer, loss
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
+from tilemesh.train.plain import prepare_for_compile
 
 STEPS = 8  # of a block
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+H200_CASES = (("gpt2-124m", 8), ("gpt2-124m", 32), ("tinyllama-1.1b", 4), ("tinyllama-1.1b", 8))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", help="a preset, or h200 for the four cases of docs/plan/README.md")
     parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--context", type=int)
     parser.add_argument("--precision", default="bf16")
@@ -53,13 +60,43 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    for batch in given.batch:
+    cases = [(given.model, batch) for batch in given.batch]
+    if given.model == "h200":
+        cases = list(H200_CASES)
+        given.compile, given.set, given.blocks = True, [*given.set, "dropout=0"], min(given.blocks, 6)
+    rows = []
+    for given.model, batch in cases:
         found = measure(given, batch)
+        rows.append(found)
         text = json.dumps(found | dict(stamp()))
         print(text, flush=True)
         if given.out:
             with Path(given.out).open("a", encoding="utf-8") as out:
                 out.write(text + "\n")
+        forget()
+    print_errors(rows)
+
+
+def forget() -> None:
+    """Give back what a case took, so that the next one's peak is its own."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def print_errors(rows: list[dict[str, Any]]) -> None:
+    """Predicted beside measured, a line a case."""
+    print(f"{'case':24} {'step, ms: predicted, measured':>32} {'error':>8} {'peak, GiB':>18} {'error':>8}  host")
+    for row in rows:
+        said, step, error = row["predicted"], row["step_time_s"], row["error"]
+        print(
+            f"{row['model'] + ' x ' + str(row['batch']):24} "
+            f"{said['step_time_s'] * 1e3:16.1f} {step['median'] * 1e3:15.1f} {error['step_time_s']:+8.1%} "
+            f"{row['predicted_bytes'] / 2**30:9.2f} {row['peak_bytes'] / 2**30:8.2f} {error['peak_bytes']:+8.1%}  "
+            + ("waits for it" if said["times"]["host_s"] else "keeps up")
+        )
 
 
 def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -69,7 +106,10 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     plan = ParallelPlan(microbatch=batch, precision=given.precision)
     code = "compiled" if given.compile else "eager"
     ranks = 1 if given.device == "cuda" or not given.threads else max(1, (os.cpu_count() or 1) // given.threads)
-    here = local_machine("1xlocal" if given.device == "cuda" else f"{ranks}xlocal-cpu")
+    try:
+        here = local_machine("1xlocal" if given.device == "cuda" else f"{ranks}xlocal-cpu")
+    except UsageError as error:
+        raise SystemExit(f"{error}; where it is committed: python benchmarks/known_calibration.py") from None
     alone = Cluster((replace(here.cluster.node, count=1),))
     predicted = predict(model_config, alone, plan, context=context, rates=here.rates, code=code)
     print(
@@ -80,7 +120,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     # On a CPU the process also grows by what torch loads with its first step.
     reserved = predicted.memory.reserved_bytes if given.device == "cuda" else 0
     said_bytes = predicted.memory.total_bytes - reserved
-    base = peak_bytes(given.device)
+    base = peak_bytes(given.device) if given.device == "cpu" else 0
     step, model = make_step(given, model_config, batch, context)
     for _ in range(5):
         step()
@@ -94,12 +134,11 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameters_predicted": count_parameters(model_config).total,
         "step_time_s": measured, "tokens_per_s": batch * context / measured["median"],
-        "peak_bytes": peak_bytes(given.device) - base,
+        "peak_bytes": peak_bytes(given.device) - base, "predicted_bytes": said_bytes,
         "predicted": prediction_figures(predicted),
         "error": {
             "step_time_s": predicted.step_time_s / measured["median"] - 1,
-            "peak_bytes": said_bytes
-            / max(1, peak_bytes(given.device) - base) - 1,
+            "peak_bytes": said_bytes / max(1, peak_bytes(given.device) - base) - 1,
         },
     }  # fmt: skip
     if given.profile:
@@ -124,12 +163,14 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
     device = torch.device(given.device)
     torch.manual_seed(0)
     model = Transformer(config, device=device, dtype=torch.float64 if given.precision == "fp64" else torch.float32)
+    if given.compile:
+        prepare_for_compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batches = torch.randint(config.vocabulary, (8, batch, context + 1), device=device)
     autocast = AUTOCAST.get(given.precision)
 
     def whole(tokens: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
-        logits = model(tokens[:, :-1], dropout_seed=seed if config.dropout else None)
+        logits = model(tokens[:, :-1], dropout_seed=seed)
         return loss(logits, tokens[:, 1:])
 
     run = torch.compile(whole) if given.compile else whole
@@ -138,7 +179,8 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
     def step() -> None:
         nonlocal count
         optimizer.zero_grad(set_to_none=True)
-        seed = torch.tensor(count, device=device)
+        # Filled in by a kernel: a copy from the host would wait for all that the GPU has yet to do.
+        seed = torch.full((), count, device=device) if config.dropout else None
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             value = run(batches[count % 8], seed)
         value.backward()
@@ -168,7 +210,9 @@ def profile(step: Any, device: str) -> dict[str, Any]:
     calls: collections.Counter[str] = collections.Counter()
     for event in seen.key_averages():
         spent = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-        if spent and (device != "cuda" or event.device_type == torch.autograd.DeviceType.CUDA):
+        # A range that somebody named ("Optimizer.step#AdamW.step") holds kernels that are counted by themselves.
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.key
+        if spent and (device != "cuda" or is_kernel):
             names[event.key] += spent * 1e-6 / rounds
             calls[event.key] += event.count
     return {

@@ -225,7 +225,7 @@ def test_this_machine_calibrates(calibrated: Calibrated) -> None:
 
 
 def run(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[str, str]:
-    def stand_in(quick: bool, progress: Callable[[int, int, str], None]) -> Calibrated:
+    def stand_in(quick: bool, progress: Callable[[int, int, str], None], **named: Any) -> Calibrated:
         progress(0, 1, "matmul, one core")
         progress(1, 1, "done")
         return calibrated

@@ -169,25 +169,29 @@ def test_compiled_is_faster_and_smaller_than_eager() -> None:
     plan = ParallelPlan(microbatch=32, precision="bf16")
     compiled, eager = (predict(model, cluster, plan, code=code) for code in ("compiled", "eager"))
     assert compiled.step_time_s < 0.6 * eager.step_time_s
-    assert compiled.memory.logits_bytes * 2 == eager.memory.logits_bytes
+    assert 2.8 < eager.memory.logits_bytes / compiled.memory.logits_bytes < 3.0
     assert default_code(cluster.device, "bf16") == "compiled"
     assert default_code(cluster.device, "bf16-master") == "fused"
 
 
 def test_rows_that_tensor_cores_cannot_load_cost() -> None:
     even, odd = (preset("gpt2-124m").replace(vocabulary=size) for size in (50304, 50257))
-    assert (logits_element_bytes(even, 1, 2, "compiled"), logits_element_bytes(odd, 1, 2, "compiled")) == (4, 6)
+    assert (logits_element_bytes(even, 1, 2, "compiled"), logits_element_bytes(odd, 1, 2, "compiled")) == (4, 4)
     cluster, plan = parse_cluster("1xh200"), ParallelPlan(microbatch=8, precision="bf16")
-    for code, most in (("compiled", 1.1), ("eager", 2.5)):
-        ratio = (
-            predict(odd, cluster, plan, code=code).step_time_s / predict(even, cluster, plan, code=code).step_time_s  # type: ignore[arg-type]
-        )
-        assert 1.02 < ratio < most
+    ratio = predict(odd, cluster, plan, code="eager").step_time_s / predict(even, cluster, plan, code="eager").step_time_s
+    assert 1.02 < ratio < 2.5
+    # Compiled and alone, logits are computed in rows of aligned length.
+    ratio = (
+        predict(odd, cluster, plan, code="compiled").step_time_s
+        / predict(even, cluster, plan, code="compiled").step_time_s
+    )
+    assert 0.99 < ratio < 1.001
 
 
-# Measured steps of one H200, seconds and allocated bytes: benchmarks/results/steps-h200.jsonl.
+# Measured steps of one H200, seconds and allocated bytes: benchmarks/results/steps-h200.jsonl. Their projections into
+# the MLP were still our kernel, which also keeps a gate after its activation.
 H200_STEPS = {
-    ("gpt2-124m", 32): (0.0702, 22_849_710_592),
+    ("gpt2-124m", 32): (0.0702, None),  # with a copy of the logits that torch's own projections do without
     ("tinyllama-1.1b", 8): (0.2345, 47_517_389_312),
     ("tinyllama-1.1b", 4): (0.1274, 31_428_334_080),
 }
@@ -202,7 +206,16 @@ def test_steps_measured_on_an_h200(name: str, batch: int) -> None:
     model = preset(name).replace(dropout=0.0)
     found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=batch, precision="bf16"), rates=H200)
     assert found.step_time_s == pytest.approx(seconds, rel=0.10)
-    assert found.memory.total_bytes - found.memory.reserved_bytes == pytest.approx(nbytes, rel=0.055)
+    if nbytes is not None:
+        said = found.memory.total_bytes + 2 * model.mlp_width * model.layers * batch * model.context
+        assert said - found.memory.reserved_bytes == pytest.approx(nbytes, rel=0.02)
+
+
+def test_memory_of_a_training_run_on_an_h200() -> None:
+    """`tilemesh train gpt2-124m`, 32 x 1024, compiled: what torch allocated at most."""
+    model = preset("gpt2-124m").replace(dropout=0.0)
+    found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=32, precision="bf16"), code="compiled")
+    assert found.memory.total_bytes - found.memory.reserved_bytes == pytest.approx(19_525_483_520, rel=0.01)
 
 
 def test_few_tiles_are_split_along_k() -> None:

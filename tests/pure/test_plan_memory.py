@@ -183,9 +183,33 @@ def test_layers_in_flight_are_what_the_schedule_holds(pp: int, groups: int, v: i
 def test_autocast_counts_fp32_weights_and_their_copies() -> None:
     plan = ParallelPlan(precision="bf16")
     found = predict(preset("gpt2-124m"), parse_cluster("1xh200"), plan)
-    n = count_parameters(preset("gpt2-124m")).total
-    assert found.memory.weights_bytes == 4 * n
-    assert found.memory.working_bytes == 2 * n
+    parts = count_parameters(preset("gpt2-124m"))
+    assert found.memory.weights_bytes == 4 * parts.total
+    assert found.memory.working_bytes == 2 * (parts.total - parts.position_embedding)  # a table nobody multiplies with
+    untied = count_parameters(preset("tinyllama-1.1b"))
+    found = predict(preset("tinyllama-1.1b"), parse_cluster("1xh200"), plan)
+    assert found.memory.working_bytes == 2 * (untied.total - untied.token_embedding)
+
+
+def test_gradients_that_come_after_the_fullest_moment() -> None:
+    """Alone, with one microbatch, a compiled step begins without gradients; at its end all of them are there."""
+    cluster = parse_cluster("1xh200")
+
+    def found(model: str, **fields: Any) -> memory.Memory:
+        return predict(preset(model), cluster, ParallelPlan(precision="bf16", **fields), code="compiled").memory
+
+    large = found("gpt2-124m", microbatch=32)
+    assert large.later_bytes == large.gradients_bytes
+    parts = large.weights_bytes + large.optimizer_bytes + large.activations_bytes + large.logits_bytes
+    assert large.total_bytes == parts + large.working_bytes + large.reserved_bytes
+    assert found("gpt2-124m", microbatch=8, accumulation=4).later_bytes == 0
+    small = predict(
+        preset("tinyllama-1.1b"), cluster, ParallelPlan(precision="bf16"), context=16, code="compiled"
+    ).memory
+    assert small.later_bytes == small.activations_bytes + small.logits_bytes < small.gradients_bytes
+    assert small.dominant == "optimizer"
+    eager = predict(preset("gpt2-124m"), cluster, ParallelPlan(precision="bf16", microbatch=32), code="eager").memory
+    assert eager.later_bytes == 0
 
 
 def test_a_kv_cache_by_hand() -> None:

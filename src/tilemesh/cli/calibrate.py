@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tilemesh.core.calibration import find
-from tilemesh.core.errors import RunError
+from tilemesh.core.calibration import Calibration, find
+from tilemesh.core.errors import RunError, UsageError
 
 
 def calibrate(
@@ -20,6 +20,9 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Coarser, in less than half the time.")] = False,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Only where this machine was not measured.")] = False,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Store the calibration for later limits.")] = True,
+    host: Annotated[
+        bool, typer.Option("--host", help="Only what a GPU's host needs for a training step; the rest stays as stored.")
+    ] = False,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
     if if_missing and _is_known():
@@ -27,17 +30,25 @@ def calibrate(
     # Standard output belongs to the rows when they go there; people read the other one.
     console = Console(stderr=json == "-", highlight=False)
     # Late, because torch takes seconds to import and `--help` needs none of it.
+    import torch
+
     from tilemesh.measure import calibrate as measuring
     from tilemesh.measure.machine import this_machine
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
+    from tilemesh.train.host import host_figures
 
+    stored = _stored_for_host(torch.cuda.is_available()) if host else None
+    further = host_figures() if torch.cuda.is_available() and (host or not quick) else []
     # Who asks for it only where it is missing wants to get on: a line before, a line after.
     once = "once, for predictions and limits: " if if_missing else ""
     console.print(f"calibrating {once}{this_machine().words}", soft_wrap=True)
     began = time.perf_counter()
     with _progress(console, brief=if_missing) as report:
-        result = measuring.calibrate(quick=quick, progress=report)
+        if stored is not None:
+            result = measuring.calibrate_further(stored, further, report)
+        else:
+            result = measuring.calibrate(quick=quick, progress=report, further=further)
     if not if_missing:
         console.print()
         print_rows(result.rows, console)
@@ -54,6 +65,18 @@ def calibrate(
             console.print(f"rows: {json}", soft_wrap=True)
     if save:
         console.print(f"calibration: {result.calibration.save()}", soft_wrap=True)
+
+
+def _stored_for_host(has_gpu: bool) -> Calibration:
+    """What the host's figures are added to."""
+    from tilemesh.measure.machine import this_machine
+
+    if not has_gpu:
+        raise UsageError("--host measures what launching on a GPU costs, and torch sees no GPU here")
+    found = find(this_machine().id)
+    if found is None or found.gpu is None:
+        raise UsageError("--host adds to a stored calibration, and this GPU has none: run `tilemesh calibrate`")
+    return found
 
 
 def _is_known() -> bool:

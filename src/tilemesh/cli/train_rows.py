@@ -10,9 +10,10 @@ from typing import Any
 
 from tilemesh.cli.local import local_machine
 from tilemesh.core import calibration
+from tilemesh.core.calibration import Rates
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import device_for, parse_cluster
+from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -38,12 +39,15 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     on_gpu = bool(gpus) and config.train.device != "cpu"
     device = device_for(gpus[0]) if on_gpu else None
     try:
-        if device is not None:
-            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
-        else:
+        try:
             here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
-            cluster, rates = here.cluster, here.rates
-        code: Code | None = "compiled" if config.train.compile else None if on_gpu else "eager"
+            cluster: Cluster = here.cluster
+            rates: Rates | None = here.rates
+        except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
+            if device is None:
+                raise
+            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
+        code: Code = "compiled" if config.train.compile else "eager"
         found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code)
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}

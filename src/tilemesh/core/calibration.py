@@ -31,6 +31,7 @@ _BY_KEY = (
     "matmul_flops_per_s",
     "attention_flops_per_s",
     "projection_flops_per_s",
+    "host_s",
 )  # rates that are a number for each key
 
 _AGAIN = "remove it and calibrate this machine again"
@@ -66,6 +67,9 @@ class Rates:
     """Operations on halves of a head (rotary positions), forward and backward; measured on CPUs."""
     operation_s: float | None = None
     """What an operation of a training step costs beside its work: its call and its part in autograd; on CPUs."""
+    host_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """What the host of a GPU needs to launch a training step, by kind of layer, code and part ("gpt-compiled-passes" a
+    step, "gpt-compiled-passes-layer" a layer more, "gpt-compiled-update", ...)."""
 
     def __post_init__(self) -> None:
         for name, value in _leaves(self):

@@ -1,7 +1,8 @@
 """Measure this machine: the figures that limits and predictions are made of, as rows and as a `Calibration`.
 
 Every figure is predicted first (`calibrate_cpu.py`, `calibrate_gpu.py` build them), then measured one by one. It takes
-about 25 seconds on two cores, and about as long again on a GPU.
+about 25 seconds on two cores, and about as long again on a GPU; what training adds (`train/host.py`) compiles for a
+while there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,18 +42,37 @@ class Calibrated:
     warnings: tuple[str, ...] = ()
 
 
-def calibrate(*, quick: bool = False, progress: Progress | None = None) -> Calibrated:
+def calibrate(*, quick: bool = False, progress: Progress | None = None, further: Sequence[Figure] = ()) -> Calibrated:
     """Measure this machine's processor and, where torch sees one, its GPU; `quick` takes less than half the time.
 
-    Sections that others keep in this machine's stored calibration (fitted collectives, say) are carried over.
+    `further`: figures that folders above this one know how to measure. Sections that others keep in this machine's
+    stored calibration (fitted collectives, say) are carried over.
     """
     machine = this_machine()
     figures = cpu_figures(machine, quick=quick)
     if torch.cuda.is_available():
         figures += gpu_figures(quick=quick)
+    figures += further
     rows = measure_figures(figures, progress)
     calibration = assemble(machine, figures, rows)
     return Calibrated(tuple(rows), calibration, tuple(doubts(calibration, rows)))
+
+
+def calibrate_further(stored: Calibration, figures: Sequence[Figure], progress: Progress | None = None) -> Calibrated:
+    """Measure these figures alone and put them in place of what a calibration has of their kind."""
+    rows = measure_figures(figures, progress)
+    found = replace(stored, when=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"))
+    for figure, row in zip(figures, rows, strict=True):
+        if row.measured is None:
+            continue
+        before: Rates = getattr(found, figure.part) or Rates()
+        value: Any = row.measured.median
+        if figure.key or figure.dtype:
+            value = {**getattr(before, figure.rate), (figure.key or figure.dtype): value}
+        rates = replace(before, **{figure.rate: value})
+        parts: dict[str, Any] = {figure.part: rates}
+        found = replace(found, **parts)
+    return Calibrated(tuple(rows), found)
 
 
 def measure_figures(figures: Sequence[Figure], progress: Progress | None = None) -> list[Row]:
@@ -124,7 +144,9 @@ def doubts(calibration: Calibration, rows: Sequence[Row]) -> list[str]:
             for name, alone, together in pairs
             if alone and together and together < GAIN_OF_CORES * alone
         ]
-    wandering = [row for row in rows if row.measured and row.measured.p80 > UNSTEADY * row.measured.p20]
+    # A difference of two times, as the host's figures are, wanders more than either.
+    steady = [row for row in rows if row.measured and row.name != "host"]
+    wandering = [row for row in steady if row.measured and row.measured.p80 > UNSTEADY * row.measured.p20]
     if wandering:
         found.append(f"{len(wandering)} of {len(rows)} figures have a p80 above {UNSTEADY:g} times their p20")
     return found

@@ -159,11 +159,11 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
     return Section(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
 
 
-def activation_section(model: ModelConfig, context: int, layout: Layout, plain: bool = False) -> Section:
+def activation_section(model: ModelConfig, context: int, layout: Layout, by: memory.Keeps = "fused") -> Section:
     """Tensor by tensor, what a layer keeps for its backward pass."""
     b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
     rows, total = [], 0
-    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, plain):
+    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, by):
         nbytes = memory.kept_bytes(kept, model, tp, sp)
         dropped = layout.recompute == "full" or (layout.recompute == "selective" and kept.scores)
         if layout.recompute == "full" and kept.name == "input of the first norm":
@@ -275,6 +275,12 @@ def _elements(name: str) -> str:
         return "b S K"
     if name == "keys and values, repeated":
         return "2 b S (D - K)"
+    if name == "scale of each token in the norms":
+        return "2 b S"
+    if name == "queries and keys before turning, beside the values":
+        return "b S (D + K)"
+    if name == "where the activation's input was above 0":
+        return "b S F"
     if name == "norms before their gains":
         return "2 b S D"
     if name in ("input of the activation", "input of the MLP's last projection", "gate after its activation"):

@@ -26,7 +26,7 @@ def plan_sections(result: Result) -> list[Section]:
     estimator = result.estimator()
     return [
         flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
-        activation_section(result.model, result.context, best.plan, estimator.room.is_plain(best.plan)),
+        activation_section(result.model, result.context, best.plan, estimator.room.keeps(best.plan)),
         memory_section(estimator, best),
         bubble_section(best),
         time_section(estimator, best),
@@ -77,7 +77,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
         Row("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
         Row(
             "logits",
-            f"{each} B x b S V/tp, last stage",
+            f"{each} B x b S V/tp, last stage" + (" + its ends" if room.code(plan) == "compiled" else ""),
             f"{each} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
             format_bytes(best.memory.logits_bytes),
         ),
@@ -88,6 +88,18 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
             format_bytes(best.memory.working_bytes),
         ),
         Row("reserved", "context and libraries", "assumed", format_bytes(best.memory.reserved_bytes)),
+        *(
+            [
+                Row(
+                    "not yet there",
+                    "gradients, at the loss",
+                    "one microbatch",
+                    f"-{format_bytes(best.memory.later_bytes)}",
+                )
+            ]
+            if best.memory.later_bytes
+            else []
+        ),
         Row(
             "total",
             "sum",
@@ -162,6 +174,7 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
             f"{OPTIMIZER_BYTES[plan.precision]} B a parameter",
             format_seconds(times.optimizer_s),
         ),
+        Row("waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)),
     ]
     shown = [row for row in rows if row.value != "0 s"]
     whole = [

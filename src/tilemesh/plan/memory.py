@@ -8,7 +8,7 @@ sequence-parallel (34/t + 5 a s/(h t)) and selective (34/t) forms; other models 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     name: str
     elements: int
     element_bytes: int
-    split: str  # "tp", "kv", "sequence" or "whole"
+    split: str  # "tp", "kv", "sequence", or "whole"
     scores: bool = False
 
 
@@ -53,6 +53,8 @@ class Memory:
     """The layer being recomputed, weights gathered by ZeRO-3, 16-bit copies of autocast."""
     reserved_bytes: int
     """The device's context and the libraries' buffers."""
+    later_bytes: int = 0
+    """Of the gradients, what is not there yet at the fullest moment, the loss: taken off the sum."""
 
     @property
     def total_bytes(self) -> int:
@@ -64,12 +66,14 @@ class Memory:
             + self.logits_bytes
             + self.working_bytes
             + self.reserved_bytes
+            - self.later_bytes
         )
 
     @property
     def dominant(self) -> str:
         """The name of the largest term, without its unit."""
-        return max(fields(self), key=lambda field: getattr(self, field.name)).name.removesuffix("_bytes")
+        added = (field.name for field in fields(self) if field.name != "later_bytes")
+        return max(added, key=lambda name: getattr(self, name)).removesuffix("_bytes")
 
 
 # ---- states ----------------------------------------------------------------------------------------------------
@@ -92,10 +96,15 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
 # ---- activations -----------------------------------------------------------------------------------------------
 
 
+Keeps = Literal["fused", "compiled", "plain"]
+"""By what a layer's tensors are kept: hand-fused code, torch.compile, or torch's operators one by one on a CPU."""
+
+
 def kept_tensors(
-    model: ModelConfig, microbatch: int, context: int, attention: str, precision: str, plain: bool = False
+    model: ModelConfig, microbatch: int, context: int, attention: str, precision: str, by: Keeps = "fused"
 ) -> list[Kept]:
-    """What one layer keeps of one microbatch when nothing is recomputed; `plain`: by torch's operators on a CPU."""
+    """What one layer keeps of one microbatch when nothing is recomputed."""
+    plain = by == "plain"
     size = DTYPE_BYTES["bf16" if precision in ("bf16", "fp16", "bf16-master") else precision]
     # Autocast leaves the stream between the layers in fp32; only what enters a matmul is cast.
     stream = 4 if precision in AUTOCAST else size
@@ -128,7 +137,24 @@ def kept_tensors(
     kept.append(Kept("input of the MLP's last projection", hidden, size, "tp"))
     if model.dropout:
         kept.append(Kept("mask of the MLP's dropout", whole, 1, "sequence"))
+    if by == "compiled":
+        return kept + _kept_by_the_compiler(model, tokens, whole, hidden, size)
     return kept + _kept_by_torch(model, whole, kv, hidden, size, stream) if plain else kept
+
+
+def _kept_by_the_compiler(model: ModelConfig, tokens: int, whole: int, hidden: int, size: int) -> list[Kept]:
+    """What torch.compile keeps beyond that: its partition of the graph, read off (a test does so again).
+
+    It makes nothing anew that a product of the backward pass reads, so of an activation both ends stay. A LayerNorm
+    keeps its input normalised, in place of it.
+    """
+    kept = [Kept("scale of each token in the norms", 2 * tokens, 4, "sequence")]
+    if model.activation == "relu":
+        kept.append(Kept("where the activation's input was above 0", hidden, 1, "tp"))
+    if model.positions == "rotary":
+        # Attention's result is laid out as the queries are, which turning has put head by head.
+        kept.append(Kept("result of attention, before its heads are joined", whole, size, "tp"))
+    return kept
 
 
 def _kept_by_torch(model: ModelConfig, whole: int, kv: int, hidden: int, size: int, stream: int) -> list[Kept]:
@@ -167,24 +193,24 @@ def layer_input_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
     return kept_bytes(tensors[0], model, plan.tp, plan.sequence_parallel)
 
 
-def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int, plain: bool = False) -> int:
+def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int, by: Keeps = "fused") -> int:
     """What one layer keeps of one microbatch on one rank."""
     if plan.recompute == "full":
         return layer_input_bytes(model, plan, context)
     return sum(
         kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, plain)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, by)
         if not (tensor.scores and plan.recompute == "selective")
     )
 
 
-def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, plain: bool = False) -> int:
+def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, by: Keeps = "fused") -> int:
     """What comes back for one layer while its backward pass runs."""
     if plan.recompute == "none":
         return 0
     return sum(
         kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, plain)
+        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, by)
         if tensor.scores or plan.recompute == "full"
     )
 
@@ -194,15 +220,35 @@ def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, plain
 
 def logits_bytes(model: ModelConfig, plan: Layout, context: int, code: Code) -> int:
     """Logits on the last stage and what the loss makes of them."""
-    each = logits_element_bytes(model, plan.tp, DTYPE_BYTES[plan.compute_dtype], code)
-    return each * plan.microbatch * context * vocabulary_per_rank(model, plan.tp)
+    size = DTYPE_BYTES[plan.compute_dtype]
+    each = logits_element_bytes(model, plan.tp, size, code)
+    tokens = plan.microbatch * context
+    total = each * tokens * vocabulary_per_rank(model, plan.tp)
+    if code == "compiled":
+        # The final norm's input and the logits' input, and what the logits' two products backward write.
+        stream = 4 if plan.precision in AUTOCAST else size
+        total += tokens * model.width * (stream + 2 * size) + vocabulary_per_rank(model, plan.tp) * model.width * size
+    return total
 
 
-def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_bytes: int) -> int:
-    """What lives for moments: the recomputed layer, gathered weights, cast copies."""
+def later_bytes(plan: Layout, gradients: int, activations: int, logits: int) -> int:
+    """Gradients that are not there when the loss is: alone and with one microbatch, a step begins without any.
+
+    They come as activations go, so what the end of the backward pass holds is a bound.
+    """
+    if plan.dp * plan.tp * plan.pp > 1 or plan.accumulation > 1:
+        return 0
+    return min(gradients, activations + logits)
+
+
+def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0) -> int:
+    """What lives for moments: the recomputed layer, gathered weights, cast copies.
+
+    `looked_up`: parameters of tables from which rows are only taken, so that nobody casts them.
+    """
     total = recomputed_bytes
     if plan.precision in AUTOCAST:
-        total += 2 * parameters  # kept from forward to backward beside the fp32 weights
+        total += 2 * (parameters - looked_up)  # kept from forward to backward beside the fp32 weights
     weights, gradients, _ = STATE_BYTES[plan.precision]
     if plan.zero == 3:
         # The layer at work and the one fetched ahead, and the gradients of the one at work before they are scattered.

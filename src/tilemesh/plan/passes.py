@@ -35,7 +35,8 @@ class Pass(NamedTuple):
     launches: int = 1
     exponentials: int = 0
     kind: str = "plain"
-    """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are, "halves" of heads."""
+    """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are, "halves" of heads,
+    "activation" where each element takes a dozen instructions; "odd ..." where rows begin at odd addresses."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,14 @@ def _compiled(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
     # A norm reads the stream and what is added to it, writes the sum and the matmul's input.
     forward = [
         Pass("norms and residuals", 2 * x * (2 * s.stream + 2 * s.size) + mask, 2, kind="rows"),
-        # The kernel of the first projection writes what goes into the activation as well as what comes out.
-        Pass("activation", T * (s.first + s.hidden) * s.size + (T * s.first * s.size if s.first > s.hidden else 0)),
+        Pass("activation", T * (s.first + s.hidden) * s.size, kind="activation"),
     ]
     backward = [
         # Reads the gradient from above, its own input and the gradient of the stream; writes the stream's.
         Pass("norms and residuals", 2 * x * (s.size + 3 * s.stream) + mask, 2, kind="rows"),
-        Pass("activation", T * (2 * s.first + s.hidden) * s.size),
+        # Sums over the tokens are finished in a kernel for each gain and bias.
+        Pass("gradients of the norms", 0, 4 if model.norm == "layernorm" else 2),
+        Pass("activation", T * (2 * s.first + s.hidden) * s.size, kind="activation"),
     ]
     if s.autocast:
         forward.append(Pass("casts", s.weights * (4 + s.size) + 2 * x * (s.stream + s.size), 6))
@@ -208,9 +210,11 @@ def loss_passes(
         # To fp32; maximum; exponentials and their sum.
         return [Pass("loss", logits * (size + 4 + 4 + 8), 4)], [Pass("loss", logits * (4 + 4 + size), 2)]
     if code == "compiled":
-        forward = [Pass("loss", logits * size, 1, kind="softmax")]
-        backward = [Pass("loss", logits * 2 * size, 1, kind="rows")]
-        if unaligned(V, size):  # the gradient is written once more, into rows that tensor cores can load
+        # Alone, our Transformer computes logits in rows of aligned length.
+        odd = "odd " if unaligned(V, size) and tp > 1 else ""
+        forward = [Pass("loss", logits * size, 1, kind=f"{odd}softmax")]
+        backward = [Pass("loss", logits * 2 * size, 1, kind=f"{odd}rows")]
+        if odd:  # the gradient is written once more, into rows that tensor cores can load
             backward.append(Pass("padding of the logits", logits * 2 * size, 1, kind="rows"))
         return forward, backward
     cast = logits * (size + 4) if size != 4 else 0
@@ -225,8 +229,8 @@ def logits_element_bytes(model: ModelConfig, tp: int, precision_bytes: int, code
     """Bytes alive for one logit at the loss's fullest moment."""
     if code == "fused":
         return 10  # as the matmul writes it, fp32 for the loss, its gradient
-    if code == "compiled":  # logits and their gradient, and a padded copy of the latter
-        return precision_bytes * (3 if unaligned(vocabulary_per_rank(model, tp), precision_bytes) else 2)
+    if code == "compiled":
+        return precision_bytes * 2  # logits and their gradient
     return 12 if precision_bytes <= 4 else 24  # log-softmax, the gradient of its result, and of its input
 
 

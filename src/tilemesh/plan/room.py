@@ -40,7 +40,7 @@ class Room:
         if plan.pp == 1:
             return self.stage(plan, 0, counts)
         terms = (self._terms(plan, stage, counts) for stage in self._worth_a_look(plan.pp, counts))
-        return Memory(*max(terms, key=sum))
+        return Memory(*max(terms, key=sum))  # what is taken off a sum is 0 in a pipeline
 
     def stage(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> Memory:
         """Memory of a rank of one stage."""
@@ -56,7 +56,7 @@ class Room:
             found = self._looked[pp, counts] = tuple(sorted({0, pp - 1, *first.values()}))
         return found
 
-    def _terms(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> tuple[int, int, int, int, int, int, int]:
+    def _terms(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         """The fields of `Memory`, in order: plain numbers, because a search asks for tens of thousands."""
         last = stage == plan.pp - 1
         layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
@@ -66,14 +66,24 @@ class Room:
         kept, recomputed = self.layer(plan)
         activations = layers_in_flight(plan, stage, counts) * kept
         logits = self.logits_bytes(plan) if last else 0
-        working = memory.working_bytes(plan, shards, parameters, recomputed)
-        if self.is_plain(plan):
+        by = self.keeps(plan)
+        looked_up = 0
+        if by == "compiled" and stage == 0:
+            looked_up = shards.embeddings - (shards.tied_head if last else 0)
+        working = memory.working_bytes(plan, shards, parameters, recomputed, looked_up)
+        if by == "plain":
             working += memory.backward_bytes(self.model, plan, self.context)
-        return weights, gradients, optimizer, activations, logits, working, self._reserved
+        later = 0
+        if by == "compiled" and self._device.kind == "gpu":
+            later = memory.later_bytes(plan, gradients, activations, logits)
+        return weights, gradients, optimizer, activations, logits, working, self._reserved, later
 
-    def is_plain(self, plan: Layout) -> bool:
-        """Whether torch's own operators run it on a CPU, which keep more."""
-        return self._device.kind == "cpu" and self.code(plan) == "eager"
+    def keeps(self, plan: Layout) -> memory.Keeps:
+        """By what a layer's tensors are kept: torch's own operators on a CPU keep more, a compiler its own choice."""
+        code = self.code(plan)
+        if code == "compiled":
+            return "compiled"
+        return "plain" if self._device.kind == "cpu" and code == "eager" else "fused"
 
     def code(self, plan: Layout) -> Code:
         return self._code or default_code(self._device, plan.precision)
@@ -89,8 +99,8 @@ class Room:
         found = self._activations.get(key)
         if found is None:
             found = self._activations[key] = (
-                memory.layer_activation_bytes(self.model, plan, self.context, self.is_plain(plan)),
-                memory.recomputed_layer_bytes(self.model, plan, self.context, self.is_plain(plan)),
+                memory.layer_activation_bytes(self.model, plan, self.context, self.keeps(plan)),
+                memory.recomputed_layer_bytes(self.model, plan, self.context, self.keeps(plan)),
             )
         return found
 

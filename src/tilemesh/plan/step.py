@@ -18,7 +18,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan import constants
+from tilemesh.plan import constants, host
 from tilemesh.plan.clock import Chunks, Clock
 from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
 from tilemesh.plan.flops import hardware_flops, model_flops
@@ -51,6 +51,8 @@ class Times:
     dp_s: float
     """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
     optimizer_s: float
+    host_s: float = 0.0
+    """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
 
     @property
     def total_s(self) -> float:
@@ -195,11 +197,12 @@ class Estimator:
     def rank_s(self, plan: Layout) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
-        return (
+        device_s = (
             _closed_form_s(plan, frame.chunks)
             + self._exchange(plan, frame).exposed_s
             + self._optimizer_s(plan, frame.most_parameters)
         )
+        return max(device_s, self._host_s(plan, max(frame.stages)))
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The full answer; UsageError for a layout that cannot exist."""
@@ -289,7 +292,15 @@ class Estimator:
 
     def _optimizer_s(self, plan: Layout, parameters: int) -> float:
         updated = -(-parameters // plan.dp) if plan.zero else parameters
-        return updated * constants.OPTIMIZER_BYTES[plan.precision] / self._stream_bytes_per_s
+        rate = self._stream_bytes_per_s
+        if self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused":
+            rate *= constants.MULTI_TENSOR_FRACTION
+        return updated * constants.OPTIMIZER_BYTES[plan.precision] / rate
+
+    def _host_s(self, plan: Layout, layers: int) -> float:
+        """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
+        measured = {} if self.rates is None else self.rates.host_s
+        return host.step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
@@ -312,7 +323,7 @@ class Estimator:
         if last:
             compute, exchange = compute + sum(layer.head_s), exchange + sum(layer.head_exchange_s)
         hops = 0 if plan.pp == 1 else 2 * plan.interleave - first - last
-        return Times(
+        found = Times(
             compute_s=m * compute,
             recompute_s=m * again,
             tp_s=m * exchange,
@@ -321,6 +332,8 @@ class Estimator:
             dp_s=self._exchange(plan, frame).exposed_s,
             optimizer_s=self._optimizer_s(plan, frame.most_parameters),
         )
+        late_s = self._host_s(plan, max(frame.stages)) - found.total_s
+        return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""

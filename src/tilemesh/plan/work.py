@@ -82,11 +82,13 @@ def layer_work(
     shape = shape_of(model, tp, sequence_parallel, microbatch, context, dtype, autocast)
     T, D, own, kv = shape.tokens, shape.width, shape.own, shape.kv
     scores, scores_back = _attention(model, tp, microbatch, context, attention, size)
-    # Hand-fused code makes q, k and v in one product; our Transformer keeps them apart, so that each can be split.
+    # Hand-fused code makes q, k and v in one product, and a gate with what it opens; our Transformer keeps both apart,
+    # but for q, k and v that are not turned, where the whole layer is compiled.
     qkv = [Matmul("q, k, v", 1, T, own + 2 * kv, D)]
     inputs = [Matmul("MLP in", 1, T, shape.first, D)]
-    if code != "fused":
+    if code == "eager" or (code == "compiled" and (tp > 1 or model.positions == "rotary")):
         qkv = [Matmul("q", 1, T, own, D), Matmul("k", 1, T, kv, D), Matmul("v", 1, T, kv, D)]
+    if code != "fused":
         inputs = [Matmul("MLP in", 1, T, shape.hidden, D)]
         inputs += [Matmul("MLP gate", 1, T, shape.hidden, D)] if model.mlp_inputs == 2 else []
     matmuls = [*qkv, Matmul("output projection", 1, T, D, own), *inputs, Matmul("MLP out", 1, T, D, shape.hidden)]
@@ -144,7 +146,7 @@ def head_work(
     local = T * D * size // (tp if sequence_parallel else 1)
     loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code)
     if code == "compiled" and unaligned(V, size):
-        V += -V % ALIGNED  # torch.compile pads the weight
+        V += -V % ALIGNED  # our Transformer pads the weight, or with tp torch.compile does
     forward: tuple[Op, ...] = (Pass("final norm", 2 * local), Matmul("logits", 1, T, V, D), *loss)
     backward: tuple[Op, ...] = (
         *loss_back,

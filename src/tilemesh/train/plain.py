@@ -66,12 +66,19 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     """What makes the step of a whole model quicker on a GPU; its weights stay, its results but for rounding.
 
     The vocabulary is rounded up to whole 128-byte lines of 16-bit numbers. Compiled, there is one product for query,
-    key and value. (Not for a gate and what it opens: their gradients, made in one pass, would be made in two.)
+    key and value; not where query and key are turned (the values would keep what these were before in memory), nor for
+    a gate and what it opens (their gradients, made in one pass, would be made in two).
     """
     model.align_vocabulary = 64
     for module in model.modules():
         if isinstance(module, Attention):
-            module.joined = compiled
+            module.joined = compiled and model.config.positions != "rotary"
+
+
+def prepare_for_compile(model: Transformer) -> None:
+    """What a model is made of where torch.compile runs the whole of it for a GPU."""
+    make_plain(model)
+    suit_gpu(model, compiled=True)
 
 
 def _replace(model: nn.Module, kind: type[_Kind], make: Callable[[_Kind], nn.Module]) -> None:

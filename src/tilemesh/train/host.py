@@ -1,0 +1,162 @@
+"""What the host needs to launch a training step on a GPU: measured on models so small that the GPU only waits.
+
+The one idea: launches cost the same whatever they launch. A model of two depths is trained for real, compiled and
+eagerly, by the code that `tilemesh train` runs on one GPU; the difference of the depths is what a layer costs, the rest
+what a step costs. Forward and backward passes, which a step makes once a microbatch, are timed apart from clipping and
+the optimiser. Two kinds of layer: GPT-2's (LayerNorm, biases, gelu) and Llama's (RMSNorm, rotary, grouped heads,
+swiglu).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.measure.figure import Figure, Outcome
+from tilemesh.measure.sample import Sample
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.train.alone import LocalGradients
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.plain import prepare_for_compile
+
+DEPTHS = (2, 6)
+SMALL: Mapping[str, Any] = {"width": 64, "heads": 2, "vocabulary": 256, "context": 32}
+"""Its kernels take a few microseconds each on any GPU, less than launching them."""
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {},
+    "llama": {
+        "kv_heads": 1, "norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False,
+    },
+}  # fmt: skip
+CODES = ("compiled", "eager")
+PARTS = ("passes", "passes-layer", "update", "update-layer")
+"""Of either part of a step what it costs by itself and for each layer."""
+PREDICTED_S = {"passes": 2e-3, "passes-layer": 1e-3, "update": 1e-3, "update-layer": 5e-5}
+"""About 40 launches a layer at 25 us each with autograd's part, ten beside them; kernels over many tensors a step."""
+
+WARM_STEPS = 6
+STEPS = 8
+ROUNDS = 9
+_LEAST_S = 1e-9  # what noise makes negative costs nothing, and a calibration holds no zeros
+
+
+def host_figures(device: str = "cuda", *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Figure]:
+    """Predicted, not yet measured; what belongs to one kind and code is measured with the first of its figures."""
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    found = []
+    for kind in kinds:
+        for code in CODES:
+            costs = HostCosts(kind, code, device)
+            found += [_figure(name, costs, part) for part in PARTS]
+    return found
+
+
+def _figure(name: str, costs: HostCosts, part: str) -> Figure:
+    return Figure(
+        part="gpu",
+        rate="host_s",
+        name="host",
+        case={"gpu": name, "layers": costs.kind, "code": costs.code, "what": part},
+        unit="s",
+        predicted=PREDICTED_S[part],
+        limit=None,
+        missing={"limit": "no datasheet says what Python costs", "peers": "it is torch's own cost"},
+        measure=partial(costs.outcome, part),
+        key=f"{costs.kind}-{costs.code}-{part}",
+    )
+
+
+@dataclass(frozen=True)
+class Read:
+    """Seconds of one depth's passes, and of whole steps."""
+
+    passes_s: float
+    step_s: float
+
+
+def split(shallow: Read, deep: Read, depths: tuple[int, int] = DEPTHS) -> dict[str, float]:
+    """Seconds by part: a line through the two depths, for the passes and for what comes after them."""
+    few, many = depths
+    found = {}
+    updates = (shallow.step_s - shallow.passes_s, deep.step_s - deep.passes_s)
+    for name, (low, high) in (("passes", (shallow.passes_s, deep.passes_s)), ("update", updates)):
+        layer = max(_LEAST_S, (high - low) / (many - few))
+        found[f"{name}-layer"] = layer
+        found[name] = max(_LEAST_S, low - few * layer)
+    return found
+
+
+class HostCosts:
+    """The costs of one kind of layer in one code."""
+
+    def __init__(self, kind: str, code: str, device: str, rounds: int = ROUNDS) -> None:
+        self.kind, self.code, self.device, self.rounds = kind, code, device, rounds
+
+    def outcome(self, part: str) -> Outcome:
+        return Outcome(Sample.of([one[part] for one in self.rounds_read]))
+
+    @cached_property
+    def rounds_read(self) -> list[dict[str, float]]:
+        """The parts as each round has them: both depths, passes and whole steps, one after the other."""
+        torch.compiler.reset()  # what was compiled for another kind is asked first, each time, whether it fits
+        steps = [small_step(self.kind, self.code, self.device, layers) for layers in DEPTHS]
+        for step in steps:
+            for _ in range(WARM_STEPS):  # compiles
+                step(True)
+        found = []
+        for _ in range(self.rounds):
+            shallow, deep = (Read(self._seconds(step, False), self._seconds(step, True)) for step in steps)
+            found.append(split(shallow, deep))
+        return found
+
+    def _seconds(self, step: Callable[[bool], None], whole: bool) -> float:
+        """Seconds a step over several that nothing waits for in between, as in a run."""
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step(whole)
+        self._wait()
+        return (time.perf_counter() - began) / STEPS
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def small_step(kind: str, code: str, device: str, layers: int) -> Callable[[bool], None]:
+    """A training step of so many small layers; called with False it ends with the backward pass."""
+    config = ModelConfig(layers=layers, **SMALL, **KINDS[kind])
+    model = Transformer(config, device=device).train()
+    if code == "compiled":
+        prepare_for_compile(model)
+    gradients = LocalGradients(model.parameters(), config.context)
+    optimizer = Optimizer(OptimizerConfig(), model, "bf16")
+    # A CPU without bf16 products, where the tests run this, takes them one by one.
+    autocast = device == "cuda"
+    tokens = torch.randint(config.vocabulary, (1, config.context + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            logits = model(inputs)
+        return loss_sum(logits, targets)
+
+    run: Any = torch.compile(loss) if code == "compiled" else loss
+
+    def step(whole: bool) -> None:
+        total, count = run(inputs, targets)
+        gradients.backward(total, count, last=True, scale=1.0)
+        if whole:
+            gradients.finish(1.0)
+            optimizer.step(1e-4)
+        gradients.clear()
+
+    return step

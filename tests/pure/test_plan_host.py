@@ -1,0 +1,58 @@
+"""The host's floor: measured figures put together, and never below what the GPU takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tilemesh.core.calibration import Calibration, Rates
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import preset
+from tilemesh.plan.host import kind_of, step_s
+from tilemesh.plan.step import Estimator, predict
+
+COSTS = {
+    "gpt-compiled-passes": 2e-3, "gpt-compiled-passes-layer": 1e-3, "gpt-compiled-update": 1e-3,
+    "gpt-compiled-update-layer": 1e-4,
+}  # fmt: skip
+BARE = Rates({"bf16": 8e14}, copy_bytes_per_s=4e12, launch_s=7e-6)
+SLOW = dataclasses.replace(BARE, host_s=COSTS)
+GPT, ONE = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("1xh200")
+
+
+def test_passes_count_for_each_microbatch_and_the_update_once() -> None:
+    assert step_s(COSTS, GPT, "compiled", 12, 1) == pytest.approx(14e-3 + 2.2e-3)
+    assert step_s(COSTS, GPT, "compiled", 12, 4) == pytest.approx(4 * 14e-3 + 2.2e-3)
+    assert step_s(COSTS, GPT, "eager", 12, 1) == 0  # not measured
+    assert step_s(COSTS, preset("tinyllama-1.1b"), "compiled", 12, 1) == 0
+    assert [kind_of(preset(name)) for name in ("gpt3-175b", "llama-2-7b", "tiny")] == ["gpt", "llama", "llama"]
+
+
+@pytest.mark.parametrize(("batch", "waits"), [(1, True), (32, False)])
+def test_a_step_is_the_longer_of_the_two(batch: int, waits: bool) -> None:
+    plan = ParallelPlan(microbatch=batch, precision="bf16")
+    bare, found = (predict(GPT, ONE, plan, rates=rates, code="compiled") for rates in (BARE, SLOW))
+    assert found.step_time_s == pytest.approx(max(bare.step_time_s, 16.2e-3))
+    assert (found.step_time_s > bare.step_time_s) is waits
+    assert found.times.total_s == pytest.approx(found.step_time_s)
+    assert dataclasses.replace(found.times, host_s=0.0) == bare.times
+    estimator = Estimator(GPT, ONE, rates=SLOW, code="compiled")
+    assert estimator.rank_s(plan) == pytest.approx(found.step_time_s)
+
+
+def test_a_stage_launches_its_own_layers() -> None:
+    plan = ParallelPlan(pp=2, accumulation=4, precision="bf16")
+    found = predict(GPT, parse_cluster("2xh200"), plan, context=32, rates=SLOW, code="compiled")
+    assert found.step_time_s == pytest.approx(step_s(COSTS, GPT, "compiled", max(found.chunk_layers), 4))
+
+
+def test_a_calibration_from_before_has_no_floor() -> None:
+    old = Calibration("id", "a box", "today", gpu=BARE).to_dict()
+    assert "host_s" not in old["gpu"]
+    loaded = Calibration.from_dict(old)
+    assert loaded.gpu == BARE
+    new = Calibration("id", "a box", "today", gpu=SLOW)
+    assert Calibration.from_dict(new.to_dict()) == new
+    assert new.to_dict()["gpu"]["host_s"] == COSTS
