@@ -33,7 +33,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
-from tilemesh.train import checkpoint, optimizer, sampling
+from tilemesh.train import bench_rank, checkpoint, optimizer, sampling
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
@@ -348,6 +348,16 @@ def test_what_suits_a_gpu_is_the_same_model(name: str) -> None:
     assert plain.keys() == suited_one.keys()
     for key, value in plain.items():
         torch.testing.assert_close(suited_one[key], value, rtol=1e-11, atol=1e-15, msg=key)
+
+
+def test_a_peer_of_the_bench_trains_the_same_model_alike(text: str) -> None:
+    """Loss by loss: batches, schedule, clipping and decay are those of ours, so its weights stay those of ours."""
+    config = made(text, "dp=1,tp=1", "plan.microbatch=4", "optimizer.clip=0.5")
+    comm, device = connect("alone"), torch.device("cpu")
+    runs = [bench_rank.ours(config, comm, device), bench_rank.peer("eager", config, comm, device)]
+    ours, theirs = ([run() for _ in range(8)] for run in runs)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours[-1] < ours[0]
 
 
 class TestMemory:

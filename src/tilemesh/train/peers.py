@@ -2,7 +2,8 @@
 
 The peers get torch's own best: a fused optimiser, autocast, torch.compile over the model; gradients set to None. The
 model is ours with every fused projection replaced by torch's linear and activation, and dropout by torch's own, so
-shapes and weights are equal.
+shapes and weights are equal. So is the learning rate's schedule: how fast a GPU multiplies hangs on the numbers (they
+decide the power it draws, and so its clock), and weights that were trained alike are alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import autocast_dtype, decays, stored_dtype
 from tilemesh.train.plain import drop_plainly, make_plain
+from tilemesh.train.schedule import rate
 
 
 def plain_model(config: TrainConfig, device: torch.device) -> Transformer:
@@ -51,7 +53,7 @@ class PlainStep:
             eps=chosen.epsilon,
             fused=True,
         )
-        self.parameters = parameters
+        self.parameters, self.steps = parameters, 0
         self.seed = torch.zeros((), dtype=torch.int64, device=device) if config.model.dropout else None
         if ddp:
             model = nn.parallel.DistributedDataParallel(model)
@@ -74,6 +76,9 @@ class PlainStep:
             total += loss.detach() / len(batches)
         if self.config.optimizer.clip:
             nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(self.steps, self.config.train.steps, self.config.optimizer)
         self.optimizer.step()
+        self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return total
