@@ -407,6 +407,28 @@ def test_the_shipped_table_fits_its_gpu():
     assert cache.shipped("Some Other GPU") is None
 
 
+def test_padding_follows_its_entries_only_to_shapes_like_theirs():
+    """As the shipped table and the model have it: other C, activations and layouts yes; aligned or skinny shapes no."""
+    shipped = cache.shipped("NVIDIA H200")
+    assert shipped is not None
+
+    def auto(m, n, k, **given):
+        return select.choose(dense(m, n, k, **given), [shipped], RATES)
+
+    padded = Config("library", padded=True)
+    others = [
+        {"dtype": "bfloat16"}, {"c_kind": "row"}, {"c_kind": "none", "activation": "none"}, {"activation": "gelu"},
+        {"layout": "nt"}, {"layout": "nt", "c_kind": "row", "activation": "gelu", "dtype": "bfloat16"}, {"keep": True},
+    ]  # fmt: skip
+    for shape in ((2049, 2047, 2051), (1001, 1003, 1005), (4097, 4095, 4099)):
+        assert all(auto(*shape, **given) == padded for given in [{}, *others]), shape
+    for shape in ((2048, 2048, 2048), (1000, 1000, 1000), (4096, 4096, 4104)):
+        assert not auto(*shape).padded
+    for shape in ((1, 4095, 4099), (17, 4095, 4099), (4097, 17, 4099), (4097, 4095, 17), (33, 33, 33), (1, 1, 1)):
+        assert select.nearest(dense(*shape), shipped.entries.items()) is None
+        assert not auto(*shape).padded
+
+
 def test_values_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config("tma").kind = "pointer"  # type: ignore[misc]
