@@ -1,6 +1,5 @@
 #!/bin/sh
-# The suite's rows in both dtypes beside every peer; about seven minutes on an H200 with 16 cores. (The committed rows were
-# taken under a limit of time, which left torch.compile out of the last nine shapes in bfloat16.)
+# The suite's rows in both dtypes beside every peer; about seven minutes on an H200 with 16 cores.
 # Usage: PYTHONPATH=src sh benchmarks/rows_matmul.sh FOLDER
 set -u
 export TRITON_CACHE_DIR=/tmp/matmul_triton_cache

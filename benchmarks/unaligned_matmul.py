@@ -6,6 +6,9 @@
 Each variant's result is first checked against float64 (twice eager's own error), then all are timed in turns. The
 copies are timed alone as well, by words and, for comparison, element by element. A variant that cannot compute
 a shape is left out. Predictions are the cost model's, made before anything is timed.
+
+The committed results (benchmarks/results/matmul_unaligned_h200.jsonl) also hold two ways that lost and are gone: see
+the third round of docs/kernels/LOG.md.
 """
 
 from __future__ import annotations
@@ -34,16 +37,11 @@ from tilemesh.kernels.matmul.trial import Bench, Compiler
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.timing import compare
 
-SHAPES = ("2049x2047x2051", "1001x1003x1005", "4097x4095x4099", "3000x3000x3000")
+SHAPES = ("2049x2047x2051", "1001x1003x1005", "4097x4095x4099")
 TILES = [
-    Config("persistent", 64, 256, 64, 8, 4, split_k=5, subtile=2, tma_epilogue=True, tail=True),  # tuned for the first
+    Config("persistent", 64, 256, 64, 8, 4, split_k=5, subtile=2, tma_epilogue=True, tail=True),  # the grid's best
     Config("persistent", 64, 256, 64, 8, 4, subtile=2, tma_epilogue=True),
     Config("persistent", 128, 256, 64, 8, 3, subtile=2, tma_epilogue=True),
-    Config("pingpong", 64, 256, 64, 4, 4),
-    Config("pingpong", 64, 256, 64, 4, 4, group=16),
-    Config("pingpong", 64, 256, 64, 4, 4, group=4),
-    Config("pingpong", 128, 128, 64, 4, 5),
-    Config("pingpong", 128, 128, 64, 4, 5, group=4),
     Config("tma", 128, 128, 64, 4, 4),
     Config("tma", 64, 128, 64, 4, 4, c_early=True),
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,11 +18,11 @@ from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.matmul import interpret, kernel, launch, reference
+from tilemesh.kernels.matmul import kernel, launch, reference
 from tilemesh.kernels.matmul.config import Config, FitError, check, refusal
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
-from tilemesh.kernels.matmul.steps import Descriptor, LaunchPlan, Pointer
+from tilemesh.kernels.matmul.steps import Descriptor, Pointer
 from tilemesh.kernels.matmul.trial import _compile
 
 pingpong = pytest.importorskip("tilemesh.kernels.matmul.pingpong")
@@ -52,19 +51,6 @@ class Memory:
 
     def store(self, value):
         self.values[:] = value
-
-    def _reinterpret(self, dtype, shape, layout):
-        return Memory(self.values.reshape(shape))
-
-    @property
-    def dtype(self):
-        return self.values.dtype
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    layout = None
 
 
 class Tile(np.ndarray):
@@ -136,8 +122,6 @@ class Machine:
             minimum=min, float32=np.float32, int32=np.int32, arange=lambda low, high, layout: np.arange(low, high),
             full=lambda shape, value, dtype, layout: Tile(np.full(shape, value, dtype)),
             expand_dims=lambda x, axis: Tile(np.expand_dims(x, axis)), load=self.load, constexpr=object,
-            store=self.store, BlockedLayout=lambda *given: None,
-            SwizzledSharedLayout=lambda *given: None,
             NVMMADistributedLayout=lambda *given: None, SliceLayout=lambda *given: None,
             allocate_shared_memory=self.allocate, warp_specialize=self.specialize,
         )  # fmt: skip
@@ -158,11 +142,11 @@ class Machine:
         self.names = {
             "gl": self.gl, "mbarrier": self.mbarrier, "tma": self.tma, "tl": tl, "fence_async_shared": lambda: None,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiplied, "range": range,
-            "GROUPS": 2, "MOVED": 4096, "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40,
+            "GROUPS": 2, "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40,
         }  # fmt: skip
         for source, name in [
             (kernel, "locate"), (kernel, "activate"), (pingpong, "load_tiles"), (pingpong, "compute_tiles"),
-            (pingpong, "pingpong_tiles"), (pingpong, "within"), (pingpong, "put_tile"),
+            (pingpong, "pingpong_tiles"),
         ]:  # fmt: skip
             function = getattr(source, name).fn
             self.names[name] = types.FunctionType(function.__code__, self.names, name, function.__defaults__)
@@ -230,11 +214,6 @@ class Machine:
         array, at = pointer
         return Tile(np.where(mask, array[np.where(mask, at, 0)], np.float16(other)))
 
-    def store(self, pointer, value, mask):
-        array, at = pointer
-        at, mask = np.broadcast_arrays(at, mask)
-        array[at[mask]] = value[mask]
-
 
 class Address:
     """A pointer that indices are added to."""
@@ -247,11 +226,9 @@ class Address:
 
 
 def emulate(problem, config, tensors, programs=3):
-    """Every program of the plan's last launch, one after the other; the copies before it by Triton's interpreter."""
-    plan = tiles_plan(problem, replace(config, chained=False), programs)
-    *before, step = plan.steps
-    tensors |= {name: np.full(buffer.elements, np.nan, np.float16) for name, buffer in plan.buffers.items()}
-    interpret.run(LaunchPlan(tuple(before)), {name: torch.from_numpy(array) for name, array in tensors.items()})
+    """Every program of the plan's one launch, one after the other."""
+    (step,) = tiles_plan(problem, config, programs).steps
+    kinds = {"d_desc": np.float16}
     values = {}
     for name, argument in step.arguments.items():
         if isinstance(argument, Descriptor):
@@ -262,6 +239,8 @@ def emulate(problem, config, tensors, programs=3):
             values[name] = Address(tensors[argument.of].reshape(-1))
         else:
             values[name] = argument
+    for name in kinds:
+        values[name].dtype = np.float16
     for program in range(step.grid[0]):
         Machine(program, step.grid[0]).run(**values, **step.constants)
 
@@ -288,20 +267,13 @@ CASES = [
     (Config("pingpong", 128, 64, 32, 4, 3, paired=True), (400, 136, 96), "full", "relu", "nn", False),
     (Config("pingpong", 128, 64, 32, 4, 2, paired=True), (200, 200, 200), "none", "squared_relu", "tt", True),
     (Config("pingpong", 128, 128, 64, 4, 3, paired=True), (136, 264, 72), "row", "none", "nt", False),
-    # Rows that TMA cannot move: C and D by the groups themselves.
-    (Config("pingpong", 64, 64, 32, 4, 3), (201, 331, 97), "full", "relu", "nn", False),
-    (Config("pingpong", 64, 128, 64, 4, 2), (65, 1001, 67), "full", "gelu", "tn", True),
-    (Config("pingpong", 64, 64, 32, 4, 3), (131, 135, 33), "row", "silu", "nt", False),
-    (Config("pingpong", 128, 64, 32, 4, 2, paired=True), (257, 67, 35), "full", "none", "nn", True),
-    (Config("pingpong", 64, 64, 32, 4, 3), (129, 131, 40), "column", "gelu", "nn", False),
-    (Config("pingpong", 64, 64, 32, 4, 3), (129, 131, 40), "none", "squared_relu", "nn", False),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[2]}")
 def test_the_kernels_source_computes_what_torch_does(case):
     config, (m, n, k), c_kind, activation, layout, keep = case
-    if layout[0] == "t" and m % 8 and not n % 8:
+    if "t" in (layout[0],) and m % 8:
         m += 8 - m % 8
     problem = dense(m, n, k, c_kind=c_kind, activation=activation, layout=layout, keep=keep)
     check(config, problem)
@@ -341,14 +313,6 @@ def test_it_compiles_for_an_h200(c_kind, keep, layout):
     assert _compile(dense(512, 512, 512, c_kind=c_kind, keep=keep, layout=layout), config, 132, 90) is None
 
 
-def test_it_compiles_for_rows_that_tma_cannot_move():
-    aligned = dense(512, 512, 512)
-    assert (
-        _compile(replace(aligned, c=Matrix(512, 512, 513, 1)), Config("pingpong", 128, 128, 64, 4, 4), 132, 90) is None
-    )
-    assert _compile(dense(513, 511, 515, keep=True), Config("pingpong", 64, 256, 64, 4, 4), 132, 90) is None
-
-
 def test_a_triton_that_does_not_take_it_leaves_auto_its_other_kernels(monkeypatch):
     def fails(*given, **more):
         raise TypeError("arrive() takes 1 argument")
@@ -366,8 +330,7 @@ def test_what_it_cannot_do_is_said():
     turned = dense(256, 256, 256)
     turned = type(turned)(**{**vars(turned), "d": Matrix(256, 256, 1, 256)})
     refused = [
-        (config, dense(256, 256, 256, dtype="float32")), (config, turned),
-        (Config("pingpong", 128, 32, 64, 4, 5), dense(256, 255, 256)),
+        (config, dense(256, 255, 256)), (config, dense(256, 256, 256, dtype="float32")), (config, turned),
         (Config("pingpong", 128, 128, 64, 8, 5), dense(256, 256, 256)),
         (Config("pingpong", 512, 64, 64, 4, 2, paired=True), dense(256, 256, 256)),
         (Config("pingpong", 128, 128, 64, 4, 5, prefetch=True), dense(256, 256, 256)),

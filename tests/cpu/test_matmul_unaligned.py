@@ -22,7 +22,6 @@ Config = tm.kernels.Config
 fused = tm.kernels.fused_matmul
 
 PADDED = Config("library", padded=True)
-PEELED = Config("library", padded=True, peel=True)
 
 
 def bits(tensor):
@@ -92,8 +91,7 @@ def test_the_library_on_padded_operands(case):
     c = None if shape is None else draw(shape, dtype, 3)
     held = torch.full((m + 2, n + 3), float("nan"), dtype=dtype)
     out = held[1:-1, 2:-1]
-    config = PEELED if m > 128 else PADDED
-    fused(a, b, c, activation=activation, implementation="interpret", config=config, out=out)
+    fused(a, b, c, activation=activation, implementation="interpret", config=PADDED, out=out)
     exact = reference.exact(a, b, c, activation)
     plain = reference.fused_matmul(a, b, c, activation)
     rounding = exact.abs().max().item() * torch.finfo(dtype).eps

@@ -81,6 +81,10 @@ def check_config(config, shape, dtype, number):
     """One of the layouts, C kinds and activations: each compiles anew, so the numbers share them out."""
     (turned, c_kind), activation = VARIANTS[number * 5 % len(VARIANTS)], ACTIVATIONS[number % len(ACTIVATIONS)]
     a, b, c = inputs(*shape, dtype, c_kind, turned=turned)
+    if config.kind == "pingpong" and shape[1] % 8:
+        with pytest.raises(UsageError, match="aligned rows"):
+            fused(a, b, c, activation=activation, config=config)
+        return
     d = fused(a, b, c, activation=activation, config=config)
     assert_close(d, a, b, c, activation, f"{config.label} {shape} {dtype} {turned} {c_kind} {activation}")
 
@@ -266,10 +270,10 @@ def test_aligned_copy_past_two_to_the_31():
 def test_rows_that_start_anywhere(c_kind):
     """Every way to compute an odd shape, several tiles a multiprocessor."""
     ways = [
-        Config("pingpong", 64, 256, 64, 4, 4), Config("pingpong", 128, 128, 64, 4, 5),
         Config("persistent", 64, 256, 64, 8, 4, subtile=2, tma_epilogue=True),
-        Config("library", padded=True), Config("library", padded=True, peel=True),
-    ]  # fmt: skip
+        Config("tma", 64, 128, 64, 4, 4, c_early=True),
+        Config("library", padded=True),
+    ]
     for dtype in (torch.float16, torch.bfloat16):
         turned = {"full": (False, False), "row": (False, True), "column": (True, False), "none": (True, True)}[c_kind]
         a, b, c = inputs(2049, 2047, 517, dtype, c_kind, turned=turned)

@@ -82,7 +82,6 @@ def test_bad_configs_say_what_is_wrong(values, words):
         (Config("pointer", 16, 16, 16, warps=64), "at most 32"),
         (Config("split", 16, 16, 16, split_k=65536), "65535"),
         (Config("library", padded=True), "not aligned"),
-        (Config("library", peel=True), "needs padded"),
         (Config("tma", padded=True), "kind library"),
         (Config("torch", padded=True), "kind library"),
     ],
@@ -116,9 +115,9 @@ def test_space_is_runnable_fixed_and_free_of_repeats(shape):
 def test_every_kind_has_a_default_that_runs(shape, kind, dtype):
     problem = dense(*shape, dtype=dtype)
     reason = refusal(default(kind, problem), problem)
-    if kind == "pingpong" and dtype == "float32":
+    if kind == "pingpong" and (dtype == "float32" or shape[1] % 8):
         assert reason is not None
-        assert "float16" in reason
+        assert "float16" in reason or "aligned rows" in reason
     else:
         assert reason is None
 
@@ -136,6 +135,8 @@ def test_labels_tell_configurations_of_a_grid_apart():
 def test_plan_covers_every_tile_and_names_only_what_exists(shape, kind):
     problem = dense(*shape)
     config = default(kind, problem)
+    if refusal(config, problem):
+        pytest.skip("this kind needs aligned rows")
     plan = tiles_plan(problem, config, 4)
     known = {"a", "b", "c", "d", "z", *plan.buffers}
     for step in plan.steps:
@@ -160,26 +161,21 @@ def test_unaligned_operands_are_copied_and_aligned_ones_are_not():
 
 
 def test_the_library_gets_whole_groups_of_16_bytes():
-    plan = padded_plan(dense(2049, 2047, 2051), Config("library", padded=True))
-    (product,) = plan.products
-    sizes = [(view.matrix.rows, view.matrix.columns) for view in (product.a, product.b, product.out)]
+    plan = padded_plan(dense(2049, 2047, 2051))
+    sizes = [(view.matrix.rows, view.matrix.columns) for view in (plan.a, plan.b, plan.out)]
     assert sizes == [(2049, 2056), (2056, 2048), (2049, 2048)]
-    assert all(view.matrix.tma(2) for view in (product.a, product.b, product.out))
-    most, last = padded_plan(dense(2049, 2047, 2051), Config("library", padded=True, peel=True)).products
-    assert (most.out.matrix.rows, last.out.matrix.rows) == (2048, 1)
-    assert last.out.offset == 2048 * last.out.matrix.row_stride
+    assert all(view.matrix.tma(2) for view in (plan.a, plan.b, plan.out))
     # Only what is read slowly is copied: here K is whole, so A stays; B has odd rows.
-    (one,) = padded_plan(dense(64, 63, 64), Config("library", padded=True)).products
+    one = padded_plan(dense(64, 63, 64))
     assert (one.a.of, one.b.of) == ("a", "b_copy")
-    turned = padded_plan(dense(131, 64, 64, layout="tn"), Config("library", padded=True)).products[0]
+    turned = padded_plan(dense(131, 64, 64, layout="tn"))
     assert (turned.a.of, turned.a.matrix.rows, turned.b.of) == ("a_copy", 136, "b")
 
 
 def test_mixed_alignment_keeps_neighbours_together():
     """The epilogue pass: wide accesses where every matrix allows them, single elements where one does not."""
-    padded = Config("library", padded=True)
-    assert not padded_plan(dense(64, 63, 64), padded).after.steps[0].hints
-    assert padded_plan(dense(64, 64, 63), padded).after.steps[0].hints
+    assert not padded_plan(dense(64, 63, 64)).after.steps[0].hints
+    assert padded_plan(dense(64, 64, 63)).after.steps[0].hints
 
 
 def test_padding_is_offered_and_chosen_only_where_it_helps():
@@ -188,8 +184,6 @@ def test_padding_is_offered_and_chosen_only_where_it_helps():
         offered = {config.label for config in libraries(problem)}
         assert ("library padded" in offered) == (problem.n % 8 > 0 or problem.k % 8 > 0)
         assert {config for config in libraries(problem) if config.padded} <= set(space(problem))
-    assert [config.label for config in libraries(dense(2049, 2047, 2051))][2:] == ["library padded peel"]
-    assert len(libraries(dense(2100, 2047, 2051))) == 2  # 52 rows are no remainder to cut off
 
 
 def test_tail_cuts_only_the_last_wave():
@@ -411,6 +405,28 @@ def test_the_shipped_table_fits_its_gpu():
         assert refusal(entry.config, problem) is None
         assert entry.library_s is None or entry.measured_s <= entry.library_s
     assert cache.shipped("Some Other GPU") is None
+
+
+def test_padding_follows_its_entries_only_to_shapes_like_theirs():
+    """As the shipped table and the model have it: other C, activations and layouts yes; aligned or skinny shapes no."""
+    shipped = cache.shipped("NVIDIA H200")
+    assert shipped is not None
+
+    def auto(m, n, k, **given):
+        return select.choose(dense(m, n, k, **given), [shipped], RATES)
+
+    padded = Config("library", padded=True)
+    others = [
+        {"dtype": "bfloat16"}, {"c_kind": "row"}, {"c_kind": "none", "activation": "none"}, {"activation": "gelu"},
+        {"layout": "nt"}, {"layout": "nt", "c_kind": "row", "activation": "gelu", "dtype": "bfloat16"}, {"keep": True},
+    ]  # fmt: skip
+    for shape in ((2049, 2047, 2051), (1001, 1003, 1005), (4097, 4095, 4099)):
+        assert all(auto(*shape, **given) == padded for given in [{}, *others]), shape
+    for shape in ((2048, 2048, 2048), (1000, 1000, 1000), (4096, 4096, 4104)):
+        assert not auto(*shape).padded
+    for shape in ((1, 4095, 4099), (17, 4095, 4099), (4097, 17, 4099), (4097, 4095, 17), (33, 33, 33), (1, 1, 1)):
+        assert select.nearest(dense(*shape), shipped.entries.items()) is None
+        assert not auto(*shape).padded
 
 
 def test_values_are_frozen():

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.kernels.matmul.problem import INT32_LIMIT, TMA_ALIGNMENT_BYTES, Problem
+from tilemesh.kernels.matmul.problem import INT32_LIMIT, Problem
 
 TILE_KINDS = ("pointer", "tma", "persistent", "pingpong", "split")
 KINDS = (*TILE_KINDS, "library", "torch")
@@ -25,15 +25,13 @@ REGISTERS_PER_THREAD = 255
 REGISTERS_BESIDE_ACCUMULATOR = 56
 MOST_BOX = 256  # of one TMA load, along each side
 MOST_WARPS = 32  # of a block: 1024 threads
-PEEL_ROWS = 128  # of the tiles that vendor kernels are made of
-MOST_PEELED = 16  # rows past those that the tuner tries as a product of their own
 MOST_GRID_Y = 65535  # blocks along a grid's second side, which is where split-K's programs lie
 
 _POWERS = ("block_m", "block_n", "block_k", "warps", "subtile")
 _COUNTS = ("stages", "group", "split_k", "per_sm")
 _FLAGS = (
     "c_first", "c_early", "tma_epilogue", "tma_loads", "flatten", "tail", "prefetch", "chained", "specialize", "paired",
-    "padded", "peel",
+    "padded",
 )  # fmt: skip
 
 
@@ -68,16 +66,11 @@ class Config:
     tail: bool = False  # the last, partial wave of tiles is cut along K over all multiprocessors
     per_sm: int = 1  # of kind persistent: programs a multiprocessor
     prefetch: bool = False  # C's tile is asked into the L2 halfway through K (16-bit, full C)
-    copy: str = (
-        ""  # operands ("a", "b", "ab") copied to rows that start on a cache line even where TMA could do without
-    )
-    chained: bool = (
-        True  # where a call is several kernels, each is launched while the one before runs, and waits inside
-    )
+    copy: str = ""  # "a", "b", "ab": copied to rows that start on a cache line even where TMA could do without
+    chained: bool = True  # of a call's several kernels each is launched while the one before runs, and waits inside
     specialize: bool = False  # of kind persistent: loads in a warp group of their own
     paired: bool = False  # of kind pingpong: both groups share one tile, half of its rows each
     padded: bool = False  # of kind library: on aligned copies of unaligned operands, then a pass from padded rows to D
-    peel: bool = False  # with padded: rows past whole tiles of 128 are a product of their own
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -106,7 +99,7 @@ class Config:
     @property
     def label(self) -> str:
         if self.kind not in TILE_KINDS:
-            return " ".join([self.kind, *(name for name in ("padded", "peel") if getattr(self, name))])
+            return f"{self.kind} padded" if self.padded else self.kind
         parts = [self.kind, f"{self.block_m}x{self.block_n}x{self.block_k}", f"w{self.warps}", f"s{self.stages}"]
         parts.append(f"g{self.group}")
         if self.split_k > 1:
@@ -180,14 +173,14 @@ def shared_bytes(config: Config, element_bytes: int) -> int:
 
 def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> str | None:
     """Why this configuration cannot compute this problem, or None when it can."""
+    if config.padded and config.kind != "library":
+        return "padded needs kind library"
     if config.kind not in TILE_KINDS:
-        if (reason := _not_padded(config, problem)) is not None:
-            return reason
+        if config.padded and not problem.slow_operands:
+            return "padded is for operands, or an N or K, that are not aligned to 16 bytes, and these are"
         if config.kind == "library" and problem.dtype == "float64":
             return "the fused pass computes in float32: use implementation='torch' for float64"
         return None
-    if config.padded or config.peel:
-        return "padded and peel need kind library"
     if problem.dtype == "float64":
         return "the tile kernels accumulate in float32: use implementation='torch' for float64"
     if min(config.block_m, config.block_n, config.block_k) < 16:
@@ -227,44 +220,14 @@ def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHAR
     return None
 
 
-def group_of(problem: Problem) -> int:
-    """Elements in 16 bytes: what vendor kernels load at once, and want N and K to be multiples of."""
-    return TMA_ALIGNMENT_BYTES // problem.element_bytes
-
-
-def copied_for_library(problem: Problem) -> list[str]:
-    """Operands that the library reads slowly as they are. A K that is filled up with zeros is so in both."""
-    group, size = group_of(problem), problem.element_bytes
-    deep = problem.k % group > 0
-    slow = {
-        "a": deep or not problem.a.tma(size),
-        "b": deep or problem.n % group > 0 or not problem.b.tma(size),
-    }
-    return [name for name, copied in slow.items() if copied]
-
-
-def _not_padded(config: Config, problem: Problem) -> str | None:
-    if config.peel and not config.padded:
-        return "peel needs padded"
-    if config.padded and config.kind != "library":
-        return "padded needs kind library"
-    if config.padded and not copied_for_library(problem):
-        return "padded is for operands, or an N or K, that are not aligned to 16 bytes, and these are"
-    if config.peel and not 0 < problem.m % PEEL_ROWS < problem.m:
-        return f"peel needs rows past whole tiles of {PEEL_ROWS}, got {problem.m} rows"
-    return None
-
-
 def libraries(problem: Problem) -> list[Config]:
     """The ways to leave the product to the vendor, as far as they differ for this problem."""
-    ways = [Config("library"), Config("library", padded=True)]
-    if problem.m % PEEL_ROWS <= MOST_PEELED:
-        ways.append(Config("library", padded=True, peel=True))
+    ways = (Config("library"), Config("library", padded=True))
     return [config for config in ways if refusal(config, problem) is None]
 
 
 def _not_pingpong(config: Config, problem: Problem) -> str | None:
-    """What the two groups of warps cannot do: C and D move as whole tiles through shared memory."""
+    """What the two groups of warps cannot do: C and D move as whole tiles through shared memory, by TMA."""
     if problem.element_bytes != 2:
         return "kind pingpong needs float16 or bfloat16"
     rows = config.block_m // 2 if config.paired else config.block_m
@@ -275,10 +238,8 @@ def _not_pingpong(config: Config, problem: Problem) -> str | None:
     if max(config.block_m, config.block_n) > MOST_BOX:
         return f"tile {config.block_m}x{config.block_n}: a side of what TMA loads at once is at most {MOST_BOX}"
     moved = [problem.d] + ([problem.c] if problem.c is not None and problem.c_kind == "full" else [])
-    if any(matrix.column_stride != 1 for matrix in moved):
-        return "kind pingpong needs a D and a full C whose rows are contiguous"
-    if config.block_n < 64 and not problem.d.tma(problem.element_bytes):
-        return f"kind pingpong writes a D of unaligned rows 64 columns at a time and more, got block_n {config.block_n}"
+    if any(matrix.transposed or not matrix.tma(problem.element_bytes) for matrix in moved):
+        return "kind pingpong needs a D and a full C of aligned rows"
     if config.tail or config.subtile != 1 or config.c_first or config.prefetch or config.per_sm != 1:
         return "kind pingpong knows neither tail, subtile, c_first, prefetch nor per_sm"
     return None

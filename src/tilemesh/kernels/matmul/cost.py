@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilemesh.core.cost import Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, copied_for_library, shared_bytes
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
 from tilemesh.kernels.matmul.problem import Problem
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -69,7 +69,7 @@ def copy_bytes(problem: Problem, config: Config) -> int:
     size = problem.element_bytes
     elements = {"a": problem.m * problem.k, "b": problem.k * problem.n}
     if config.padded:
-        names = copied_for_library(problem)
+        names = problem.slow_operands
     elif config.uses_tma:
         unread = {"a": not problem.a.tma(size), "b": not problem.b.tma(size)}
         names = [name for name in elements if unread[name] or name in config.copy]
@@ -98,8 +98,6 @@ def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
     step_s = max(flops_s, l2_s) * _pointer_slowdown(problem, config)
     fill_s = rates.tile_s * (0.5 if config.stages > 3 else 0.6)
     end_s = 0.0 if config.kind in ("persistent", "pingpong") or resident > 1 else rates.tile_s
-    if config.kind == "pingpong" and not problem.d.tma(size):
-        end_s = rates.tile_s  # the last tile leaves row by row
     if config.kind == "persistent":  # the next tile's loads overlap this one's epilogue; its products do not
         step_s += 1.8 * rates.tile_s * config.block_m * config.block_n / (128 * 128) / max(steps, 1) / resident
     waves = units / rates.multiprocessors
@@ -180,6 +178,4 @@ def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
     total_s = matmul_s + passes * moved / rate + rates.launch_s * (1 if config.kind == "library" else 2)
     if config.padded:
         total_s += copy_bytes(problem, config) / rates.memory_bytes_per_s + rates.launch_s
-    if config.peel:  # few rows: one more read of B, from the L2
-        total_s += problem.k * problem.n * problem.element_bytes / rates.l2_bytes_per_s + rates.launch_s + rates.tile_s
     return total_s

@@ -11,9 +11,6 @@ and then D. `ready` barriers say that a tile has arrived, `free` ones that it ma
 turn at the tensor cores it is. A barrier tells only odd phases from even: without `order`, a group could not tell its
 own filling of a stage from the one two before.
 
-Where TMA can move C and D, it does. Rows that start anywhere (an odd N) the groups move themselves, while the other
-multiplies: C straight to where its sum lies in registers, D through the same shared memory, neighbour by neighbour.
-
 Compiled only: Triton's interpreter does not know Gluon.
 """
 
@@ -35,7 +32,6 @@ GROUPS = gl.constexpr(2)
 # Registers a thread: of the second group and the loading warp; the first group has what is left of the multiprocessor.
 GROUP_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(40)
-MOVED = gl.constexpr(4096)  # elements that a group moves at once where TMA cannot: 32 a thread
 
 
 @gluon.jit
@@ -87,42 +83,17 @@ def load_tiles(
 
 
 @gluon.jit
-def within(row0, col0, M, N, x_m, x_n, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Offsets of a tile's elements, and which of them lie in the matrix."""
-    rows = gl.expand_dims(row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    columns = gl.expand_dims(col0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    return rows * x_m + columns * x_n, (rows < M) & (columns < N)
-
-
-@gluon.jit
-def put_tile(pieces, first, d, row0, col0, M, N, d_m, d_n, COUNT: gl.constexpr):
-    """A tile from shared memory to D, by a group itself."""
-    FEW: gl.constexpr = pieces.shape[1]
-    COLUMNS: gl.constexpr = pieces.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    for step in gl.static_range(COUNT):
-        at, inside = within(row0 + step * FEW, col0, M, N, d_m, d_n, FEW, COLUMNS, layout)
-        gl.store(d + at, pieces.index(first + step).load(layout), mask=inside)
-
-
-@gluon.jit
 def compute_tiles(
-    group: gl.constexpr, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
-    c_m, c_n, d_m, d_n, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
+    group: gl.constexpr, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
+    c_m, c_n, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr,
-    D_TMA: gl.constexpr, C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr,
+    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: every other tile of this program, or its half of each, from product to store."""
     ROWS: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     steps = (K + BLOCK_K - 1) // BLOCK_K
     part = parts.index(group)
-    FEW: gl.constexpr = MOVED // BLOCK_N
-    COUNT: gl.constexpr = ROWS // FEW
-    first_piece: gl.constexpr = group * COUNT
-    pieces = parts  # of rows, where D is moved by hand: the same memory, whose rows then follow each other
-    if not D_TMA:
-        pieces = parts._reinterpret(parts.dtype, [GROUPS * COUNT, FEW, BLOCK_N], parts.layout)
     turn = 0  # Triton has no enumerate
     used = 0  # steps of the ring that were loaded before this group's tile
     first = gl.program_id(0)
@@ -173,47 +144,35 @@ def compute_tiles(
             elif C_KIND == "column":
                 rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
                 value += gl.expand_dims(gl.load(c + rows * c_m, mask=rows < M, other=0.0), 1).to(gl.float32)
-            elif C_KIND == "full":
-                at, inside = within(row0, col0, M, N, c_m, c_n, ROWS, BLOCK_N, layout)
-                value += gl.load(c + at, mask=inside, other=0.0).to(gl.float32)
-            if D_TMA:
-                tma.store_wait(0)
+            tma.store_wait(0)  # the tile before has left `part`
         if KEEP:
-            part.store(value.to(part.dtype))
-            if D_TMA:
-                fence_async_shared()
-                tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
-                tma.store_wait(0)
-            else:
-                put_tile(pieces, first_piece, z, row0, col0, M, N, d_m, d_n, COUNT)
-        part.store(activate(value, ACTIVATION).to(part.dtype))
-        if D_TMA:
+            part.store(value.to(d_desc.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
-        else:
-            put_tile(pieces, first_piece, d, row0, col0, M, N, d_m, d_n, COUNT)
+            tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
+            tma.store_wait(0)
+        part.store(activate(value, ACTIVATION).to(d_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
         if C_TMA:
             tma.store_wait(0)
             mbarrier.arrive(c_free.index(group), count=1)
         turn += 1  # noqa: SIM113
-    if D_TMA:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def pingpong_tiles(
-    a_desc, b_desc, c_desc, d_desc, z_desc, c, d, z, M, N, K, c_m, c_n, d_m, d_n, tiles, c_at,
+    a_desc, b_desc, c_desc, d_desc, z_desc, c, M, N, K, c_m, c_n, tiles, c_at,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr, D_TMA: gl.constexpr,
-    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
+    PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr, C_KIND: gl.constexpr,
+    ACTIVATION: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Tiles 0..tiles over as many programs as multiprocessors. Descriptors bound every access of theirs."""
+    """Tiles 0..tiles over as many programs as multiprocessors. Descriptors bound every access: nothing is masked."""
     dtype: gl.constexpr = a_desc.dtype
     rows: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
-    layout: gl.constexpr = d_desc.layout if D_TMA else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], layout)
+    parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], d_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -233,12 +192,12 @@ def pingpong_tiles(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     gl.warp_specialize([
-        (compute_tiles, (0, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N,
-                         K, c_m, c_n, d_m, d_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED,
-                         B_TURNED, C_TMA, D_TMA, C_KIND, ACTIVATION, KEEP)),
-        (compute_tiles, (1, c, d, z, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N,
-                         K, c_m, c_n, d_m, d_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED,
-                         B_TURNED, C_TMA, D_TMA, C_KIND, ACTIVATION, KEEP)),
+        (compute_tiles, (0, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
+                         c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
+                         C_KIND, ACTIVATION, KEEP)),
+        (compute_tiles, (1, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
+                         c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
+                         C_KIND, ACTIVATION, KEEP)),
         (load_tiles, (a_desc, b_desc, c_desc, a_ring, b_ring, parts, ready, free, c_ready, c_free, M, N, K, tiles,
                       c_at, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA)),
     ], [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -154,25 +154,22 @@ def _tma_steps(
 
 
 def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, multiprocessors: int) -> Step:
-    """C and D move by TMA, a group's tile at once, or row by row where it cannot; `whole` has everything else."""
+    """C and D move by TMA, a group's tile at once; `whole` has everything else."""
     part = (config.block_m // 2 if config.paired else config.block_m, config.block_n)
-    size = problem.element_bytes
-    d_tma = _plain(problem.d, size)
-    c_tma = d_tma and problem.c_kind == "full" and _plain(problem.c, size)
-    named = ("a_desc", "b_desc", "c", "d", "z", "M", "N", "K", "c_m", "c_n", "d_m", "d_n")
-    arguments: dict[str, Argument] = {name: whole.arguments[name] for name in named}
+    c_tma = problem.c_kind == "full"
+    arguments: dict[str, Argument] = {
+        name: whole.arguments[name] for name in ("a_desc", "b_desc", "c", "M", "N", "K", "c_m", "c_n")
+    }
     arguments |= {
         "c_desc": _operand("c", problem.c, *part) if c_tma and problem.c else None,
-        "d_desc": _operand("d", problem.d, *part) if d_tma else None,
-        "z_desc": _operand("z", problem.d, *part) if d_tma and problem.keep else None,
+        "d_desc": _operand("d", problem.d, *part),
+        "z_desc": _operand("z", problem.d, *part) if problem.keep else None,
         "tiles": tiles,
         "c_at": blocks(problem.k, config.block_k) // 2,  # halfway: what is multiplied first is asked for first
     }
-    if d_tma:
-        arguments |= {"d": None, "z": None, "d_m": 0, "d_n": 0}
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "A_TURNED", "B_TURNED", "C_KIND", "ACTIVATION", "KEEP", "EARLY")
     constants = {name: whole.constants[name] for name in names}
-    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma, "D_TMA": d_tma}
+    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma}
     grid, varying = (min(tiles, multiprocessors), 1), (*whole.varying, "c_at")
     return replace(whole, kernel="pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying)
 

@@ -16,6 +16,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TMA_ALIGNMENT_BYTES = 16  # of a descriptor's base address and of every stride but the last
+LIBRARY_GROUP_BYTES = 16  # what the vendor's fast kernels load at once, and want N and K to be made of
 INT32_LIMIT = 2**31
 
 
@@ -81,6 +82,22 @@ class Problem:
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def library_group(self) -> int:
+        """Elements of which N and K are to be multiples for the vendor's fast kernels."""
+        return LIBRARY_GROUP_BYTES // self.element_bytes
+
+    @property
+    def slow_operands(self) -> list[str]:
+        """Operands that the library reads slowly as they are. A K that has to be filled up with zeros is so in both."""
+        group, size = self.library_group, self.element_bytes
+        deep = self.k % group > 0
+        slow = {
+            "a": deep or not self.a.tma(size),
+            "b": deep or self.n % group > 0 or not self.b.tma(size),
+        }
+        return [name for name, is_slow in slow.items() if is_slow]
 
     @property
     def wide(self) -> bool:

@@ -92,7 +92,7 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     gpu = gpu_of(device_index(device))
     check(config, problem, shared_limit=gpu.shared_bytes)
     if config.kind == "library":
-        return _Padded(problem, config, device) if config.padded else _library(problem, device)
+        return _Padded(problem, device) if config.padded else _library(problem, device)
     if config.uses_tma and not gpu.tma:
         raise UsageError(f"kind '{config.kind}' needs TMA, which {gpu.name} does not have: use 'pointer' or 'library'")
     if config.kind == "pingpong" and not gpu.hopper:
@@ -165,12 +165,12 @@ class _Launched:
 class _Padded:
     """The library on aligned copies: a launch, the vendor's matmul, a launch."""
 
-    def __init__(self, problem: Problem, config: Config, device: torch.device) -> None:
+    def __init__(self, problem: Problem, device: torch.device) -> None:
         from tilemesh.kernels.matmul.launch import Program
 
         self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
-        self.plan = padded_plan(problem, config)
+        self.plan = padded_plan(problem)
         operands = _operands(problem, self.plan.buffers)
         has_c, keep = problem.c is not None, problem.keep
         self.before = Program(self.plan.before, operands, ["a", "b", *self.plan.buffers])
@@ -190,15 +190,14 @@ class _Padded:
 
 
 def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:
-    """The plan's products, by torch."""
+    """The plan's product, by torch."""
 
     def part(view: View) -> Tensor:
         tensor, matrix = tensors[view.of], view.matrix
         strides = (matrix.row_stride, matrix.column_stride)
-        return tensor.as_strided((matrix.rows, matrix.columns), strides, tensor.storage_offset() + view.offset)
+        return tensor.as_strided((matrix.rows, matrix.columns), strides, tensor.storage_offset())
 
-    for product in plan.products:
-        torch.mm(part(product.a), part(product.b), out=part(product.out))
+    torch.mm(part(plan.a), part(plan.b), out=part(plan.out))
 
 
 def _scratch(buffers: Mapping[str, Buffer], device: torch.device) -> dict[str, Tensor]:
@@ -253,7 +252,7 @@ class _Interpreted:
     """
 
     def __init__(self, problem: Problem, config: Config) -> None:
-        self.padded = padded_plan(problem, config) if config.padded else None
+        self.padded = padded_plan(problem) if config.padded else None
         self.library = config.kind == "library" and not config.padded
         if self.padded:
             self.plan = self.padded.after

@@ -22,6 +22,8 @@ OPTIMISM = 0.7  # standard deviations below the mean that an untried configurati
 NOISE = 0.02  # of one measurement, relative
 CUTOFF = 3.0  # times the best prediction, beyond which the cost model says a configuration cannot win
 
+_KINDS = ("pointer", "tma", "persistent", "split", "pingpong", "library")
+
 Array = NDArray[np.float64]
 
 
@@ -112,7 +114,7 @@ def _features(configs: Sequence[Config]) -> Array:
     """Numbers in which near means alike; each step of one is a doubling or another choice."""
     rows = []
     for config in configs:
-        kinds = [1.2 * (config.kind == kind) for kind in ("pointer", "tma", "persistent", "split", "pingpong")]
+        kinds = [1.2 * (config.kind == kind) for kind in _KINDS]
         sides = [math.log2(config.block_m), math.log2(config.block_n), 0.7 * math.log2(config.block_k)]
         depth = [0.7 * math.log2(config.warps), 0.4 * config.stages, 0.7 * math.log2(config.split_k)]
         epilogue = [
@@ -122,6 +124,5 @@ def _features(configs: Sequence[Config]) -> Array:
             0.4 * math.log2(config.subtile),
         ]
         order = [0.3 * math.log2(config.group), 0.5 * config.per_sm, 0.6 * config.tail, 0.6 * config.flatten]
-        vendor = [1.2 * (config.kind == "library"), 0.6 * config.peel]
-        rows.append([*vendor, *kinds, *sides, *depth, *epilogue, *order])
+        rows.append([*kinds, *sides, *depth, *epilogue, *order])
     return np.array(rows, dtype=np.float64)
