@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -180,18 +179,20 @@ def test_it_only_reads_and_only_for_this_machine(server: serve.Server) -> None:
 
 
 def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun) -> None:
-    folder, made = make_run(), []
+    folder, made, now = make_run(), [], 0.0
 
     def render(live: str) -> str:
+        nonlocal now
         made.append(live)
-        time.sleep(0.1)
+        now += 0.1
         return live
 
-    server = serve.Server(str(folder), render)
+    server = serve.Server(str(folder), render, clock=lambda: now)
     server.page()
     (folder / "sample.txt").write_text("more")
+    now += 0.9
     assert server.page().decode() == server.version() == made[0]  # a second's rest for a tenth's work
-    time.sleep(1.1)
+    now += 0.2
     assert server.page().decode() == server.version() != made[0]
     assert len(made) == 2
 

@@ -24,8 +24,10 @@ _NAMES = ("127.0.0.1", "localhost", "[::1]")
 class Server:
     """One run's page, made anew when its folder has changed."""
 
-    def __init__(self, folder: str, render: Callable[[str], str], port: int = 0) -> None:
-        self.folder, self._render = folder, render
+    def __init__(
+        self, folder: str, render: Callable[[str], str], port: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder, self._render, self._clock = folder, render, clock
         self._lock = threading.Lock()
         self._made: tuple[str, bytes] | None = None
         self._fresh_until = 0.0
@@ -55,7 +57,7 @@ class Server:
     def version(self) -> str:
         """Of the folder as a page made now would show it. A page that took long to make stays for ten times as long:
         looking at a run must not slow it."""
-        if self._made is not None and time.monotonic() < self._fresh_until:
+        if self._made is not None and self._clock() < self._fresh_until:
             return self._made[0]
         return run.version(self.folder)
 
@@ -64,9 +66,9 @@ class Server:
         with self._lock:
             version = self.version()
             if self._made is None or self._made[0] != version:
-                began = time.monotonic()
+                began = self._clock()
                 self._made = version, self._render(version).encode("utf-8", errors="replace")
-                ended = time.monotonic()
+                ended = self._clock()
                 self._fresh_until = ended + 10 * (ended - began)
             return self._made[1]
 
