@@ -96,6 +96,30 @@ class Bound:
             if target.__array_interface__["data"] != source.__array_interface__["data"]:
                 target[:] = source
 
+    def fixed(self) -> list[Callable[[], object]]:
+        """What is left of a direct program after its first meeting, as calls over views of the arena alone.
+
+        They keep nobody's array alive: whoever makes them again has just been told that the arrays still lie there.
+        """
+        assert not self.uses_stage
+        base, size = self.bases[self.arena.rank][DATA], self.carrier.itemsize
+        data = self.arena.memory[base : base + self.lengths[1] * size].view(self.carrier)
+        code = self.code[0]
+        assert code[0][0] == _MEET
+        calls: list[Callable[[], object]] = []
+        for what, one, two in code[1:]:
+            if what == _MEET:
+                calls.append(self.arena.flags.meet)
+                continue
+            target = data if one is None else data[one]
+            if what == _REDUCE:
+                assert self.reducer is not None
+                calls.append(partial(self.reducer, target, two))
+            else:
+                assert what == _GET
+                calls.append(partial(np.copyto, target, two))
+        return calls
+
     # Binding ------------------------------------------------------------------------------------------------------
 
     def _bind(self, run: list[Local] | None, half: int) -> Iterator[tuple[int, Any, Any]]:
