@@ -746,6 +746,20 @@ def memory_goes_back(comm: Communicator) -> None:
     assert comm.all_reduce(t)[0, 0] == 2 * comm.size
 
 
+def the_same_call_again_with_other_numbers(comm: Communicator) -> None:
+    """What is kept ready of a call is where its numbers lie, never the numbers: also where an array is a single one."""
+    n, me = comm.size, comm.rank
+    for shape in ((), (1,), (4,), (16,), (2, 8), (128,), (600,), (70_000,)):
+        x = np.empty(shape, np.float32)
+        served = [name for name in BOOK["all_reduce"] if serves(comm, "all_reduce", name, "float32", x.size)]
+        for algorithm in ("auto", *served):
+            for turn in range(4):
+                x[...] = me + turn
+                total = comm.all_reduce(x, algorithm=algorithm)
+                assert total.shape == shape
+                assert (total == n * turn + n * (n - 1) / 2).all(), (algorithm, shape, turn)
+
+
 def shared_calls_in_every_order(comm: Communicator) -> None:
     """Ranks may differ in `wait`, in strides and in whether a call was made before: memory is taken in call order."""
     n, me = comm.size, comm.rank
@@ -774,6 +788,7 @@ SURFACE = (
     arrays_of_the_arena_come_again,
     memory_goes_back,
     shared_calls_in_every_order,
+    the_same_call_again_with_other_numbers,
     same_bits_everywhere,
     extremes_of_zeros_and_nans,
     averages_of_16_bits,
