@@ -90,9 +90,9 @@ def _nobody() -> None:
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
-    Here and below the meeting is `Flags.meet` spelt out, with the one yield that almost every meeting of ranks without
-    a core of their own needs, and an `out` that has been looked at is known again: between two calls another rank had
-    the core, and each function that is entered then costs a microsecond.
+    Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
+    their own, and the one yield that almost every meeting of others needs. An `out` that has been looked at is known
+    again: between two calls another rank had the core, and each function that is entered then costs a microsecond.
     """
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -102,14 +102,8 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
     add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
-    words, me, others, wait, pause, yields = (
-        flags.words,
-        flags.mine,
-        flags.others,
-        flags._wait,
-        flags.pause,
-        not flags.spin,
-    )
+    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
     doing = (call.collective, call.nbytes)
@@ -136,7 +130,10 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                if yields:
+                for _ in looks:
+                    if words[other] >= epoch:
+                        break
+                else:
                     pause()
                 if words[other] < epoch:
                     wait(other, epoch, doing)
@@ -227,14 +224,8 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
-    words, me, others, wait, pause, yields = (
-        flags.words,
-        flags.mine,
-        flags.others,
-        flags._wait,
-        flags.pause,
-        not flags.spin,
-    )
+    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray = np.empty, np.ndarray
     doing = (call.collective, call.nbytes)
@@ -266,7 +257,10 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                if yields:
+                for _ in looks:
+                    if words[other] >= epoch:
+                        break
+                else:
                     pause()
                 if words[other] < epoch:
                     wait(other, epoch, doing)
