@@ -692,17 +692,23 @@ def arrays_of_the_arena_come_again(comm: Communicator) -> None:
         x, other = comm.empty(length, "float64"), comm.empty(length, "float64")
         x[:], other[:] = np.arange(length) % 5 + me, np.arange(length) % 3 - me
         kinds = [x, x, x, other, x, x, np.array(other), x, other, x]  # one of the ranks gives these
-        wanted = [getattr(comm, collective)(np.array(x), *arguments, algorithm="naive")]
-        out = comm.empty(wanted[0].shape, "float64")
+        shape = getattr(comm, collective)(np.array(x), *arguments, algorithm="naive").shape
+        out, elsewhere = comm.empty(shape, "float64"), np.empty(shape)
         for turn, kind in enumerate(kinds):
             mine = kind if me == turn % n else x
             x += 1
             right = getattr(comm, collective)(np.array(mine), *arguments, algorithm="naive")
-            out[:] = -1
-            assert getattr(comm, collective)(mine, *arguments, out=out) is out
-            assert np.array_equal(out, right), (collective, turn)
+            # In the second round one rank's result lies elsewhere now and then, too.
+            for result in (out, elsewhere if me == turn % n and turn % 3 == 0 else out):
+                result[:] = -1
+                assert getattr(comm, collective)(mine, *arguments, out=result) is result
+                assert np.array_equal(result, right), (collective, turn)
+            if kind is x:
+                out[:] = -1
+                assert getattr(comm, collective)(mine, *arguments, out=out, algorithm="direct") is out
+                assert np.array_equal(out, right), (collective, turn)
         blocks = [weakref.ref(_block_of(array)) for array in (x, other, out)]
-        del x, other, out, kinds, mine, kind
+        del x, other, out, kinds, mine, kind, result
         # A call that was not ready leaves its steps, which hang on one another; and of several threads that collect
         # at once only one does.
         deadline = time.monotonic() + 60

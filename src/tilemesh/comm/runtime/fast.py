@@ -340,11 +340,11 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             watch.sequence += 1
             flags.doing = doing
             way = agreed(*places)
-            if way is None:
-                shared.refused(x.reshape(-1) if contributes else nothing, out.reshape(-1))
-            else:
-                for step in way:  # type: ignore[union-attr]
+            if isinstance(way, list):
+                for step in way:
                     step()
+            else:
+                shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
         else:
             if not x.flags.c_contiguous:
                 return NotImplemented

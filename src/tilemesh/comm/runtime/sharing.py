@@ -198,13 +198,11 @@ class ReadyShared:
                 return
         elif not np.may_share_memory(given, data):
             way = self.agreed(self.sharing._place(given, 1), self.sharing._place(data, 2))
-            if way is None:
-                self.refused(given, data)
-            elif isinstance(way, Bound):
-                way.run(given, data, is_met=True)
-            else:
+            if isinstance(way, list):
                 for step in way:
                     step()
+            else:
+                self.otherwise(way, given, data)
             return
         for token in self.sharing.steps(self.call, given, data):
             token.wait()
@@ -244,18 +242,20 @@ class ReadyShared:
             return None
         bound = self.sharing.bound(shape._replace(algorithm=name), self.call.lo, places)
         assert isinstance(bound, Bound)
-        return bound.fixed() if targets[self.flags.rank] else bound
+        return bound if bound.uses_stage or not targets[self.flags.rank] else bound.fixed()
 
-    def refused(self, given: Array, data: Array) -> None:
-        """Not every rank's arrays lie there: as `Sharing._refused`, after which the call goes its ordinary way."""
-        if self.staged is not None:
+    def otherwise(self, way: Bound | None, given: Array, data: Array) -> None:
+        """What was agreed on goes over the stage, or writes elsewhere; or (None) the direct way is not open to all."""
+        if way is not None:
+            way.run(given, data, is_met=True)
+        elif self.staged is not None:  # the same as `Sharing._refused`
             self.flags.meet()
             self.staged.run(given, data)
-            return
-        sources, targets = (words.tolist() for words in self.told)
-        places = tuple(zip(sources, targets, strict=True))
-        for token in self.sharing._refused(self.call, places, given, data):
-            token.wait()
+        else:
+            sources, targets = (words.tolist() for words in self.told)
+            places = tuple(zip(sources, targets, strict=True))
+            for token in self.sharing._refused(self.call, places, given, data):
+                token.wait()
 
 
 def is_by_last(shape: Shape, ranks: int) -> bool:
