@@ -104,7 +104,8 @@ class Bench:
         except UsageError as error:
             missing["native"] = str(error)
         # Predicted before anything is read.
-        before = {name: self._predicted(cell, picked if name == "auto" else name) for name in calls}
+        called = {"auto": picked, "native_by_us": "native"}
+        before = {name: self._predicted(cell, called.get(name, name)) for name in calls if name != "native"}
         result = compare(
             calls,
             timer=self.timer,
@@ -122,14 +123,13 @@ class Bench:
                     extra = {"picked": picked, **extra}
                 rows.append(self._row(cell, name, before[name], result, missing, extra))
         if "native" in result:
-            rows.append(self._row(cell, "native", before["native"], result, missing, {}))
+            rows.append(self._row(cell, "native", None, result, missing, {}))
         return rows
 
     def _predicted(self, cell: Cell, name: str) -> float | None:
+        """Of a call of ours; what one of the library's costs without us is measured, never predicted."""
         fit = self.comm._caller.fit
-        if fit is None or name == "native":
-            return None  # what a call of the library's costs without us is measured, never predicted
-        return fit.seconds(cell.collective, "native" if name == "native_by_us" else name, cell.payload)
+        return None if fit is None else fit.seconds(cell.collective, name, cell.payload)
 
     def _row(
         self,

@@ -20,7 +20,7 @@ from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
-_MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE = range(6)
+_MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE, _ADD_TO_OWN = range(7)
 
 PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
 MOST_ROWS = 4  # up to as many arrays are combined one by one
@@ -92,6 +92,9 @@ class Bound:
             self.reducer(data if one is None else data[one], two)  # type: ignore[misc]
         elif code == _REDUCE_ON_STAGE:
             self.reducer(one, two)  # type: ignore[misc]
+        elif code == _ADD_TO_OWN:
+            part, others = two
+            self.reducer(one, [given if part is None else given[part], *others])  # type: ignore[misc]
         else:
             target, source = data if one is None else data[one], given if two is None else given[two]
             if target.__array_interface__["data"] != source.__array_interface__["data"]:
@@ -129,7 +132,12 @@ class Bound:
             return
         first = run[0]
         target = Span(first.target.space, first.target.lo, run[-1].target.hi)
-        if any(local.reduce for local in run):
+        if any(local.reduce for local in run) and first.source.space == INPUT and not self.bases:
+            length = first.source.hi - first.source.lo  # slots of a stage are as long as the longest chunk
+            others = [self._there(local.source, local.peer, half)[:length] for local in run[1:]]
+            yield _ADD_TO_OWN, self._there(first.target, -1, half), (self._part(first.source), others)
+        elif any(local.reduce for local in run):
+            assert not first.reduce, "what is reduced onto was put there in the same run"
             sources = [self._there(local.source, local.peer, half) for local in run]
             stacked = self._stacked(run, half) if len({local.target for local in run}) == 1 else None
             assert self.reducer is not None
@@ -351,7 +359,7 @@ def _runs(program: Program) -> list[list[Local] | None]:
 def _goes_on(run: list[Local], local: Local) -> bool:
     last = run[-1]
     if local.reduce:
-        return local.target == last.target
+        return local.target.space == last.target.space and local.target.lo == last.target.lo
     if last.reduce or local.target.space != last.target.space or local.source.space != last.source.space:
         return False
     if local.source.space == INPUT and local.peer == -1 == last.peer:  # slots in a row
