@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -682,6 +683,52 @@ def arrays_of_the_arena(comm: Communicator) -> None:
         assert (gathered == np.arange(n)[:, None]).all()
 
 
+def arrays_of_the_arena_come_again(comm: Communicator) -> None:
+    """Known arrays are not looked at again: what they hold, what others give instead, and their going must tell."""
+    n, me = comm.size, comm.rank
+    length = 70_000 * n
+    for collective, op in (("all_reduce", "avg"), ("reduce_scatter", "sum"), ("all_gather", ""), ("all_to_all", "")):
+        arguments = (op,) if op else ()
+        x, other = comm.empty(length, "float64"), comm.empty(length, "float64")
+        x[:], other[:] = np.arange(length) % 5 + me, np.arange(length) % 3 - me
+        kinds = [x, x, x, other, x, x, np.array(other), x, other, x]  # one of the ranks gives these
+        shape = getattr(comm, collective)(np.array(x), *arguments, algorithm="naive").shape
+        out, elsewhere = comm.empty(shape, "float64"), np.empty(shape)
+        for turn, kind in enumerate(kinds):
+            mine = kind if me == turn % n else x
+            x += 1
+            right = getattr(comm, collective)(np.array(mine), *arguments, algorithm="naive")
+            # In the second round one rank's result lies elsewhere now and then, too.
+            for result in (out, elsewhere if me == turn % n and turn % 3 == 0 else out):
+                result[:] = -1
+                assert getattr(comm, collective)(mine, *arguments, out=result) is result
+                assert np.array_equal(result, right), (collective, turn)
+            if kind is x:
+                out[:] = -1
+                assert getattr(comm, collective)(mine, *arguments, out=out, algorithm="direct") is out
+                assert np.array_equal(out, right), (collective, turn)
+        blocks = [weakref.ref(_block_of(array)) for array in (x, other, out)]
+        del x, other, out, kinds, mine, kind, result
+        # A call that was not ready leaves its steps, which hang on one another; and of several threads that collect
+        # at once only one does.
+        deadline = time.monotonic() + 60
+        while any(block() is not None for block in blocks) and time.monotonic() < deadline:
+            gc.collect()
+        assert [block() for block in blocks] == [None] * 3, collective  # what is kept ready keeps nothing of a caller's
+    first, second = (np.zeros(length, np.float32) for _ in range(2))
+    for _ in range(4):  # ordinary arrays again and again, where others might have some of the arena
+        first += 1
+        assert (comm.all_reduce(first, out=second) == n * first).all()
+
+
+def _block_of(array: Any) -> Any:
+    """What all arrays of one block of the arena hang on."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    assert array is not None
+    return array
+
+
 def memory_goes_back(comm: Communicator) -> None:
     """What all ranks have dropped is given out again: in the end as much is taken as before."""
     arena = comm._caller.sharing.arena
@@ -703,6 +750,20 @@ def memory_goes_back(comm: Communicator) -> None:
     assert t.dtype == torch.bfloat16
     t[:] = 2
     assert comm.all_reduce(t)[0, 0] == 2 * comm.size
+
+
+def the_same_call_again_with_other_numbers(comm: Communicator) -> None:
+    """What is kept ready of a call is where its numbers lie, never the numbers: also where an array is a single one."""
+    n, me = comm.size, comm.rank
+    for shape in ((), (1,), (4,), (16,), (2, 8), (128,), (600,), (70_000,)):
+        x = np.empty(shape, np.float32)
+        served = [name for name in BOOK["all_reduce"] if serves(comm, "all_reduce", name, "float32", x.size)]
+        for algorithm in ("auto", *served):
+            for turn in range(4):
+                x[...] = me + turn
+                total = comm.all_reduce(x, algorithm=algorithm)
+                assert total.shape == shape
+                assert (total == n * turn + n * (n - 1) / 2).all(), (algorithm, shape, turn)
 
 
 def shared_calls_in_every_order(comm: Communicator) -> None:
@@ -730,8 +791,10 @@ def shared_calls_in_every_order(comm: Communicator) -> None:
 SURFACE = (
     shared_memory_is_there,
     arrays_of_the_arena,
+    arrays_of_the_arena_come_again,
     memory_goes_back,
     shared_calls_in_every_order,
+    the_same_call_again_with_other_numbers,
     same_bits_everywhere,
     extremes_of_zeros_and_nans,
     averages_of_16_bits,

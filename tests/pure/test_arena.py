@@ -183,7 +183,7 @@ def test_calls_take_turns() -> None:
 @pytest.fixture
 def three_flags() -> list[Flags]:
     memory = np.zeros(3 * LINE, np.uint8)
-    return [Flags(memoryview(memory), rank, 3, outnumber=True) for rank in range(3)]
+    return [Flags(memoryview(memory), rank, 3, cores=1) for rank in range(3)]
 
 
 def test_ranks_meet_when_all_have_come(three_flags: list[Flags]) -> None:

@@ -352,3 +352,20 @@ def test_a_node_has_at_least_one_rank(node_size: int) -> None:
 def test_unknown_transports_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown transport 'mp': did you mean 'mpi'"):
         connect("mp")
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_rows_are_combined_by_any_operation_and_as_numpy_wants_it(ranks: int) -> None:
+    """Half onto half, one by one, or in one reduction, by size and number of rows: each call made again with others."""
+    operations = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+    def main(comm: Communicator) -> None:
+        for algorithm in ("flat", "flat_one", "flat_slices"):
+            for op, function in operations.items():
+                for shape in ((), (1,), (8,), (64,), (3000,)):
+                    for turn in range(3):
+                        total = comm.all_reduce(np.full(shape, comm.rank + turn), op, algorithm=algorithm)
+                        assert (total == function.reduce(np.arange(ranks) + turn)).all(), (algorithm, op, shape)
+
+    run_threads(ranks, main)

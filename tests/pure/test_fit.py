@@ -94,6 +94,35 @@ def test_auto_takes_what_is_predicted_to_be_quickest() -> None:
         assert choose(request, "auto", Library(), FIT).algorithm == min(costs, key=lambda name: costs[name])
 
 
+def test_what_is_taken_depends_on_where_the_arrays_lie() -> None:
+    """A bench prints what ran: arrays of `empty` do not go the way of ordinary ones."""
+    small, large = (choose(Request("all_reduce", n, "float32", "sum"), "auto", Library(), FIT) for n in (64, 1 << 24))
+    assert [small.taken(in_arena=there) for there in (False, True)] == ["flat", "flat"]
+    assert [large.taken(in_arena=there) for there in (False, True)] == ["flat_slices", "direct_slices"]
+    gathered = choose(Request("all_gather", 1 << 24, "float32", "sum"), "auto", Library())
+    assert [gathered.taken(in_arena=there) for there in (False, True)] == ["flat", "direct"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "flat_s", "direct_s", "goes_direct"),
+    [
+        (1 << 26, 19.6e-3, 21.2e-3, True),  # as good as alike: the one that copies less
+        (1 << 26, 19.6e-3, 22.0e-3, False),
+        (1 << 18, 40e-6, 41e-6, False),  # a small one costs meetings, not bytes
+        (1 << 18, 40e-6, 39e-6, True),  # … and here the fit knows better than the rule of thumb
+        (1 << 15, 40e-6, 10e-6, False),  # but asking whose arrays lie where is not worth it for any small call
+    ],
+)
+def test_of_two_that_are_predicted_alike_the_one_that_copies_less(
+    nbytes: int, flat_s: float, direct_s: float, goes_direct: bool
+) -> None:
+    curves = {"all_gather/flat": Curve(((nbytes, flat_s),)), "all_gather/direct": Curve(((nbytes, direct_s),))}
+    request = Request("all_gather", nbytes, "float32", "sum")
+    choice = choose(request, "auto", Library(size=8), Fit("mpi", 8, 1e-6, curves))
+    assert choice.taken(in_arena=True) == ("direct" if goes_direct else "flat")
+    assert choice.taken(in_arena=False) == "flat"
+
+
 def test_a_call_that_may_go_direct_has_no_messages_to_fall_back_on() -> None:
     """What only the call itself finds out must leave it a way that needs no more than the arena, or the library."""
     quick = Fit("mpi", 4, 1e-6, {**FIT.curves, "message": line(1e-9, 1e15), "call": Curve(((1, 1e-9),))})

@@ -82,7 +82,8 @@ class Bench:
         comm = self.comm
         request = Request(cell.collective, cell.payload, "float32", "sum")
         fit = comm._caller.fit
-        choice = choose(request, "auto", comm.transport, fit)
+        # Arrays of `empty` may go another way than the ordinary ones of the same size.
+        picked = choose(request, "auto", comm.transport, fit).taken(in_arena=cell.buffers == "empty")
         x, out = arrays(comm, cell)
         method = getattr(comm, cell.collective)
         calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
@@ -103,7 +104,8 @@ class Bench:
         except UsageError as error:
             missing["native"] = str(error)
         # Predicted before anything is read.
-        before = {name: self._predicted(cell, name, choice.algorithm, choice.direct) for name in calls}
+        called = {"auto": picked, "native_by_us": "native"}
+        before = {name: self._predicted(cell, called.get(name, name)) for name in calls if name != "native"}
         result = compare(
             calls,
             timer=self.timer,
@@ -117,22 +119,17 @@ class Bench:
         for name in calls:
             if name != "native":
                 extra = self._where(lambda: method(x, out=out), result[name].median) if name == "auto" else {}
-                picked = {"picked": choice.algorithm} if name == "auto" else {}
-                rows.append(self._row(cell, name, before[name], result, missing, {**picked, **extra}))
+                if name == "auto":
+                    extra = {"picked": picked, **extra}
+                rows.append(self._row(cell, name, before[name], result, missing, extra))
         if "native" in result:
-            rows.append(self._row(cell, "native", before["native"], result, missing, {}))
+            rows.append(self._row(cell, "native", None, result, missing, {}))
         return rows
 
-    def _predicted(self, cell: Cell, name: str, picked: str, direct: str | None) -> float | None:
+    def _predicted(self, cell: Cell, name: str) -> float | None:
+        """Of a call of ours; what one of the library's costs without us is measured, never predicted."""
         fit = self.comm._caller.fit
-        if fit is None or name == "native":
-            return None  # what a call of the library's costs without us is measured, never predicted
-        names = ["native" if name == "native_by_us" else name]
-        if name == "auto":
-            names = [picked]
-            if direct is not None and cell.buffers == "empty":
-                names = ["direct_slices" if cell.collective == "all_reduce" else "direct"]
-        return fit.seconds(cell.collective, names[0], cell.payload)
+        return None if fit is None else fit.seconds(cell.collective, name, cell.payload)
 
     def _row(
         self,

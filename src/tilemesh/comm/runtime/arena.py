@@ -98,7 +98,7 @@ class Arena:
             memoryview(self.memory[: (self.ranks + 1) * LINE]),  # type: ignore[arg-type]
             rank,
             self.ranks,
-            outnumber=self.ranks > granted_cores(),
+            cores=granted_cores(),
             pids=pids,
             pause=pause,
         )

@@ -17,6 +17,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
+SETTLED_BYTES = 1 << 20  # from here on bytes decide, and a way that copies less is not slower
+UNSURE = 1.1  # predictions err by about as much
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
 FLAT_BYTES = 32 << 10  # up to this whoever comes last adds up for all: one meeting
@@ -60,6 +62,12 @@ class Choice:
     why: str
     direct: str | None = None
 
+    def taken(self, *, in_arena: bool) -> str:
+        """What a call comes to. `in_arena`: every rank's input and result lie in the arena."""
+        if not in_arena or self.direct is None:
+            return self.algorithm
+        return "direct_slices" if self.direct == "direct+" else self.direct
+
 
 def choose(request: Request, algorithm: str, transport: Transport, fit: Fit | None = None) -> Choice:
     """The algorithm to use; what was asked for by name is checked and kept."""
@@ -84,7 +92,10 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
 
 
 def direct_way(collective: str, nbytes: int, ranks: int) -> str | None:
-    """What a call of that size becomes when all its arrays turn out to lie in the arena. The same on every rank."""
+    """What a call of that size becomes when all its arrays turn out to lie in the arena. The same on every rank.
+
+    `ranks`: among which an all_gather's bytes are divided before they count; 1 where a fit knows better.
+    """
     mine = nbytes // ranks if collective == "all_gather" else nbytes
     if mine < DIRECT_BYTES or "direct" not in BOOK[collective]:
         return None
@@ -117,9 +128,11 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
         measured = {name: ordinary[name] for name in ordinary if fit.has_measured(request.collective, name)}
         ordinary = measured or ordinary
         if ordinary:
-            direct = direct_way(request.collective, request.nbytes, transport.size)
+            direct = direct_way(request.collective, request.nbytes, 1)
             there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)
-            if there >= min(ordinary.values()):
+            # Of two that are predicted alike the one that copies less: large readings of a fit are the least sure.
+            bound = min(ordinary.values()) * (UNSURE if request.nbytes >= SETTLED_BYTES else 1.0)
+            if there >= bound:
                 direct = None
             if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
                 ordinary = {one: ordinary[one] for one in ordinary if is_shared(one) or one == "native"}

@@ -7,6 +7,7 @@ another kind, an odd array), and the ordinary way is gone. Both ways are the sam
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,12 @@ def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     return is_alike and out.shape == shape and out.flags.carray
 
 
+def unowned(array: Any) -> Any:
+    """A view that does not keep the array alive: for who knows it weakly, and looks whether it is there first."""
+    there = (ctypes.c_char * array.nbytes).from_address(array.__array_interface__["data"][0])
+    return np.frombuffer(there, array.dtype)
+
+
 def _nobody() -> None:
     return None
 
@@ -83,9 +90,9 @@ def _nobody() -> None:
 def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
-    Here and below the meeting is `Flags.meet` spelt out, with the one yield that almost every meeting of ranks without
-    a core of their own needs, and an `out` that has been looked at is known again: between two calls another rank had
-    the core, and each function that is entered then costs a microsecond.
+    Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
+    their own, and the one yield that almost every meeting of others needs. An `out` that has been looked at is known
+    again: between two calls another rank had the core, and each function that is entered then costs a microsecond.
     """
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -95,14 +102,8 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
     add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
-    words, me, others, wait, pause, yields = (
-        flags.words,
-        flags.mine,
-        flags.others,
-        flags._wait,
-        flags.pause,
-        not flags.spin,
-    )
+    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
     doing = (call.collective, call.nbytes)
@@ -129,7 +130,10 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                if yields:
+                for _ in looks:
+                    if words[other] >= epoch:
+                        break
+                else:
                     pause()
                 if words[other] < epoch:
                     wait(other, epoch, doing)
@@ -220,29 +224,28 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
-    words, me, others, wait, pause, yields = (
-        flags.words,
-        flags.mine,
-        flags.others,
-        flags._wait,
-        flags.pause,
-        not flags.spin,
-    )
+    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray = np.empty, np.ndarray
     doing = (call.collective, call.nbytes)
     known: Callable[[], Any] = _nobody
+    known_rows = rows[0]  # of `known`
 
     def ready(x: Any, out: Any) -> Any:
-        nonlocal known
+        nonlocal known, known_rows
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif out is not known():
+            target = out.reshape(stacked)
+        elif out is known():
+            target = known_rows
+        else:
             if not fits(out, result, dtype):
                 return NotImplemented
-            known = ref(out)
+            known, known_rows = ref(out), unowned(out).reshape(stacked)
+            target = known_rows
         watch.sequence += 1
         arena.staged = staged = arena.staged + 1
         half = staged & 1
@@ -254,14 +257,17 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         words[me] = epoch
         for other in others:
             if words[other] < epoch:
-                if yields:
+                for _ in looks:
+                    if words[other] >= epoch:
+                        break
+                else:
                     pause()
                 if words[other] < epoch:
                     wait(other, epoch, doing)
         if fences:
             release()
             acquire()
-        out.reshape(stacked)[...] = rows[half]
+        target[...] = rows[half]
         return out
 
     return ready
@@ -305,29 +311,55 @@ _SMALL: dict[str, Callable[..., Ready]] = {
 
 
 def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
-    """Any shared-memory call over flat arrays, without what the first one has found out."""
+    """Any shared-memory call over flat arrays, without what the first one has found out.
+
+    Where two arrays of the arena come again, not even they are looked at, only where the neighbours' lie.
+    """
     sharing = caller.sharing
     assert sharing is not None
     if call.collective in ("reduce", "gather", "scatter"):
         return None
     pending, watch, arena = caller.engine.pending, caller.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
-    run = sharing.ready(caller.shared_call(call, choice))
+    shared = sharing.ready(caller.shared_call(call, choice))
+    run, agreed = shared.run, shared.agreed
     contributes = call.collective != "broadcast" or caller.transport.rank == call.root
     nothing = np.empty(0, dtype)
-    is_average = call.op == "avg"
+    is_average, ndarray = call.op == "avg", np.ndarray
     doing = (call.collective, call.nbytes)
+    # As in `mpi_ready`: known weakly, and what is weakly known cannot be resized where it is.
+    known_x: Callable[[], Any] = _nobody
+    known_out: Callable[[], Any] = _nobody
+    places, seen = (0, 0), (0, 0)
 
     def ready(x: Any, out: Any) -> Any:
-        if pending or arena.turns != arena.done or type(x) is not np.ndarray or not x.flags.c_contiguous:
+        nonlocal known_x, known_out, places, seen
+        if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
-        if out is None:
-            out = np.empty(result, dtype)
-        elif not fits(out, result, dtype):
-            return NotImplemented
-        watch.sequence += 1
-        flags.doing = doing
-        run(x.reshape(-1) if contributes else nothing, out.reshape(-1))
+        if out is not None and out is known_out() and x is known_x():
+            watch.sequence += 1
+            flags.doing = doing
+            way = agreed(*places)
+            if isinstance(way, list):
+                for step in way:
+                    step()
+            else:
+                shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
+        else:
+            if not x.flags.c_contiguous:
+                return NotImplemented
+            if out is None:
+                out = np.empty(result, dtype)
+            elif not fits(out, result, dtype):
+                return NotImplemented
+            watch.sequence += 1
+            flags.doing = doing
+            given, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
+            if seen != (id(x), id(out)):
+                seen = (id(x), id(out))
+            elif (found := shared.places(given, data)) is not None:
+                known_x, known_out, places = ref(x), ref(out), found
+            run(given, data)
         if is_average:
             np.divide(out, ranks, out)
         return out

@@ -37,6 +37,7 @@ EPOCH, PID, SOURCE, TARGET, ARRIVED, ANSWER = range(6)
 RANK_BITS = 12  # of the common word: who has published, below the number of the meeting
 
 _SPIN = 2000  # looks before giving the core away, where every rank has one of its own
+_FEW = 20  # the same, where two share one
 _NAP_AFTER_S = 0.004  # a wait this long is no part of a collective: somebody computes, and should have the core
 _NAP_S = 0.0001
 _CHECK_EVERY_S = 0.5  # how often a long wait looks whether the others are still alive
@@ -77,7 +78,7 @@ def _sleep_0() -> None:
 class Flags:
     """The flags of the ranks of one node. `memory`: a line a rank and one more, zero in the beginning.
 
-    `pause`: gives the core to whoever needs it; `outnumber`: more ranks than cores, so give it away at once.
+    `pause`: gives the core to whoever needs it; `cores`: where ranks outnumber them, a rank gives its own away at once.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Flags:
         rank: int,
         ranks: int,
         *,
-        outnumber: bool,
+        cores: int,
         pause: Callable[[], object] | None = None,
         pids: bool = True,
     ) -> None:
@@ -101,7 +102,9 @@ class Flags:
         self.common = ranks * WORDS
         yields: Callable[[], object] = getattr(os, "sched_yield", _sleep_0)
         self.pause = yields if pause is None else pause
-        self.spin = 0 if outnumber else _SPIN
+        self.spin = _SPIN if ranks <= cores else 0
+        # Of a small call, where two ranks share a core: those of the other core are about to come.
+        self.looks = range(_FEW if cores < ranks <= 2 * cores else self.spin)
         self.epoch = 0
         self.has_pids = pids
         self.watch: Watch | None = None

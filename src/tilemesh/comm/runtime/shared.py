@@ -20,10 +20,11 @@ from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
-_MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE = range(6)
+_MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE, _ADD_TO_OWN = range(7)
 
 PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
 MOST_ROWS = 4  # up to as many arrays are combined one by one
+HALVED_BYTES = 2 << 10  # up to this the number of calls is what adding up costs
 STACK_BYTES = 32 << 10  # up to this, one strided call for all ranks is cheaper than one call a rank
 
 Reduce = Callable[[Array, Sequence[Array]], None]
@@ -91,10 +92,37 @@ class Bound:
             self.reducer(data if one is None else data[one], two)  # type: ignore[misc]
         elif code == _REDUCE_ON_STAGE:
             self.reducer(one, two)  # type: ignore[misc]
+        elif code == _ADD_TO_OWN:
+            part, others = two
+            self.reducer(one, [given if part is None else given[part], *others])  # type: ignore[misc]
         else:
             target, source = data if one is None else data[one], given if two is None else given[two]
             if target.__array_interface__["data"] != source.__array_interface__["data"]:
                 target[:] = source
+
+    def fixed(self) -> list[Callable[[], object]]:
+        """What is left of a direct program after its first meeting, as calls over views of the arena alone.
+
+        They keep nobody's array alive: whoever makes them again has just been told that the arrays still lie there.
+        """
+        assert not self.uses_stage
+        base, size = self.bases[self.arena.rank][DATA], self.carrier.itemsize
+        data = self.arena.memory[base : base + self.lengths[1] * size].view(self.carrier)
+        code = self.code[0]
+        assert code[0][0] == _MEET
+        calls: list[Callable[[], object]] = []
+        for what, one, two in code[1:]:
+            if what == _MEET:
+                calls.append(self.arena.flags.meet)
+                continue
+            target = data if one is None else data[one]
+            if what == _REDUCE:
+                assert self.reducer is not None
+                calls.append(partial(self.reducer, target, two))
+            else:
+                assert what == _GET
+                calls.append(partial(np.copyto, target, two))
+        return calls
 
     # Binding ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +132,12 @@ class Bound:
             return
         first = run[0]
         target = Span(first.target.space, first.target.lo, run[-1].target.hi)
-        if any(local.reduce for local in run):
+        if any(local.reduce for local in run) and first.source.space == INPUT and not self.bases:
+            length = first.source.hi - first.source.lo  # slots of a stage are as long as the longest chunk
+            others = [self._there(local.source, local.peer, half)[:length] for local in run[1:]]
+            yield _ADD_TO_OWN, self._there(first.target, -1, half), (self._part(first.source), others)
+        elif any(local.reduce for local in run):
+            assert not first.reduce, "what is reduced onto was put there in the same run"
             sources = [self._there(local.source, local.peer, half) for local in run]
             stacked = self._stacked(run, half) if len({local.target for local in run}) == 1 else None
             assert self.reducer is not None
@@ -216,18 +249,60 @@ class ByLast:
 def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[[Array], object]:
     """Combines all rows into an array, in the same order and so to the same bits wherever it is used.
 
+    Small rows without a gap between them: half of them onto the other half, and so on, which takes the fewest calls.
     Few rows: one call each, which numpy gets through sooner than one reduction; it also adds rows of one element so.
     """
-    if len(rows) > MOST_ROWS:
+    count, combine = len(rows), _into(function)
+    if count & (count - 1) == 0 and rows.flags.c_contiguous and rows.nbytes <= count * HALVED_BYTES:
+        return _halving(combine, rows)
+    if count > MOST_ROWS:
         return partial(_reduce_rows, function.reduce, rows, carrier)
-    first, second, rest = rows[0], rows[1], tuple(rows[2:])
+    first, second, *rest = _each(rows)
+    if not rest:
+        return partial(combine, first, second)
+    *middle, last = rest
+    one, other = np.empty_like(first), np.empty_like(first)
 
     def add_up(out: Array) -> None:
-        function(first, second, out=out)
-        for row in rest:
-            function(out, row, out=out)
+        # Never onto an operand: with a single element numpy takes that for a reduction, which costs another call.
+        combine(first, second, one)
+        sums, free = one, other
+        for row in middle:
+            combine(sums, row, free)
+            sums, free = free, sums
+        combine(sums, last, out)
 
     return add_up
+
+
+def _halving(combine: Callable[[Array, Array, Array], object], rows: Array) -> Callable[[Array], object]:
+    steps = []
+    while len(rows) > 2:
+        half = len(rows) // 2
+        sums = np.empty_like(rows[:half])
+        steps.append((rows[:half], rows[half:], sums))
+        rows = sums
+    one, other = _each(rows)
+
+    def add_up(out: Array) -> None:
+        for some, others, sums in steps:
+            combine(some, others, sums)
+        combine(one, other, out)
+
+    return add_up
+
+
+def _into(function: Any) -> Callable[[Array, Array, Array], object]:
+    """The function with its result by position, which costs a tenth less than by name. numpy keeps that from two."""
+    if function in (np.minimum, np.maximum):
+        return lambda one, other, out: function(one, other, out=out)
+    combine: Callable[[Array, Array, Array], object] = function
+    return combine
+
+
+def _each(rows: Array) -> list[Array]:
+    """Every row as a view: where rows are single numbers, `rows[0]` would be what was there when it was asked."""
+    return [rows[place, ...] for place in range(len(rows))]
 
 
 def _reduce_rows(reduce: Any, rows: Array, carrier: np.dtype[Any], out: Array) -> None:
@@ -244,6 +319,7 @@ class Reducer:
 
     def __init__(self, op: str, dtype: str, carrier: np.dtype[Any]) -> None:
         self.function = ufunc_of(op, dtype)
+        self.into = _into(self.function)
         self.combine = combiner(op, dtype)
         self.carrier = carrier
         self.piece = PIECE_BYTES // carrier.itemsize
@@ -261,15 +337,15 @@ class Reducer:
             self._chain(target[at:end], [source[at:end] for source in sources])
 
     def _chain(self, target: Array, sources: list[Array]) -> None:
-        function = self.function
-        if function is None or len(sources) == 1:
+        into = self.into
+        if self.function is None or len(sources) == 1:
             target[:] = sources[0]
             for source in sources[1:]:
                 self.combine(target, source)
             return
-        function(sources[0], sources[1], out=target)
+        into(sources[0], sources[1], target)
         for source in sources[2:]:
-            function(target, source, out=target)
+            into(target, source, target)
 
 
 def _runs(program: Program) -> list[list[Local] | None]:
@@ -292,7 +368,7 @@ def _runs(program: Program) -> list[list[Local] | None]:
 def _goes_on(run: list[Local], local: Local) -> bool:
     last = run[-1]
     if local.reduce:
-        return local.target == last.target
+        return local.target.space == last.target.space and local.target.lo == last.target.lo
     if last.reduce or local.target.space != last.target.space or local.source.space != last.source.space:
         return False
     if local.source.space == INPUT and local.peer == -1 == last.peer:  # slots in a row

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
-from tilemesh.comm.runtime.flags import SOURCE, TARGET
+from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
 from tilemesh.comm.runtime.lower import Program
 from tilemesh.comm.runtime.plan import Shape
 from tilemesh.comm.runtime.shared import STACK_BYTES, Bound, ByLast, Reducer, ufunc_of
@@ -29,6 +29,7 @@ from tilemesh.core.errors import UsageError
 _SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
 KEPT = 256  # bound programs: views only, so this bounds what is kept
 
+Fixed = list[Callable[[], object]]  # what is left to do once all know where the arrays lie
 Places = tuple[tuple[int, int], ...]  # (input, data) of each rank in the arena; 0: not there
 
 
@@ -55,43 +56,9 @@ class Sharing:
         """The call's steps; its turn is taken now."""
         return self._steps(self.arena.turn(), call, given, data)
 
-    def ready(self, call: SharedCall) -> Callable[[Array, Array], None]:
+    def ready(self, call: SharedCall) -> ReadyShared:
         """The same, blocking, for calls like this one; only when nothing is under way."""
-        arena, flags, shape = self.arena, self.arena.flags, call.shape
-        staged = None if call.natively is not None or is_direct(shape.algorithm) else self.bound(shape, call.lo)
-        ways: dict[Places, Bound | ByLast] = {}
-        wanted = shape.algorithm if is_direct(shape.algorithm) else call.direct
-        ranks = range(arena.ranks)
-
-        def run(given: Array, data: Array) -> None:
-            if wanted is None or not arena.live:
-                if staged is not None and (staged.meets == 1 or not np.may_share_memory(given, data)):
-                    staged.run(given, data)
-                    return
-            elif not np.may_share_memory(given, data):
-                flags.put(SOURCE, self._place(given, 1))
-                flags.put(TARGET, self._place(data, 2))
-                flags.meet()
-                places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in ranks)
-                bound = ways.get(places)
-                if bound is None and (name := self._way(shape, places, wanted)) is not None:
-                    if len(ways) > KEPT:
-                        ways.clear()
-                    bound = ways[places] = self.bound(shape._replace(algorithm=name), call.lo, places)
-                if bound is not None:
-                    bound.run(given, data, is_met=True)
-                    return
-                if staged is not None:  # the same as `_refused`
-                    flags.meet()
-                    staged.run(given, data)
-                    return
-                for token in self._refused(call, places, given, data):
-                    token.wait()
-                return
-            for token in self.steps(call, given, data):
-                token.wait()
-
-        return run
+        return ReadyShared(self, call)
 
     def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
@@ -209,6 +176,86 @@ class Sharing:
             made.append(block.view(carrier).reshape(shape))
 
         return steps(), made
+
+
+class ReadyShared:
+    """Calls like one that was made before, blocking, on flat arrays; only when nothing is under way."""
+
+    def __init__(self, sharing: Sharing, call: SharedCall) -> None:
+        self.sharing, self.call = sharing, call
+        self.wanted = call.shape.algorithm if is_direct(call.shape.algorithm) else call.direct
+        has_stage = call.natively is None and not is_direct(call.shape.algorithm)
+        self.staged = sharing.bound(call.shape, call.lo) if has_stage else None
+        flags = self.flags = sharing.arena.flags
+        self.told = [flags.words[word : flags.ranks * WORDS : WORDS] for word in (SOURCE, TARGET)]
+        self.ways: dict[tuple[bytes, bytes], Bound | Fixed | None] = {}
+
+    def run(self, given: Array, data: Array) -> None:
+        arena, staged = self.sharing.arena, self.staged
+        if self.wanted is None or not arena.live:
+            if staged is not None and (staged.meets == 1 or not np.may_share_memory(given, data)):
+                staged.run(given, data)
+                return
+        elif not np.may_share_memory(given, data):
+            way = self.agreed(self.sharing._place(given, 1), self.sharing._place(data, 2))
+            if isinstance(way, list):
+                for step in way:
+                    step()
+            else:
+                self.otherwise(way, given, data)
+            return
+        for token in self.sharing.steps(self.call, given, data):
+            token.wait()
+
+    def places(self, given: Array, data: Array) -> tuple[int, int] | None:
+        """Where the arrays of a call lie in the arena, for `agreed`. None: not both do, or they overlap."""
+        if self.wanted is None:
+            return None
+        source, target = self.sharing._place(given, 1), self.sharing._place(data, 2)
+        if not source or not target or np.may_share_memory(given, data):
+            return None
+        return source, target
+
+    def agreed(self, source: int, target: int) -> Bound | Fixed | None:
+        """Tell the others where this rank's arrays lie; what is to be done if the direct way is open to all."""
+        flags, (sources, targets) = self.flags, self.told
+        words, mine = flags.words, flags.mine
+        words[mine + SOURCE] = source
+        words[mine + TARGET] = target
+        flags.meet()
+        key = sources.tobytes(), targets.tobytes()
+        try:
+            return self.ways[key]
+        except KeyError:
+            way = self._way(key)
+            if len(self.ways) > KEPT:
+                self.ways.clear()
+            self.ways[key] = way
+            return way
+
+    def _way(self, key: tuple[bytes, bytes]) -> Bound | Fixed | None:
+        shape = self.call.shape
+        sources, targets = (memoryview(words).cast("Q").tolist() for words in key)
+        places = tuple(zip(sources, targets, strict=True))
+        name = self.sharing._way(shape, places, self.wanted)
+        if name is None:
+            return None
+        bound = self.sharing.bound(shape._replace(algorithm=name), self.call.lo, places)
+        assert isinstance(bound, Bound)
+        return bound if bound.uses_stage or not targets[self.flags.rank] else bound.fixed()
+
+    def otherwise(self, way: Bound | None, given: Array, data: Array) -> None:
+        """What was agreed on goes over the stage, or writes elsewhere; or (None) the direct way is not open to all."""
+        if way is not None:
+            way.run(given, data, is_met=True)
+        elif self.staged is not None:  # the same as `Sharing._refused`
+            self.flags.meet()
+            self.staged.run(given, data)
+        else:
+            sources, targets = (words.tolist() for words in self.told)
+            places = tuple(zip(sources, targets, strict=True))
+            for token in self.sharing._refused(self.call, places, given, data):
+                token.wait()
 
 
 def is_by_last(shape: Shape, ranks: int) -> bool:

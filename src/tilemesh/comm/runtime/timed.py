@@ -25,6 +25,7 @@ _SHARED = {
     shared._OWN: "copy",
     shared._REDUCE: "reduce",
     shared._REDUCE_ON_STAGE: "reduce",
+    shared._ADD_TO_OWN: "reduce",
 }
 _MESSAGES = {run._POST: "wire", run._WAIT: "wire", run._COPY: "copy", run._REDUCE: "reduce"}
 

@@ -138,22 +138,34 @@ def scatter(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
 
 
 def all_reduce_slices(ranks: int, root: int = 0, segments: int = 1) -> Schedule:
-    """Chunk k·n + j is slice j of segment k. Slots: two sets of n for inputs, and two for reduced slices."""
+    """Chunk k·n + j is slice j of segment k. Slots: two sets of n for inputs, and two for reduced slices.
+
+    In several segments, where bytes are what costs, a rank's own slice is not put on the stage: nobody else reads it.
+    """
     if ranks == 1:
         return _alone("all_reduce", "flat_slices", root, segments)
-    one, whole = same(ranks, 1), same(ranks, ranks)
+    one, whole, me = same(ranks, 1), same(ranks, ranks), Shift(ranks)
+
+    def put(k: int) -> list[Step]:
+        first, slot = k * ranks, k % 2 * ranks
+        if segments == 1:
+            return [copy(me, INPUT, same(ranks, first), TEMP, same(ranks, slot), whole)]
+        others = [(Shift(ranks, j, 1, first), Shift(ranks, j, 1, slot)) for j in range(1, ranks)]
+        return [copy(me, INPUT, at, TEMP, place, one) for at, place in others]
+
+    def add(k: int) -> list[Step]:
+        source, target = Shift(ranks, 0, 1, k % 2 * ranks), same(ranks, 2 * ranks + k % 2)
+        if segments == 1:
+            return [read(same(ranks, p), TEMP, source, target, one, reduce=p > 0, space=TEMP) for p in range(ranks)]
+        own = copy(me, INPUT, Shift(ranks, 0, 1, k * ranks), TEMP, target, one)
+        others = [Shift(ranks, p) for p in range(1, ranks)]
+        return [own, *(read(p, TEMP, source, target, one, reduce=True, space=TEMP) for p in others)]
 
     def rounds() -> Iterator[Round]:
         for k in range(segments + 2):
-            steps: list[Step] = []
-            if k < segments:
-                at = same(ranks, k * ranks)
-                steps.append(copy(Shift(ranks), INPUT, at, TEMP, same(ranks, k % 2 * ranks), whole))
+            steps: list[Step] = put(k) if k < segments else []
             if 1 <= k <= segments:
-                source, target = Shift(ranks, 0, 1, (k - 1) % 2 * ranks), same(ranks, 2 * ranks + (k - 1) % 2)
-                steps += [
-                    read(same(ranks, p), TEMP, source, target, one, reduce=p > 0, space=TEMP) for p in range(ranks)
-                ]
+                steps += add(k - 1)
             if k >= 2:
                 steps += _read_results(ranks, (k - 2) * ranks, 2 * ranks + k % 2)
             yield (sync(same(ranks, 0)), *steps) if k else tuple(steps)
