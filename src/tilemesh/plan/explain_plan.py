@@ -10,7 +10,6 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.plan import work
 from tilemesh.plan.choose import Result
-from tilemesh.plan.constants import OPTIMIZER_BYTES
 from tilemesh.plan.explain import Row, Section, activation_section, flops_section
 from tilemesh.plan.flops import recomputed_flops
 from tilemesh.plan.memory import STATE_BYTES
@@ -171,7 +170,7 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
         Row(
             "optimizer",
             "bytes a parameter x P / bandwidth",
-            f"{OPTIMIZER_BYTES[plan.precision]} B a parameter",
+            f"{estimator.optimizer_bytes(plan)} B a parameter",
             format_seconds(times.optimizer_s),
         ),
         Row("waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)),
