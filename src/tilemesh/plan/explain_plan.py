@@ -30,7 +30,7 @@ def plan_sections(result: Result) -> list[Section]:
         bubble_section(best),
         time_section(estimator, best),
         utilisation_section(result, best),
-        scaling_section(best),
+        *([scaling_section(best)] if best.plan.world > 1 else []),
         roofline_section(estimator, best.plan),
     ]
 
@@ -199,38 +199,34 @@ def utilisation_section(result: Result, best: Prediction) -> Section:
 
 
 def scaling_section(best: Prediction) -> Section:
-    """Amdahl and Gustafson with the step's own parts: what more ranks do not shorten counts as serial."""
+    """Amdahl and Gustafson with the step's own parts, for several ranks: what more do not shorten counts as serial."""
     n = best.plan.world
     useful = best.times.compute_s + best.times.recompute_s
     share = useful / best.step_time_s
     speedup = n * share
+    serial = (1 / speedup - 1 / n) / (1 - 1 / n)
     rows = [
         Row("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
         Row("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
+        Row(
+            "serial fraction f (Karp-Flatt)",
+            "(1/S - 1/n) / (1 - 1/n)",
+            f"S = {speedup:.1f}, n = {n}",
+            f"{serial:.2e}",
+        ),
+        Row(
+            "Amdahl: this batch on any n",
+            "1 / f at most",
+            f"1 / {serial:.2e}",
+            f"{1 / serial:,.0f}" if serial > 0 else "no bound",
+        ),
+        Row(
+            "Gustafson: a batch that grows",
+            "n - (1 - share) (n - 1)",
+            f"{n} - {1 - share:.4f} x {n - 1}",
+            f"{n - (1 - share) * (n - 1):.1f}",
+        ),
     ]
-    if n > 1:
-        serial = (1 / speedup - 1 / n) / (1 - 1 / n)
-        scaled = n - (1 - share) * (n - 1)
-        rows += [
-            Row(
-                "serial fraction f (Karp-Flatt)",
-                "(1/S - 1/n) / (1 - 1/n)",
-                f"S = {speedup:.1f}, n = {n}",
-                f"{serial:.2e}",
-            ),
-            Row(
-                "Amdahl: this batch on any n",
-                "1 / f at most",
-                f"1 / {serial:.2e}",
-                f"{1 / serial:,.0f}" if serial > 0 else "no bound",
-            ),
-            Row(
-                "Gustafson: a batch that grows",
-                "n - (1 - share) (n - 1)",
-                f"{n} - {1 - share:.4f} x {n - 1}",
-                f"{scaled:.1f}",
-            ),
-        ]
     return Section("Scaling", rows, "One rank is imagined with memory enough.")
 
 

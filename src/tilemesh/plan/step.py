@@ -307,6 +307,10 @@ class Estimator:
     def _is_ours_on_a_gpu(self, plan: Layout) -> bool:
         return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
 
+    def host_s(self, plan: Layout) -> float:
+        """What the host needs to launch a step of this layout; 0 where that was not measured."""
+        return self._host_s(plan, max(self._frame(plan).stages))
+
     def _host_s(self, plan: Layout, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
         measured = {} if self.rates is None else self.rates.host_s
