@@ -142,7 +142,7 @@ def _host(result: Result, best: Prediction) -> str:
 
 
 def _microbatches(plan: ParallelPlan) -> str:
-    return "microbatch" if plan.accumulation == 1 else "microbatches"
+    return "1 microbatch" if plan.accumulation == 1 else f"{plan.accumulation} microbatches"
 
 
 def _unsharded(best: Prediction, whole: int) -> int:
@@ -175,8 +175,8 @@ def _across(result: Result, best: Prediction) -> str:
         layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]
         spread = f"{min(layers)} to {max(layers)} layers" if min(layers) != max(layers) else f"{layers[0]} layers"
         parts.append(
-            f"pp {plan.pp} gives each stage {spread}; with {plan.accumulation} {_microbatches(plan)} the {plan.schedule} "
-            f"schedule's bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
+            f"pp {plan.pp} gives each stage {spread}; with {_microbatches(plan)} the {plan.schedule} schedule's "
+            f"bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
             "step is waiting in all"
         )
     if plan.dp > 1:
