@@ -38,8 +38,13 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 CODES = ("compiled", "eager")
-PARTS = ("passes", "passes-layer", "update", "update-layer")
-"""Of either part of a step what it costs by itself and for each layer."""
+PARTS: Mapping[str, str] = {
+    "passes": "passes, without layers",
+    "passes-layer": "passes, a layer",
+    "update": "update, without layers",
+    "update-layer": "update, a layer",
+}
+"""Of either part of a step what it costs by itself and for each layer: keys of a calibration, and words."""
 
 WARM_STEPS = 6
 STEPS = 16
@@ -63,13 +68,13 @@ def _figure(name: str, costs: HostCosts, part: str) -> Figure:
         part="gpu",
         rate="host_s",
         name="host",
-        case={"gpu": name, "layers": costs.kind, "code": costs.code, "what": part},
+        case={"gpu": name, "layers": costs.kind, "code": costs.code, "what": PARTS[part]},
         unit="s",
         predicted=None,
         limit=None,
         missing={
-            "predicted": "no model says what Python costs: predictions are made of these figures",
-            "limit": "no datasheet does either",
+            "predicted": "nothing predicts it: predictions are made of these figures",
+            "limit": "no datasheet says what Python costs",
             "peers": "it is torch's own cost",
         },
         measure=partial(costs.outcome, part),
