@@ -6,9 +6,9 @@
 
 The prediction is computed and printed before the model exists, from this machine's calibration (`tilemesh calibrate`;
 where it is committed, `python benchmarks/known_calibration.py`). With `--compile` the model is made of what `tilemesh
-train` compiles. A step is forward, loss, backward, clipping and AdamW on fresh random tokens. On a GPU the peak is
-`max_memory_allocated`; on a CPU the growth of the peak resident set since before the model was made. `--profile` adds
-the time of GPU kernels, or CPU operators, by kind.
+train` compiles. A step is forward, loss, backward, clipping and AdamW on fresh random tokens, by the code of `tilemesh
+train` on one GPU alone. On a GPU the peak is `max_memory_allocated`; on a CPU the growth of the peak resident set since
+before the model was made. `--profile` adds the time of GPU kernels, or CPU operators, by kind.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp
 from tilemesh.model.config import ModelConfig, count_parameters, preset
-from tilemesh.model.transformer import Transformer, loss
+from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
-from tilemesh.train.plain import prepare_for_compile
+from tilemesh.train.alone import LocalGradients
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.optimizer import Optimizer, stored_dtype
+from tilemesh.train.plain import prepare_for_compile, suit_gpu
 
 STEPS = 8  # of a block
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -162,30 +165,33 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
     """A step to call again and again, and the model."""
     device = torch.device(given.device)
     torch.manual_seed(0)
-    model = Transformer(config, device=device, dtype=torch.float64 if given.precision == "fp64" else torch.float32)
+    model = Transformer(config, device=device, dtype=stored_dtype(given.precision))
     if given.compile:
         prepare_for_compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    elif given.device == "cuda" and given.precision != "fp64":
+        suit_gpu(model, compiled=False)
+    gradients = LocalGradients(model.parameters(), batch * context)
+    optimizer = Optimizer(OptimizerConfig(), model, given.precision)
     batches = torch.randint(config.vocabulary, (8, batch, context + 1), device=device)
     autocast = AUTOCAST.get(given.precision)
 
-    def whole(tokens: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
+    def whole(tokens: torch.Tensor, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model(tokens[:, :-1], dropout_seed=seed)
-        return loss(logits, tokens[:, 1:])
+        return loss_sum(logits, tokens[:, 1:])
 
     run = torch.compile(whole) if given.compile else whole
     count = 0
 
     def step() -> None:
         nonlocal count
-        optimizer.zero_grad(set_to_none=True)
         # Filled in by a kernel: a copy from the host would wait for all that the GPU has yet to do.
         seed = torch.full((), count, device=device) if config.dropout else None
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            value = run(batches[count % 8], seed)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            total, targets = run(batches[count % 8], seed)
+        gradients.backward(total, targets)
+        done = gradients.finish(1.0, divide=not optimizer.divides)
+        optimizer.step(1e-4, done.divisor)
+        gradients.clear()
         count += 1
 
     return step, model

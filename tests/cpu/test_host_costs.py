@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -15,21 +18,23 @@ from tilemesh.train.host import HostCosts, Read, host_figures, small_step, split
 
 def test_a_line_through_two_depths() -> None:
     # Passes 2 ms + 1 ms a layer; what follows 0.5 ms + 0.1 ms a layer.
-    found = split(Read(4e-3, 4e-3 + 0.7e-3), Read(8e-3, 8e-3 + 1.1e-3), (2, 6))
+    found = split(Read(4e-3, 0.7e-3), Read(8e-3, 1.1e-3), (2, 6))
     assert found == pytest.approx({"passes": 2e-3, "passes-layer": 1e-3, "update": 0.5e-3, "update-layer": 0.1e-3})
 
 
 def test_noise_makes_no_negative_cost() -> None:
-    found = split(Read(4e-3, 3.9e-3), Read(3.9e-3, 3.7e-3))
+    found = split(Read(4e-3, 0.5e-3), Read(3.9e-3, 0.4e-3))
     assert min(found.values()) > 0
     assert found["passes"] == pytest.approx(4e-3, rel=0.01)
+    assert found["update"] == pytest.approx(0.5e-3, rel=0.01)
 
 
-def test_figures_are_predicted_and_named_for_the_planner() -> None:
+def test_figures_are_named_for_the_planner_and_foretell_nothing() -> None:
     figures = host_figures("cpu")
     assert {one.key for one in figures} >= {"gpt-compiled-passes", "llama-eager-update-layer"}
     assert len({one.key for one in figures}) == len(figures) == 16
-    assert all(one.predicted and one.rate == "host_s" and one.part == "gpu" for one in figures)
+    assert all(one.predicted is None and one.missing["predicted"] for one in figures)
+    assert all(one.rate == "host_s" and one.part == "gpu" for one in figures)
 
 
 @pytest.mark.parametrize("kind", host.KINDS)
@@ -56,11 +61,31 @@ def test_only_a_whole_step_moves_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     step = small_step("gpt", "eager", "cpu", 1)
     weight = next(made[0].parameters())
     before = weight.detach().clone()
-    step(False)
+    step.passes()
     assert torch.equal(weight, before)
-    assert weight.grad is None
-    step(True)
+    assert weight.grad is not None
+    step.update()
     assert not torch.equal(weight, before)
+    assert weight.grad is None
+
+
+def test_an_interrupted_step_moves_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of a block takes a hundred times as long; passes 3 ms, update 1 ms otherwise."""
+    now = 0.0
+
+    def takes(*seconds: float) -> Callable[[], None]:
+        each = itertools.cycle(seconds)
+
+        def part() -> None:
+            nonlocal now
+            now += next(each)
+
+        return part
+
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now)
+    step = host.SmallStep(takes(3e-3, 3e-3, 0.3, 3e-3), takes(1e-3, 1e-3, 1e-3, 0.1))
+    found = HostCosts("gpt", "eager", "cpu")._read(step)
+    assert (found.passes_s, found.update_s) == pytest.approx((3e-3, 1e-3))
 
 
 def test_figures_are_added_to_what_is_stored() -> None:

@@ -10,8 +10,12 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
+from tilemesh.plan.choose import Result, search
 from tilemesh.plan.host import kind_of, step_s
-from tilemesh.plan.step import Estimator, predict
+from tilemesh.plan.space import Pins
+from tilemesh.plan.step import Estimator, Times, predict
+from tilemesh.plan.why import runner_up, why
+from tilemesh.report.plan_page import TIMES, memory_parts
 
 COSTS = {
     "gpt-compiled-passes": 2e-3, "gpt-compiled-passes-layer": 1e-3, "gpt-compiled-update": 1e-3,
@@ -56,3 +60,24 @@ def test_a_calibration_from_before_has_no_floor() -> None:
     new = Calibration("id", "a box", "today", gpu=SLOW)
     assert Calibration.from_dict(new.to_dict()) == new
     assert new.to_dict()["gpu"]["host_s"] == COSTS
+
+
+def searched(rates: Rates | None, batch: int) -> Result:
+    return search("gpt2-124m", "1xh200", batch=batch, rates=rates, code="compiled", pins=Pins(precision="bf16"))
+
+
+def test_words_say_what_of_the_host_is_in_the_figures() -> None:
+    assert "waits" in why(searched(SLOW, 1))[-1]
+    assert why(searched(SLOW, 32))[-1] == "The host needs 16.2 ms to launch a step, while the GPU works."
+    assert "more waiting for the host" in runner_up(searched(SLOW, 8))
+    assert why(searched(BARE, 8))[-1].startswith("Not in these figures: the host's time")
+    # Long steps hide it whatever it is; on one GPU there are no others.
+    said = why(search("tinyllama-1.1b", "1xh200", batch=8))
+    assert not any("host" in line or "others" in line for line in said)
+
+
+def test_a_page_shows_all_of_a_step_and_no_more_memory_than_there_is() -> None:
+    assert set(TIMES) == {field.name for field in dataclasses.fields(Times)}
+    memory = searched(SLOW, 8).best.memory
+    assert memory.later_bytes > 0
+    assert sum(memory_parts(memory).values()) == memory.total_bytes

@@ -13,8 +13,8 @@ from tilemesh.plan.choose import NothingFitsError, search
 from tilemesh.plan.collectives import group
 from tilemesh.plan.constants import HOPPER_TILES
 from tilemesh.plan.local import local_cpu, local_gpu, rank_rates
-from tilemesh.plan.passes import Code, default_code, logits_element_bytes
-from tilemesh.plan.step import predict
+from tilemesh.plan.passes import Code, default_code, logit_columns, logits_element_bytes
+from tilemesh.plan.step import Estimator, predict
 from tilemesh.plan.work import Matmul, narrow_fraction, shape_fraction, speed_of
 
 ONE = Rates(
@@ -168,7 +168,7 @@ def test_compiled_is_faster_and_smaller_than_eager() -> None:
     model, cluster = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("1xh200")
     plan = ParallelPlan(microbatch=32, precision="bf16")
     compiled, eager = (predict(model, cluster, plan, code=code) for code in ("compiled", "eager"))
-    assert compiled.step_time_s < 0.6 * eager.step_time_s
+    assert compiled.step_time_s < 0.8 * eager.step_time_s
     assert 2.8 < eager.memory.logits_bytes / compiled.memory.logits_bytes < 3.0
     assert default_code(cluster.device, "bf16") == "compiled"
     assert default_code(cluster.device, "bf16-master") == "fused"
@@ -177,24 +177,50 @@ def test_compiled_is_faster_and_smaller_than_eager() -> None:
 def test_rows_that_tensor_cores_cannot_load_cost() -> None:
     even, odd = (preset("gpt2-124m").replace(vocabulary=size) for size in (50304, 50257))
     assert (logits_element_bytes(even, 1, 2, "compiled"), logits_element_bytes(odd, 1, 2, "compiled")) == (4, 4)
-    cluster, plan = parse_cluster("1xh200"), ParallelPlan(microbatch=8, precision="bf16")
 
-    def ratio(code: Code) -> float:
+    def ratio(code: Code, tp: int) -> float:
+        plan, cluster = ParallelPlan(tp=tp, microbatch=8, precision="bf16"), parse_cluster(f"{tp}xh200")
         slow, quick = (predict(model, cluster, plan, code=code).step_time_s for model in (odd, even))
         return slow / quick
 
-    assert 1.02 < ratio("eager") < 2.5
-    # Compiled and alone, logits are computed in rows of aligned length.
-    assert 0.99 < ratio("compiled") < 1.001
+    # Whole on a GPU, logits are computed in rows of a rounded length; operation by operation that is another copy.
+    assert 0.99 < ratio("compiled", 1) < 1.001
+    assert 1.005 < ratio("eager", 1) < 1.05
+    # Split over two, 25,129 columns stay as they are, and only a compiler pads them.
+    assert 1.2 < ratio("eager", 2) < 2.5
+    assert 1.02 < ratio("compiled", 2) < 1.2
 
 
-# Measured steps of one H200, seconds and allocated bytes: benchmarks/results/steps-h200.jsonl. Their projections into
-# the MLP were still our kernel, which also keeps a gate after its activation.
+def test_a_vocabulary_is_rounded_up_where_the_code_does() -> None:
+    odd = preset("gpt2-124m")
+    assert logit_columns(odd, 1, "bf16", "compiled", True) == logit_columns(odd, 1, "fp32", "eager", True) == 50304
+    assert logit_columns(odd, 2, "bf16", "compiled", True) == 25136
+    asis = [(1, "bf16", "fused", True), (1, "fp32", "eager", False), (1, "fp64", "eager", True)]
+    assert {logit_columns(odd, tp, dtype, code, gpu) for tp, dtype, code, gpu in asis} == {50257}  # type: ignore[arg-type]
+
+
+def test_alone_on_a_gpu_the_optimiser_clips_on_its_way() -> None:
+    def moved(plan: ParallelPlan, cluster: str, code: Code | None = None) -> int:
+        return Estimator(preset("gpt2-124m"), parse_cluster(cluster), code=code).optimizer_bytes(plan)
+
+    alone, two = ParallelPlan(precision="bf16"), ParallelPlan(dp=2, precision="bf16")
+    assert (moved(alone, "1xh200"), moved(alone, "1xh200", "eager"), moved(two, "2xh200")) == (36, 36, 40)
+    assert moved(alone, "1xh200", "fused") == 40
+    assert moved(ParallelPlan(precision="fp16"), "1xh200") == 48  # a loss scale is looked at first
+    assert moved(ParallelPlan(precision="fp32"), "1xcpu") == 40
+
+
+# Measured steps of one H200, compiled: benchmarks/results/steps-h200.jsonl, and gpt2-124m x 32 and tinyllama-1.1b x 8
+# from `bench train` (train_h200*.jsonl). tinyllama-1.1b x 4 is of earlier code, whose loop waited once a step.
 H200_STEPS = {
-    ("gpt2-124m", 32): (0.0702, None),  # with a copy of the logits that torch's own projections do without
-    ("tinyllama-1.1b", 8): (0.2345, 47_517_389_312),
-    ("tinyllama-1.1b", 4): (0.1274, 31_428_334_080),
-}
+    ("gpt2-124m", 32): 0.0676, ("gpt2-124m", 8): 0.01961, ("tinyllama-1.1b", 8): 0.2237, ("tinyllama-1.1b", 4): 0.1274,
+}  # fmt: skip
+# Allocated bytes. tinyllama's are of that earlier code: its projections into the MLP were our kernel, which also keeps
+# a gate after its activation.
+H200_PEAKS = {
+    ("gpt2-124m", 32): 19_525_483_520, ("gpt2-124m", 8): 6_277_153_280,
+    ("tinyllama-1.1b", 8): 47_517_389_312, ("tinyllama-1.1b", 4): 31_428_334_080,
+}  # fmt: skip
 H200 = Rates(
     {"bf16": 799.8e12}, copy_bytes_per_s=4.235e12, launch_s=6.93e-6
 )  # benchmarks/results/calibration-h200.json
@@ -202,20 +228,12 @@ H200 = Rates(
 
 @pytest.mark.parametrize(("name", "batch"), H200_STEPS)
 def test_steps_measured_on_an_h200(name: str, batch: int) -> None:
-    seconds, nbytes = H200_STEPS[name, batch]
     model = preset(name).replace(dropout=0.0)
     found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=batch, precision="bf16"), rates=H200)
-    assert found.step_time_s == pytest.approx(seconds, rel=0.10)
-    if nbytes is not None:
-        said = found.memory.total_bytes + 2 * model.mlp_width * model.layers * batch * model.context
-        assert said - found.memory.reserved_bytes == pytest.approx(nbytes, rel=0.02)
-
-
-def test_memory_of_a_training_run_on_an_h200() -> None:
-    """`tilemesh train gpt2-124m`, 32 x 1024, compiled: what torch allocated at most."""
-    model = preset("gpt2-124m").replace(dropout=0.0)
-    found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=32, precision="bf16"), code="compiled")
-    assert found.memory.total_bytes - found.memory.reserved_bytes == pytest.approx(19_525_483_520, rel=0.01)
+    assert found.step_time_s == pytest.approx(H200_STEPS[name, batch], rel=0.10)
+    gates = 2 * model.mlp_width * model.layers * batch * model.context if model.mlp_inputs == 2 else 0
+    allocated = found.memory.total_bytes - found.memory.reserved_bytes
+    assert allocated + gates == pytest.approx(H200_PEAKS[name, batch], rel=0.02)
 
 
 def test_few_tiles_are_split_along_k() -> None:

@@ -17,11 +17,11 @@ from tilemesh.core.errors import RunError, UsageError
 
 def calibrate(
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Coarser, in less than half the time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarser, in less than half the time; no --host.")] = False,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Only where this machine was not measured.")] = False,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Store the calibration for later limits.")] = True,
     host: Annotated[
-        bool, typer.Option("--host", help="Only what a GPU's host needs for a training step; the rest stays as stored.")
+        bool, typer.Option("--host", help="Only what a GPU's host needs to launch a step (a minute); the rest stays.")
     ] = False,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
@@ -53,7 +53,8 @@ def calibrate(
         console.print()
         print_rows(result.rows, console)
         console.print()
-    more = "; `tilemesh calibrate` shows them" if if_missing else "; a copied byte counts twice"
+    copies = "" if host else "; a copied byte counts twice"
+    more = "; `tilemesh calibrate` shows them" if if_missing else copies
     console.print(f"{len(result.rows)} figures in {time.perf_counter() - began:.1f} s{more}", soft_wrap=True)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)

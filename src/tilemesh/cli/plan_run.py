@@ -178,6 +178,13 @@ def _console(stderr: bool) -> Console:
     return console
 
 
+_CODES: Mapping[Code, str] = {
+    "fused": "hand-fused code, as Megatron's (--code fused)",
+    "compiled": "our model under torch.compile (--code compiled)",
+    "eager": "our model, operation by operation (--code eager)",
+}
+
+
 def _headline(asked: Asked, result: Result) -> str:
     total = result.batch * result.context
     wish = ""
@@ -191,7 +198,9 @@ def _headline(asked: Asked, result: Result) -> str:
     )
     pinned = f", fixed: {result.pins.describe()}" if result.pins.describe() else ""
     plural = "" if result.considered == 1 else "s"
-    return f"{words}{pinned}\n{result.considered:,} layout{plural} looked at, {result.fitting:,} fit"
+    code = result.estimator().clock.code(result.best.plan)
+    looked = f"{result.considered:,} layout{plural} looked at, {result.fitting:,} fit; figures of {_CODES[code]}"
+    return f"{words}{pinned}\n{looked}"
 
 
 def _print_layouts(console: Console, result: Result) -> None:

@@ -125,7 +125,7 @@ def layer_times(
     speed = work.speed_of(cluster.device, dtype, rates, code)
     autocast = code != "fused" and plan.precision in AUTOCAST
     layer = work.layer_work(model, tp, sp, b, context, plan.attention, dtype, code, autocast)
-    head = work.head_work(model, tp, sp, b, context, dtype, code)
+    head = work.head_work(model, tp, sp, b, context, dtype, code, autocast, cluster.device.kind == "gpu")
     embedding = work.embedding_work(model, tp, sp, b, context, dtype)
     axis = group(cluster, tp, 1)
     whole = b * context * model.width * DTYPE_BYTES[dtype]

@@ -129,7 +129,14 @@ def states_section(model: ModelConfig, precision: str) -> Section:
     whole = sum(memory.STATE_BYTES[precision])
     rows.append(Row("all states", f"{whole} N", f"{whole} x {parameters:,}", _gigabytes(whole * parameters)))
     for name, size in (("16-bit weights, N rounded", 2), ("Adam states, N rounded", 12)):
-        rows.append(Row(name, f"{size} N", f"{size} x {format_count(rounded)}", f"{size * rounded / 1e9:,.0f} GB"))
+        rows.append(
+            Row(
+                name,
+                f"{size} N",
+                f"{size} x {format_count(rounded)}",
+                f"{size * rounded / 1e9:,.{0 if rounded >= 1e9 else 3}f} GB",
+            )
+        )
     return Section(
         f"States of the whole model, precision {precision}",
         rows,

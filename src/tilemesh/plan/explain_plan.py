@@ -10,7 +10,6 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.plan import work
 from tilemesh.plan.choose import Result
-from tilemesh.plan.constants import OPTIMIZER_BYTES
 from tilemesh.plan.explain import Row, Section, activation_section, flops_section
 from tilemesh.plan.flops import recomputed_flops
 from tilemesh.plan.memory import STATE_BYTES
@@ -31,7 +30,7 @@ def plan_sections(result: Result) -> list[Section]:
         bubble_section(best),
         time_section(estimator, best),
         utilisation_section(result, best),
-        scaling_section(best),
+        *([scaling_section(best)] if best.plan.world > 1 else []),
         roofline_section(estimator, best.plan),
     ]
 
@@ -171,7 +170,7 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
         Row(
             "optimizer",
             "bytes a parameter x P / bandwidth",
-            f"{OPTIMIZER_BYTES[plan.precision]} B a parameter",
+            f"{estimator.optimizer_bytes(plan)} B a parameter",
             format_seconds(times.optimizer_s),
         ),
         Row("waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)),
@@ -200,38 +199,34 @@ def utilisation_section(result: Result, best: Prediction) -> Section:
 
 
 def scaling_section(best: Prediction) -> Section:
-    """Amdahl and Gustafson with the step's own parts: what more ranks do not shorten counts as serial."""
+    """Amdahl and Gustafson with the step's own parts, for several ranks: what more do not shorten counts as serial."""
     n = best.plan.world
     useful = best.times.compute_s + best.times.recompute_s
     share = useful / best.step_time_s
     speedup = n * share
+    serial = (1 / speedup - 1 / n) / (1 - 1 / n)
     rows = [
         Row("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
         Row("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
+        Row(
+            "serial fraction f (Karp-Flatt)",
+            "(1/S - 1/n) / (1 - 1/n)",
+            f"S = {speedup:.1f}, n = {n}",
+            f"{serial:.2e}",
+        ),
+        Row(
+            "Amdahl: this batch on any n",
+            "1 / f at most",
+            f"1 / {serial:.2e}",
+            f"{1 / serial:,.0f}" if serial > 0 else "no bound",
+        ),
+        Row(
+            "Gustafson: a batch that grows",
+            "n - (1 - share) (n - 1)",
+            f"{n} - {1 - share:.4f} x {n - 1}",
+            f"{n - (1 - share) * (n - 1):.1f}",
+        ),
     ]
-    if n > 1:
-        serial = (1 / speedup - 1 / n) / (1 - 1 / n)
-        scaled = n - (1 - share) * (n - 1)
-        rows += [
-            Row(
-                "serial fraction f (Karp-Flatt)",
-                "(1/S - 1/n) / (1 - 1/n)",
-                f"S = {speedup:.1f}, n = {n}",
-                f"{serial:.2e}",
-            ),
-            Row(
-                "Amdahl: this batch on any n",
-                "1 / f at most",
-                f"1 / {serial:.2e}",
-                f"{1 / serial:,.0f}" if serial > 0 else "no bound",
-            ),
-            Row(
-                "Gustafson: a batch that grows",
-                "n - (1 - share) (n - 1)",
-                f"{n} - {1 - share:.4f} x {n - 1}",
-                f"{scaled:.1f}",
-            ),
-        ]
     return Section("Scaling", rows, "One rank is imagined with memory enough.")
 
 

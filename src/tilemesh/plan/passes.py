@@ -18,6 +18,8 @@ from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
 Code = Literal["fused", "compiled", "eager"]
 ALIGNED = 8
 """Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
+ROUNDED = 64
+"""What our Transformer, whole on a GPU, rounds its vocabulary up to a multiple of (`train/plain.py`, `suit_gpu`)."""
 
 
 def default_code(device: Device, precision: str) -> Code:
@@ -36,7 +38,8 @@ class Pass(NamedTuple):
     exponentials: int = 0
     kind: str = "plain"
     """"rows" where a sum over rows or columns is made, "softmax" where rows of exponentials are, "halves" of heads,
-    "activation" where each element takes a dozen instructions; "odd ..." where rows begin at odd addresses."""
+    "activation" where each element takes dozens of instructions (gelu), "turned" where a kernel reads either half of a
+    head for each; "odd ..." where rows begin at odd addresses."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Shape:
     """Ranks that share what tp does not split: tp with sequence parallelism, else 1."""
     weights: int
     """Parameters of the layer's projections here."""
+    joins_qkv: bool
+    """Whether compiled code makes q, k and v in one product: whole layers whose positions do not turn q and k."""
 
     @property
     def local(self) -> int:
@@ -86,6 +91,7 @@ def shape_of(
         stream=4 if autocast else size,
         split=tp if sequence_parallel else 1,
         weights=model.width * (2 * own + 2 * kv + (model.mlp_inputs + 1) * hidden),
+        joins_qkv=tp == 1 and model.positions != "rotary",
     )
 
 
@@ -123,24 +129,31 @@ def _compiled(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
     T, x = s.tokens, s.local
     turned = 2 * T * (s.own + s.kv) * s.size
     mask = 2 * x if model.dropout else 0  # one byte a dropped element, twice a layer
+    # silu and relu take few enough instructions to move their bytes as fast as a copy does.
+    activation = "plain" if model.activation in ("swiglu", "relu") else "activation"
     # A norm reads the stream and what is added to it, writes the sum and the matmul's input.
     forward = [
         Pass("norms and residuals", 2 * x * (2 * s.stream + 2 * s.size) + mask, 2, kind="rows"),
-        Pass("activation", T * (s.first + s.hidden) * s.size, kind="activation"),
+        Pass("activation", T * (s.first + s.hidden) * s.size, kind=activation),
     ]
     backward = [
         # Reads the gradient from above, its own input and the gradient of the stream; writes the stream's.
         Pass("norms and residuals", 2 * x * (s.size + 3 * s.stream) + mask, 2, kind="rows"),
         # Sums over the tokens are finished in a kernel for each gain and bias.
         Pass("gradients of the norms", 0, 4 if model.norm == "layernorm" else 2),
-        Pass("activation", T * (2 * s.first + s.hidden) * s.size, kind="activation"),
+        Pass("activation", T * (2 * s.first + s.hidden) * s.size, kind=activation),
     ]
     if s.autocast:
         forward.append(Pass("casts", s.weights * (4 + s.size) + 2 * x * (s.stream + s.size), 6))
         backward.append(Pass("casts", s.weights * (4 + s.size), 6))
     if model.positions == "rotary":
-        forward.append(Pass("rotary", turned))
-        backward.append(Pass("rotary", turned))
+        # Turned head by head, which is how attention's result then lies too; the products want it token by token.
+        forward += [Pass("rotary", turned, 2, kind="turned"), Pass("heads joined", 2 * T * s.own * s.size)]
+        backward += [Pass("rotary", turned, 2, kind="turned"), Pass("heads joined", turned, 2)]
+    if s.kv < s.own:  # attention makes keys' and values' gradients for each query head, then adds up those of a group
+        backward.append(Pass("gradients of shared heads", 2 * T * (s.own + s.kv) * s.size, 2))
+    if s.joins_qkv:  # attention hands back three gradients, the one product wants them side by side
+        backward.append(Pass("gradients of q, k, v joined", 2 * T * (s.own + 2 * s.kv) * s.size))
     if model.biases:
         columns = s.own + 2 * s.kv + 2 * s.width
         backward.append(Pass("biases", T * columns * s.size, 5, kind="rows"))
@@ -200,8 +213,37 @@ def _eager(model: ModelConfig, s: Shape) -> tuple[list[Pass], list[Pass]]:
 # ---- the ends of the model -------------------------------------------------------------------------------------
 
 
+def logit_columns(model: ModelConfig, tp: int, dtype: str, code: Code, gpu: bool) -> int:
+    """Columns of the product that makes a rank's logits: our code rounds them up where tensor cores gain by it."""
+    columns = vocabulary_per_rank(model, tp)
+    if code == "fused" or not gpu or dtype == "fp64":
+        return columns
+    if tp == 1:
+        return columns + -columns % ROUNDED
+    # Split over ranks the weight stays as it is; torch.compile pads what it must.
+    return columns + -columns % ALIGNED if code == "compiled" and unaligned(columns, DTYPE_BYTES[dtype]) else columns
+
+
+def head_casts(
+    model: ModelConfig, tp: int, dtype: str, code: Code, gpu: bool, autocast: bool
+) -> tuple[list[Pass], list[Pass]]:
+    """What is done to the table behind the logits beside its products: copies in 16 bits, rows added, gradients."""
+    if code == "fused":
+        return [], []
+    size, table = DTYPE_BYTES[dtype], vocabulary_per_rank(model, tp) * model.width
+    forward, backward = [], []
+    if autocast:
+        forward.append(Pass("cast of the output table", table * (4 + size)))
+        backward.append(Pass("cast of the output table's gradient", table * (size + 4)))
+    if code == "eager" and logit_columns(model, tp, dtype, code, gpu) != vocabulary_per_rank(model, tp):
+        forward.append(Pass("rows added to the output table", 2 * 4 * table, 2))  # compiled, the cast does it
+    if model.tied:  # the gradients of its two uses are added up
+        backward.append(Pass("sum of the table's gradients", table * (4 if code == "compiled" else 3 * 4)))
+    return forward, backward
+
+
 def loss_passes(
-    model: ModelConfig, tp: int, microbatch: int, context: int, dtype: str, code: Code
+    model: ModelConfig, tp: int, microbatch: int, context: int, dtype: str, code: Code, gpu: bool = True
 ) -> tuple[list[Pass], list[Pass]]:
     """The loss over this rank's logits."""
     size, V = DTYPE_BYTES[dtype], vocabulary_per_rank(model, tp)
@@ -219,10 +261,11 @@ def loss_passes(
         return forward, backward
     cast = logits * (size + 4) if size != 4 else 0
     # log_softmax reads and writes; backward makes a gradient of zeros, reads two and writes one.
-    return (
-        [Pass("loss", 2 * 4 * logits + cast, 4, logits)],
-        [Pass("loss", 4 * 4 * logits + cast, 6, logits)],
-    )
+    forward = [Pass("loss", 2 * 4 * logits + cast, 4, logits)]
+    backward = [Pass("loss", 4 * 4 * logits + cast, 6, logits)]
+    if logit_columns(model, tp, dtype, code, gpu) != V:  # zeros of the rounded width, and the gradient copied into them
+        backward.append(Pass("padding of the logits", 3 * size * logits, 2))
+    return forward, backward
 
 
 def logits_element_bytes(model: ModelConfig, tp: int, precision_bytes: int, code: Code) -> int:

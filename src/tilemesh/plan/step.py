@@ -293,9 +293,23 @@ class Estimator:
     def _optimizer_s(self, plan: Layout, parameters: int) -> float:
         updated = -(-parameters // plan.dp) if plan.zero else parameters
         rate = self._stream_bytes_per_s
-        if self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused":
+        if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
-        return updated * constants.OPTIMIZER_BYTES[plan.precision] / rate
+        return updated * self.optimizer_bytes(plan) / rate
+
+    def optimizer_bytes(self, plan: Layout) -> int:
+        """Bytes that clipping and the update move for a parameter."""
+        usual = constants.OPTIMIZER_BYTES[plan.precision]
+        if plan.dp * plan.tp * plan.pp == 1 and self._is_ours_on_a_gpu(plan):
+            return constants.DIVIDED_BYTES.get(plan.precision, usual)
+        return usual
+
+    def _is_ours_on_a_gpu(self, plan: Layout) -> bool:
+        return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
+
+    def host_s(self, plan: Layout) -> float:
+        """What the host needs to launch a step of this layout; 0 where that was not measured."""
+        return self._host_s(plan, max(self._frame(plan).stages))
 
     def _host_s(self, plan: Layout, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""

@@ -17,13 +17,15 @@ from tilemesh.plan.room import Room, usable_bytes
 from tilemesh.plan.step import Prediction
 
 EQUAL = 0.02  # closer than this, two times are equal
+SHORT_LAYER_S = 3e-3
+"""Seconds of a layer's passes below which a host matters: on an H200's, torch launches one in 0.8 to 2.2 ms."""
 
 
 def why(result: Result) -> list[str]:
     """One sentence a decision."""
     best = result.best
     lines = [_one_device(result), _time(result, best), _memory_techniques(result, best)]
-    lines += [_within_node(result, best), _across(result, best)]
+    lines += [_within_node(result, best), _across(result, best), _host(result, best)]
     return [line for line in lines if line]
 
 
@@ -60,6 +62,7 @@ _PARTS = {
     "bubble_s": "bubble",
     "dp_s": "data-parallel exchange",
     "optimizer_s": "optimizer",
+    "host_s": "waiting for the host",
 }
 
 
@@ -67,13 +70,14 @@ def _one_device(result: Result) -> str:
     """Alone, with everything recomputed: the least one device could do with."""
     plan = result.best.plan
     alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
-    need = Room(result.model, result.cluster, result.context).stage(alone, 0, (result.model.layers,))
+    need = Room(result.model, result.cluster, result.context, result.code).stage(alone, 0, (result.model.layers,))
     have = usable_bytes(result.cluster)
     dominant = need.dominant
     if need.total_bytes <= have:
+        others = "" if plan.world == 1 else ", so the others are for speed"
         return (
             f"It fits on one {result.cluster.device.name}: {format_bytes(need.total_bytes)} of {format_bytes(have)} "
-            "with one sequence at a time and everything recomputed, so the other GPUs are for speed."
+            f"with one sequence at a time and everything recomputed{others}."
         )
     return (
         f"One {result.cluster.device.name} is not enough: even with one sequence at a time and everything recomputed "
@@ -117,6 +121,30 @@ def _memory_techniques(result: Result, best: Prediction) -> str:
     return f"Memory first: {text}; {format_bytes(free)} stay free." if free >= 0 else f"Memory first: {text}."
 
 
+def _host(result: Result, best: Prediction) -> str:
+    """What of the host is in the figures: a GPU waits for it where steps are short."""
+    if result.cluster.device.kind != "gpu":
+        return ""
+    host_s = result.estimator().host_s(best.plan)
+    if host_s:
+        launched = f"The host needs {format_seconds(host_s)} to launch a step"
+        waits = format_seconds(best.times.host_s)
+        return (
+            f"{launched}: the GPU waits {waits} for it." if best.times.host_s else f"{launched}, while the GPU works."
+        )
+    layer_s = best.step_time_s / (best.plan.accumulation * max(best.chunk_layers))
+    if layer_s > SHORT_LAYER_S:
+        return ""
+    return (
+        f"Not in these figures: the host's time to launch a step, which `tilemesh calibrate` measures on the machine "
+        f"itself. At {format_seconds(layer_s)} a layer the GPU may wait for it."
+    )
+
+
+def _microbatches(plan: ParallelPlan) -> str:
+    return "1 microbatch" if plan.accumulation == 1 else f"{plan.accumulation} microbatches"
+
+
 def _unsharded(best: Prediction, whole: int) -> int:
     """States of the fullest rank without ZeRO, from the part that its stage does not shard."""
     plan = best.plan
@@ -147,8 +175,8 @@ def _across(result: Result, best: Prediction) -> str:
         layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]
         spread = f"{min(layers)} to {max(layers)} layers" if min(layers) != max(layers) else f"{layers[0]} layers"
         parts.append(
-            f"pp {plan.pp} gives each stage {spread}; with {plan.accumulation} microbatches the {plan.schedule} "
-            f"schedule's bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
+            f"pp {plan.pp} gives each stage {spread}; with {_microbatches(plan)} the {plan.schedule} schedule's "
+            f"bubble is {best.bubble_fraction:.1%}, and {best.times.bubble_s / best.step_time_s:.1%} of the "
             "step is waiting in all"
         )
     if plan.dp > 1:

@@ -19,8 +19,8 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
-from tilemesh.plan.passes import ALIGNED, Code, Pass, layer_passes, loss_passes, shape_of, unaligned
-from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
+from tilemesh.plan.passes import Code, Pass, head_casts, layer_passes, logit_columns, loss_passes, shape_of, unaligned
+from tilemesh.plan.shards import kv_width_per_rank
 
 
 class Matmul(NamedTuple):
@@ -86,7 +86,7 @@ def layer_work(
     # but for q, k and v that are not turned, where the whole layer is compiled.
     qkv = [Matmul("q, k, v", 1, T, own + 2 * kv, D)]
     inputs = [Matmul("MLP in", 1, T, shape.first, D)]
-    if code == "eager" or (code == "compiled" and (tp > 1 or model.positions == "rotary")):
+    if code == "eager" or (code == "compiled" and not shape.joins_qkv):
         qkv = [Matmul("q", 1, T, own, D), Matmul("k", 1, T, kv, D), Matmul("v", 1, T, kv, D)]
     if code != "fused":
         inputs = [Matmul("MLP in", 1, T, shape.hidden, D)]
@@ -139,19 +139,21 @@ def head_work(
     context: int,
     dtype: str,
     code: Code = "fused",
+    autocast: bool = False,
+    gpu: bool = True,
 ) -> Work:
     """Final norm, logits and loss, on the last stage."""
     size = DTYPE_BYTES[dtype]
-    T, D, V = microbatch * context, model.width, vocabulary_per_rank(model, tp)
+    T, D, V = microbatch * context, model.width, logit_columns(model, tp, dtype, code, gpu)
     local = T * D * size // (tp if sequence_parallel else 1)
-    loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code)
-    if code == "compiled" and unaligned(V, size):
-        V += -V % ALIGNED  # our Transformer pads the weight, or with tp torch.compile does
-    forward: tuple[Op, ...] = (Pass("final norm", 2 * local), Matmul("logits", 1, T, V, D), *loss)
+    loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code, gpu)
+    casts, casts_back = head_casts(model, tp, dtype, code, gpu, autocast)
+    forward: tuple[Op, ...] = (Pass("final norm", 2 * local), *casts, Matmul("logits", 1, T, V, D), *loss)
     backward: tuple[Op, ...] = (
         *loss_back,
         Matmul("logits, input gradient", 1, T, D, V, True),
         Matmul("logits, weight gradient", 1, D, V, T, True),
+        *casts_back,
         Pass("final norm", 3 * local),
     )
     return Work(forward, (), backward)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import Result
 from tilemesh.plan.layout import short
+from tilemesh.plan.memory import Memory
 from tilemesh.plan.page import frontier, simulated
 from tilemesh.plan.step import Prediction
 from tilemesh.report import timeline
@@ -20,7 +20,7 @@ MOST_POINTS = 2000
 TIMES = {
     "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
     "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
-    "optimizer_s": ("optimizer", 2),
+    "optimizer_s": ("optimizer", 2), "host_s": ("waiting for the host", 4),
 }  # fmt: skip
 MEMORY = {
     "weights_bytes": 0, "gradients_bytes": 1, "optimizer_bytes": 2, "activations_bytes": 3, "logits_bytes": 5,
@@ -152,12 +152,19 @@ def _times(result: Result) -> Html:
     return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
 
 
+def memory_parts(memory: Memory) -> dict[str, int]:
+    """What adds up to the fullest moment: of the gradients only those that are there by then."""
+    sizes = {key: getattr(memory, key) for key in MEMORY}
+    sizes["gradients_bytes"] -= memory.later_bytes
+    return sizes
+
+
 def _memory(result: Result) -> Html:
     items, rows = [], []
     for one in result.predictions:
-        sizes = {field.name: getattr(one.memory, field.name) for field in dataclasses.fields(one.memory)}
+        sizes = memory_parts(one.memory)
         parts = [
-            Part(size, MEMORY.get(key, 7), f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
+            Part(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
             for key, size in sizes.items()
         ]
         items.append(Bar(short(one.plan), parts, format_bytes(one.memory.total_bytes)))

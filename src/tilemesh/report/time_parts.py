@@ -70,7 +70,7 @@ def _predicted(run: Run) -> dict[str, float]:
     """The planner's step, in the kinds that are measured; empty where it made none."""
     told = {key: number(value, 0.0) for key, value in section(run.predicted, "times").items()}
     sums = {
-        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s"),
+        spans.COMPUTE: ("compute_s", "recompute_s", "optimizer_s", "host_s"),
         spans.EXCHANGE: ("tp_s", "pp_s", "dp_s"),
         spans.IDLE: ("bubble_s",),
     }

@@ -3,17 +3,18 @@
 The one idea: launches cost the same whatever they launch. A model of two depths is trained for real, compiled and
 eagerly, by the code that `tilemesh train` runs on one GPU; the difference of the depths is what a layer costs, the rest
 what a step costs. Forward and backward passes, which a step makes once a microbatch, are timed apart from clipping and
-the optimiser. Two kinds of layer: GPT-2's (LayerNorm, biases, gelu) and Llama's (RMSNorm, rotary, grouped heads,
-swiglu).
+the optimiser, within the same steps, by the host's clock: nothing is waited for in between, as in a run. Two kinds of
+layer: GPT-2's (LayerNorm, biases, gelu) and Llama's (RMSNorm, rotary, grouped heads, swiglu).
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,19 +38,22 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 CODES = ("compiled", "eager")
-PARTS = ("passes", "passes-layer", "update", "update-layer")
-"""Of either part of a step what it costs by itself and for each layer."""
-PREDICTED_S = {"passes": 2e-3, "passes-layer": 1e-3, "update": 1e-3, "update-layer": 5e-5}
-"""About 40 launches a layer at 25 us each with autograd's part, ten beside them; kernels over many tensors a step."""
+PARTS: Mapping[str, str] = {
+    "passes": "passes, without layers",
+    "passes-layer": "passes, a layer",
+    "update": "update, without layers",
+    "update-layer": "update, a layer",
+}
+"""Of either part of a step what it costs by itself and for each layer: keys of a calibration, and words."""
 
 WARM_STEPS = 6
-STEPS = 8
+STEPS = 16
 ROUNDS = 9
 _LEAST_S = 1e-9  # what noise makes negative costs nothing, and a calibration holds no zeros
 
 
 def host_figures(device: str = "cuda", *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Figure]:
-    """Predicted, not yet measured; what belongs to one kind and code is measured with the first of its figures."""
+    """Not yet measured; what belongs to one kind and code is measured with the first of its figures."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     found = []
     for kind in kinds:
@@ -64,11 +68,15 @@ def _figure(name: str, costs: HostCosts, part: str) -> Figure:
         part="gpu",
         rate="host_s",
         name="host",
-        case={"gpu": name, "layers": costs.kind, "code": costs.code, "what": part},
+        case={"gpu": name, "layers": costs.kind, "code": costs.code, "what": PARTS[part]},
         unit="s",
-        predicted=PREDICTED_S[part],
+        predicted=None,
         limit=None,
-        missing={"limit": "no datasheet says what Python costs", "peers": "it is torch's own cost"},
+        missing={
+            "predicted": "nothing predicts it: predictions are made of these figures",
+            "limit": "no datasheet says what Python costs",
+            "peers": "it is torch's own cost",
+        },
         measure=partial(costs.outcome, part),
         key=f"{costs.kind}-{costs.code}-{part}",
     )
@@ -76,18 +84,20 @@ def _figure(name: str, costs: HostCosts, part: str) -> Figure:
 
 @dataclass(frozen=True)
 class Read:
-    """Seconds of one depth's passes, and of whole steps."""
+    """Seconds of one depth's passes, and of what follows them in a step."""
 
     passes_s: float
-    step_s: float
+    update_s: float
 
 
 def split(shallow: Read, deep: Read, depths: tuple[int, int] = DEPTHS) -> dict[str, float]:
     """Seconds by part: a line through the two depths, for the passes and for what comes after them."""
     few, many = depths
     found = {}
-    updates = (shallow.step_s - shallow.passes_s, deep.step_s - deep.passes_s)
-    for name, (low, high) in (("passes", (shallow.passes_s, deep.passes_s)), ("update", updates)):
+    for name, low, high in (
+        ("passes", shallow.passes_s, deep.passes_s),
+        ("update", shallow.update_s, deep.update_s),
+    ):
         layer = max(_LEAST_S, (high - low) / (many - few))
         found[f"{name}-layer"] = layer
         found[name] = max(_LEAST_S, low - few * layer)
@@ -105,34 +115,48 @@ class HostCosts:
 
     @cached_property
     def rounds_read(self) -> list[dict[str, float]]:
-        """The parts as each round has them: both depths, passes and whole steps, one after the other."""
+        """The parts as each round has them: some steps of one depth, then of the other."""
         torch.compiler.reset()  # what was compiled for another kind is asked first, each time, whether it fits
         steps = [small_step(self.kind, self.code, self.device, layers) for layers in DEPTHS]
         for step in steps:
             for _ in range(WARM_STEPS):  # compiles
-                step(True)
+                step.passes()
+                step.update()
         found = []
         for _ in range(self.rounds):
-            shallow, deep = (Read(self._seconds(step, False), self._seconds(step, True)) for step in steps)
+            shallow, deep = (self._read(step) for step in steps)
             found.append(split(shallow, deep))
         return found
 
-    def _seconds(self, step: Callable[[bool], None], whole: bool) -> float:
-        """Seconds a step over several that nothing waits for in between, as in a run."""
+    def _read(self, step: SmallStep) -> Read:
+        """Medians over some steps: one that the machine interrupts moves neither."""
         self._wait()
-        began = time.perf_counter()
+        passes, updates = [], []
         for _ in range(STEPS):
-            step(whole)
+            began = time.perf_counter()
+            step.passes()
+            between = time.perf_counter()
+            step.update()
+            ended = time.perf_counter()
+            passes.append(between - began)
+            updates.append(ended - between)
         self._wait()
-        return (time.perf_counter() - began) / STEPS
+        return Read(statistics.median(passes), statistics.median(updates))
 
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def small_step(kind: str, code: str, device: str, layers: int) -> Callable[[bool], None]:
-    """A training step of so many small layers; called with False it ends with the backward pass."""
+class SmallStep(NamedTuple):
+    """A training step in two parts: forward and backward; clipping, optimiser, and gradients forgotten."""
+
+    passes: Callable[[], None]
+    update: Callable[[], None]
+
+
+def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
+    """A training step of so many small layers."""
     config = ModelConfig(layers=layers, **SMALL, **KINDS[kind])
     model = Transformer(config, device=device).train()
     if code == "compiled":
@@ -151,12 +175,13 @@ def small_step(kind: str, code: str, device: str, layers: int) -> Callable[[bool
 
     run: Any = torch.compile(loss) if code == "compiled" else loss
 
-    def step(whole: bool) -> None:
+    def passes() -> None:
         total, count = run(inputs, targets)
         gradients.backward(total, count, last=True, scale=1.0)
-        if whole:
-            gradients.finish(1.0)
-            optimizer.step(1e-4)
+
+    def update() -> None:
+        done = gradients.finish(1.0, divide=not optimizer.divides)
+        optimizer.step(1e-4, done.divisor)
         gradients.clear()
 
-    return step
+    return SmallStep(passes, update)
