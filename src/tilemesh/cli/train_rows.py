@@ -111,13 +111,14 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         made.append(row(name, "fraction", key, value, None if peak is None else 1.0, {}))
         if value is None and step is not None:
             made[-1] = _without_measured(made[-1], why_no_peak)
-    measured_share = None if step is None else _exact(share)
-    made.append(
-        row(
-            "exchange share", "fraction", None if shares_cores else "exchange_share", measured_share, None,
-            {"limit": "depends on the layout"} | ({"predicted": TAKING_TURNS} if shares_cores else {}),
-        )
-    )  # fmt: skip
+    if found["world"] > 1:
+        measured_share = None if step is None else _exact(share)
+        made.append(
+            row(
+                "exchange share", "fraction", None if shares_cores else "exchange_share", measured_share, None,
+                {"limit": "depends on the layout"} | ({"predicted": TAKING_TURNS} if shares_cores else {}),
+            )
+        )  # fmt: skip
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
     return made
 
