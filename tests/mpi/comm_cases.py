@@ -285,6 +285,47 @@ def axes_and_strides(comm: Communicator) -> None:
     assert comm.all_reduce(read_only).tolist() == [n] * 5
 
 
+def across_boundaries(comm: Communicator) -> None:
+    """Numbers that begin in the middle of a word, as views of bytes do: of one rank only, and also as `out`."""
+    n, me = comm.size, comm.rank
+
+    def numbers(length: int, shifted: bool) -> Any:
+        return np.zeros(8 * length + 8, np.uint8)[shifted : 8 * length + shifted].view(np.float64)
+
+    for algorithm in ("auto", *(["native"] if has_native(comm) else []), "ring"):
+        for length in (n, 16_000 * n):
+            plain, shifted = numbers(length, False), numbers(length, True)
+            plain[:] = shifted[:] = np.arange(length) + me
+            total = n * np.arange(length) + n * (n - 1) / 2
+            for x in (plain, shifted if me == 0 else plain, shifted):  # the second one while the first is kept ready
+                for out in (None, numbers(length, me == n - 1)):
+                    require_equal(comm.all_reduce(x, out=out, algorithm=algorithm), total)
+            if comm.backend == "mpi" or algorithm != "native":  # gloo has none
+                part = np.array_split(total, n)[me]
+                require_equal(comm.reduce_scatter(shifted, out=numbers(length // n, True), algorithm=algorithm), part)
+            joined = np.concatenate([np.arange(length) + float(rank) for rank in range(n)])
+            require_equal(comm.all_gather(shifted, out=numbers(n * length, True), algorithm=algorithm), joined)
+
+
+def nothing_but_the_numbers_is_added(comm: Communicator) -> None:
+    """What earlier calls have left on the stage is in no sum: it would be warned of, or raised on one rank alone."""
+    n = comm.size
+    ways = [("all_reduce", "auto"), *(("reduce_scatter", name) for name in ("flat", "flat_one", "direct"))]
+    ways += [("all_reduce", name) for name in ("flat", "flat_one", "flat_slices", "direct", "direct_slices")]
+    for collective, algorithm in ways if comm.transport.caps.arena else ways[:1]:
+        for length in (n + 1, 4099 * n - 1, 70_000 * n + 1):  # slots of a stage are as long as the longest part
+            left = np.full(length, np.inf if comm.rank % 2 else -np.inf, np.float32)
+            for _ in range(2):  # both halves
+                comm.all_gather(left)
+                comm.all_to_all(left)
+            x = comm.empty(length)
+            x[:] = 1
+            out = comm.empty(length) if collective == "all_reduce" else None
+            with np.errstate(all="raise"):
+                total = getattr(comm, collective)(x, out=out, algorithm=algorithm)
+            assert (total == n).all(), (collective, algorithm, length)
+
+
 def uneven_parts(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     lengths = [(3 * rank) % 4 for rank in range(n)]  # some of them 0
@@ -800,6 +841,8 @@ SURFACE = (
     averages_of_16_bits,
     in_place_and_out,
     axes_and_strides,
+    across_boundaries,
+    nothing_but_the_numbers_is_added,
     uneven_parts,
     tensors,
     handles,

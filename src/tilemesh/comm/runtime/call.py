@@ -38,7 +38,12 @@ T = TypeVar("T")
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
-    """The elements in a row, `axis` slowest; the same memory where it already lies so."""
+    """The elements in a row, `axis` slowest; the same memory where it already lies so.
+
+    One that lies across its elements' boundaries (a view of bytes) is copied: mpi4py does not take it as numbers.
+    """
+    if not array.flags.aligned:
+        array = array.copy()
     return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).reshape(-1)
 
 
@@ -190,7 +195,7 @@ class Caller:
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
         array = out_array(call.out, call.shape, call.like)
-        if array is None or not array.flags.c_contiguous or call.wire is not call.like:
+        if array is None or not array.flags.carray or call.wire is not call.like:
             return None
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None

@@ -49,7 +49,9 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
     if type(x) is not np.ndarray or caller.is_debugging or call.private or caller.transport.size == 1:
         return None
-    if call.axis or not x.flags.c_contiguous or not x.size or call.wire is not call.like:
+    if not x.flags.c_contiguous or not x.flags.aligned:
+        return None
+    if call.axis or not x.size or call.wire is not call.like:
         return None
     if name == "native" and (choice.direct is None or caller.sharing is None):
         if caller.transport.name != "mpi":
@@ -346,7 +348,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             else:
                 shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
         else:
-            if not x.flags.c_contiguous:
+            if not x.flags.c_contiguous or not x.flags.aligned:
                 return NotImplemented
             if out is None:
                 out = np.empty(result, dtype)

@@ -75,7 +75,7 @@ def _ready(
             watch.sequence += 1
             again()
         else:
-            if type(x) is not ndarray or not x.flags.c_contiguous:
+            if type(x) is not ndarray or not x.flags.c_contiguous or not x.flags.aligned:
                 return NotImplemented
             if out is None:
                 out = np.empty(result, made)
