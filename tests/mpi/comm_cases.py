@@ -326,6 +326,19 @@ def nothing_but_the_numbers_is_added(comm: Communicator) -> None:
             assert (total == n).all(), (collective, algorithm, length)
 
 
+def memory_asked_for_behind_calls_that_have_not_begun(comm: Communicator) -> None:
+    """A scatter's root speaks late, so what was called after it begins later on some ranks than on others."""
+    n, me = comm.size, comm.rank
+    for root in range(n):
+        parts = comm.scatter(np.arange(2.0 * n) if me == root else None, root, wait=False)
+        total = comm.all_reduce(np.full(63, me, np.uint32), out=np.zeros(63, np.uint32), wait=False)
+        block = comm.empty(100 + root)
+        block[:] = me
+        assert comm.all_gather(block[:1]).tolist() == list(range(n))
+        assert total.wait().tolist() == [n * (n - 1) // 2] * 63
+        assert parts.wait().tolist() == [2.0 * me, 2.0 * me + 1]
+
+
 def uneven_parts(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     lengths = [(3 * rank) % 4 for rank in range(n)]  # some of them 0
@@ -843,6 +856,7 @@ SURFACE = (
     axes_and_strides,
     across_boundaries,
     nothing_but_the_numbers_is_added,
+    memory_asked_for_behind_calls_that_have_not_begun,
     uneven_parts,
     tensors,
     handles,

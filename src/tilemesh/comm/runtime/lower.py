@@ -113,7 +113,7 @@ class _Places:
         self.layout_of = layout_of
         self.known: dict[tuple[int, int], list[int]] = {}
         self.is_stage = TEMP in schedule.shared  # no message fills its slots
-        self.filled: dict[int, int] = {}  # the stage's slots that hold less than they could: how much was put there last
+        self.filled: dict[int, int] = {}  # how much the stage's slots hold that could hold more
 
     def offsets(self, rank: int, space: int) -> list[int]:
         key = (rank, space)
