@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comm_random import calls_at_random
 from numpy.lib.stride_tricks import as_strided
 
 from tilemesh.comm import Communicator, minimal
@@ -523,6 +524,27 @@ def arrays_that_come_again(comm: Communicator) -> None:
             del x, out  # the next ones are likely to lie where these lay
 
 
+def known_arrays_that_are_locked(comm: Communicator) -> None:
+    """An `out` that came again and again is refused as any other once it is read-only, before anything is sent."""
+    n = comm.size
+    for algorithm in ("auto", *(["native"] if has_native(comm) else [])):
+        for name in ("all_reduce", "all_to_all"):
+            for length in (2 * n, 40_000 * n):
+                x, out = comm.empty(length), comm.empty(length)
+                x[:] = 1
+                for _ in range(4):
+                    getattr(comm, name)(x, out=out, algorithm=algorithm)
+                held = out.copy()
+                x[:] = 2
+                out.flags.writeable = False
+                with pytest.raises(UsageError, match="read-only"):
+                    getattr(comm, name)(x, out=out, algorithm=algorithm)
+                require_equal(out, held)
+                out.flags.writeable = True
+                wanted = np.full(length, 2 * n if name == "all_reduce" else 2, np.float32)
+                require_equal(getattr(comm, name)(x, out=out, algorithm=algorithm), wanted)
+
+
 def from_other_threads(comm: Communicator) -> None:
     """One communicator in one thread after another, and two in two threads at once."""
     n = comm.size
@@ -864,6 +886,8 @@ SURFACE = (
     waiting_before_or_after,
     natively_in_every_way,
     arrays_that_come_again,
+    known_arrays_that_are_locked,
+    calls_at_random,
     from_other_threads,
     messages,
     groups,

@@ -94,7 +94,8 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
 
     Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
     their own, and the one yield that almost every meeting of others needs. An `out` that has been looked at is known
-    again: between two calls another rank had the core, and each function that is entered then costs a microsecond.
+    again, unless its owner has locked it since: between two calls another rank had the core, and each function that is
+    entered then costs a microsecond.
     """
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -117,7 +118,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif out is not known():
+        elif out is not known() or not out.flags.writeable:
             if not fits(out, result, dtype):
                 return NotImplemented
             known = ref(out)
@@ -176,7 +177,7 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif out is not known():
+        elif out is not known() or not out.flags.writeable:
             if not fits(out, result, dtype):
                 return NotImplemented
             known = ref(out)
@@ -241,7 +242,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         if out is None:
             out = empty(result, dtype)
             target = out.reshape(stacked)
-        elif out is known():
+        elif out is known() and out.flags.writeable:
             target = known_rows
         else:
             if not fits(out, result, dtype):
@@ -338,7 +339,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
         nonlocal known_x, known_out, places, seen
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
-        if out is not None and out is known_out() and x is known_x():
+        if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
             flags.doing = doing
             way = agreed(*places)

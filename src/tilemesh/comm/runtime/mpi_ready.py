@@ -71,7 +71,7 @@ def _ready(
         nonlocal seen, known_x, known_out, again
         if pending:
             return NotImplemented
-        if out is not None and out is known_out() and x is known_x():
+        if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
             again()
         else:
