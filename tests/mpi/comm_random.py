@@ -37,14 +37,14 @@ class RandomCalls:
 
     def run(self, calls: int) -> None:
         for number in range(calls):
-            if number % 20 == 19:
+            if self.common.random() < 0.1:
                 self.calls[int(self.common.integers(6))] = self.drawn()
                 place = int(self.common.integers(3))
                 self.again.clear()
                 self.blocks[place] = None
                 self.blocks[place] = self.comm.empty(BLOCK_BYTES, np.uint8)
-            self.make(number, *self.calls[int(self.common.integers(6))], wait=self.common.random() < 0.75)
-            while len(self.open) > 4 or (self.open and self.own.random() < 0.3):
+            self.make(number, *self.calls[int(self.common.integers(6))], wait=self.common.random() < 0.6)
+            while len(self.open) > 4 or (self.open and self.own.random() < 0.2):
                 self.finish()
         while self.open:
             self.finish()
@@ -125,4 +125,4 @@ class RandomCalls:
 
 
 def calls_at_random(comm: Communicator) -> None:
-    RandomCalls(comm, seed=comm.size).run(150)
+    RandomCalls(comm, seed=1).run(150)
