@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comm_random import calls_at_random
 from numpy.lib.stride_tricks import as_strided
 
 from tilemesh.comm import Communicator, minimal
@@ -285,6 +286,60 @@ def axes_and_strides(comm: Communicator) -> None:
     assert comm.all_reduce(read_only).tolist() == [n] * 5
 
 
+def across_boundaries(comm: Communicator) -> None:
+    """Numbers that begin in the middle of a word, as views of bytes do: of one rank only, and also as `out`."""
+    n, me = comm.size, comm.rank
+
+    def numbers(length: int, shifted: bool) -> Any:
+        return np.zeros(8 * length + 8, np.uint8)[shifted : 8 * length + shifted].view(np.float64)
+
+    for algorithm in ("auto", *(["native"] if has_native(comm) else []), "ring"):
+        for length in (n, 16_000 * n):
+            plain, shifted = numbers(length, False), numbers(length, True)
+            plain[:] = shifted[:] = np.arange(length) + me
+            total = n * np.arange(length) + n * (n - 1) / 2
+            for x in (plain, shifted if me == 0 else plain, shifted):  # the second one while the first is kept ready
+                for out in (None, numbers(length, me == n - 1)):
+                    require_equal(comm.all_reduce(x, out=out, algorithm=algorithm), total)
+            if comm.backend == "mpi" or algorithm != "native":  # gloo has none
+                part = np.array_split(total, n)[me]
+                require_equal(comm.reduce_scatter(shifted, out=numbers(length // n, True), algorithm=algorithm), part)
+            joined = np.concatenate([np.arange(length) + float(rank) for rank in range(n)])
+            require_equal(comm.all_gather(shifted, out=numbers(n * length, True), algorithm=algorithm), joined)
+
+
+def nothing_but_the_numbers_is_added(comm: Communicator) -> None:
+    """What earlier calls have left on the stage is in no sum: it would be warned of, or raised on one rank alone."""
+    n = comm.size
+    ways = [("all_reduce", "auto"), *(("reduce_scatter", name) for name in ("flat", "flat_one", "direct"))]
+    ways += [("all_reduce", name) for name in ("flat", "flat_one", "flat_slices", "direct", "direct_slices")]
+    for collective, algorithm in ways if comm.transport.caps.arena else ways[:1]:
+        for length in (n + 1, 4099 * n - 1, 70_000 * n + 1):  # slots of a stage are as long as the longest part
+            left = np.full(length, np.inf if comm.rank % 2 else -np.inf, np.float32)
+            for _ in range(2):  # both halves
+                comm.all_gather(left)
+                comm.all_to_all(left)
+            x = comm.empty(length)
+            x[:] = 1
+            out = comm.empty(length) if collective == "all_reduce" else None
+            with np.errstate(all="raise"):
+                total = getattr(comm, collective)(x, out=out, algorithm=algorithm)
+            assert (total == n).all(), (collective, algorithm, length)
+
+
+def memory_asked_for_behind_calls_that_have_not_begun(comm: Communicator) -> None:
+    """A scatter's root speaks late, so what was called after it begins later on some ranks than on others."""
+    n, me = comm.size, comm.rank
+    for root in range(n):
+        parts = comm.scatter(np.arange(2.0 * n) if me == root else None, root, wait=False)
+        total = comm.all_reduce(np.full(63, me, np.uint32), out=np.zeros(63, np.uint32), wait=False)
+        block = comm.empty(100 + root)
+        block[:] = me
+        assert comm.all_gather(block[:1]).tolist() == list(range(n))
+        assert total.wait().tolist() == [n * (n - 1) // 2] * 63
+        assert parts.wait().tolist() == [2.0 * me, 2.0 * me + 1]
+
+
 def uneven_parts(comm: Communicator) -> None:
     n, me = comm.size, comm.rank
     lengths = [(3 * rank) % 4 for rank in range(n)]  # some of them 0
@@ -467,6 +522,27 @@ def arrays_that_come_again(comm: Communicator) -> None:
             comm.all_reduce(out, out=out, algorithm=algorithm)  # in place, beside one that is not
             assert out.tolist() == [n * wanted] * length
             del x, out  # the next ones are likely to lie where these lay
+
+
+def known_arrays_that_are_locked(comm: Communicator) -> None:
+    """An `out` that came again and again is refused as any other once it is read-only, before anything is sent."""
+    n = comm.size
+    for algorithm in ("auto", *(["native"] if has_native(comm) else [])):
+        for name in ("all_reduce", "all_to_all"):
+            for length in (2 * n, 40_000 * n):
+                x, out = comm.empty(length), comm.empty(length)
+                x[:] = 1
+                for _ in range(4):
+                    getattr(comm, name)(x, out=out, algorithm=algorithm)
+                held = out.copy()
+                x[:] = 2
+                out.flags.writeable = False
+                with pytest.raises(UsageError, match="read-only"):
+                    getattr(comm, name)(x, out=out, algorithm=algorithm)
+                require_equal(out, held)
+                out.flags.writeable = True
+                wanted = np.full(length, 2 * n if name == "all_reduce" else 2, np.float32)
+                require_equal(getattr(comm, name)(x, out=out, algorithm=algorithm), wanted)
 
 
 def from_other_threads(comm: Communicator) -> None:
@@ -800,6 +876,9 @@ SURFACE = (
     averages_of_16_bits,
     in_place_and_out,
     axes_and_strides,
+    across_boundaries,
+    nothing_but_the_numbers_is_added,
+    memory_asked_for_behind_calls_that_have_not_begun,
     uneven_parts,
     tensors,
     handles,
@@ -807,6 +886,8 @@ SURFACE = (
     waiting_before_or_after,
     natively_in_every_way,
     arrays_that_come_again,
+    known_arrays_that_are_locked,
+    calls_at_random,
     from_other_threads,
     messages,
     groups,

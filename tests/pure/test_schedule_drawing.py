@@ -80,6 +80,8 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
         bench_collective(fit=True, ranks="1")
     with pytest.raises(UsageError, match="unknown topology 'torus'"):
         bench_collective(simulate="torus")
+    with pytest.raises(UsageError, match="--simulate and --fit: each is a run of its own"):
+        bench_collective(simulate="ring", fit=True)
     with pytest.raises(UsageError, match="unknown algorithm for broadcast 'trea': did you mean 'tree'"):
         bench_collective(["broadcast"], draw="trea")
     with pytest.raises(RunError, match="could not be written"):

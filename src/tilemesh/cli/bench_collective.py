@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tilemesh.core.errors import UsageError
+
 
 def bench_collective(
     collectives: Annotated[
@@ -45,6 +47,9 @@ def bench_collective(
     """Time our collectives against the library's own, fit the machine, or look at schedules."""
     from tilemesh.cli import bench_collective_run as run
 
+    asked = [name for name, given in (("--draw", draw), ("--simulate", simulate), ("--fit", fit)) if given]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)}: each is a run of its own, give one of them")
     if draw is not None:
         run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, node_size, svg, html)
     elif simulate is not None:

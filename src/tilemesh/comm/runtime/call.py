@@ -38,7 +38,12 @@ T = TypeVar("T")
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
-    """The elements in a row, `axis` slowest; the same memory where it already lies so."""
+    """The elements in a row, `axis` slowest; the same memory where it already lies so.
+
+    One that lies across its elements' boundaries (a view of bytes) is copied: mpi4py does not take it as numbers.
+    """
+    if not array.flags.aligned:
+        array = array.copy()
     return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).reshape(-1)
 
 
@@ -190,7 +195,7 @@ class Caller:
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""
         array = out_array(call.out, call.shape, call.like)
-        if array is None or not array.flags.c_contiguous or call.wire is not call.like:
+        if array is None or not array.flags.carray or call.wire is not call.like:
             return None
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
@@ -260,13 +265,19 @@ class Caller:
 
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""
-        if self.sharing is None:
+        sharing = self.sharing
+        if sharing is None:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
-        sequence = self.watch.sequence
-        steps, made = self.sharing.empty(shape, like.carrier)
-        self._carried_out(Running(steps, lambda: None), (sequence, "empty", 0), wait=True)
-        return like.back(made[0])
+
+        def running(_: None = None) -> Running:
+            steps, made = sharing.empty(shape, like.carrier)
+            return Running(steps, lambda: made[0])
+
+        # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
+        allocation = running() if self.turns.is_free else self._later(_at_once(), running)
+        block = self._carried_out(allocation, (self.watch.sequence, "empty", 0), wait=True)
+        return like.back(block)
 
     def _arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
@@ -386,6 +397,11 @@ class Caller:
         """A transport among the members, for which they wait for one another."""
         with self.watch.during(self.watch.sequence, "split", 0):  # all have been heard of: nobody is waited for long
             return self.transport.split(members, label)
+
+
+def _at_once() -> Steps[None]:
+    """Nothing to hear from the others first."""
+    yield from ()
 
 
 def native_of(call: Call, given: Array, result: Array) -> NativeCall:

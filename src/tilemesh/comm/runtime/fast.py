@@ -49,7 +49,9 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
     if type(x) is not np.ndarray or caller.is_debugging or call.private or caller.transport.size == 1:
         return None
-    if call.axis or not x.flags.c_contiguous or not x.size or call.wire is not call.like:
+    if not x.flags.c_contiguous or not x.flags.aligned:
+        return None
+    if call.axis or not x.size or call.wire is not call.like:
         return None
     if name == "native" and (choice.direct is None or caller.sharing is None):
         if caller.transport.name != "mpi":
@@ -92,7 +94,8 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
 
     Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
     their own, and the one yield that almost every meeting of others needs. An `out` that has been looked at is known
-    again: between two calls another rank had the core, and each function that is entered then costs a microsecond.
+    again, unless its owner has locked it since: between two calls another rank had the core, and each function that is
+    entered then costs a microsecond.
     """
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -115,7 +118,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif out is not known():
+        elif out is not known() or not out.flags.writeable:
             if not fits(out, result, dtype):
                 return NotImplemented
             known = ref(out)
@@ -174,7 +177,7 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
             return NotImplemented
         if out is None:
             out = empty(result, dtype)
-        elif out is not known():
+        elif out is not known() or not out.flags.writeable:
             if not fits(out, result, dtype):
                 return NotImplemented
             known = ref(out)
@@ -239,7 +242,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
         if out is None:
             out = empty(result, dtype)
             target = out.reshape(stacked)
-        elif out is known():
+        elif out is known() and out.flags.writeable:
             target = known_rows
         else:
             if not fits(out, result, dtype):
@@ -336,7 +339,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
         nonlocal known_x, known_out, places, seen
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
-        if out is not None and out is known_out() and x is known_x():
+        if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
             flags.doing = doing
             way = agreed(*places)
@@ -346,7 +349,7 @@ def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
             else:
                 shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
         else:
-            if not x.flags.c_contiguous:
+            if not x.flags.c_contiguous or not x.flags.aligned:
                 return NotImplemented
             if out is None:
                 out = np.empty(result, dtype)

@@ -112,6 +112,8 @@ class _Places:
         self.temp_slots = schedule.temp
         self.layout_of = layout_of
         self.known: dict[tuple[int, int], list[int]] = {}
+        self.is_stage = TEMP in schedule.shared  # no message fills its slots
+        self.filled: dict[int, int] = {}  # how much the stage's slots hold that could hold more
 
     def offsets(self, rank: int, space: int) -> list[int]:
         key = (rank, space)
@@ -152,16 +154,29 @@ def _turn(parts: list[Move], rank: int, places: _Places) -> tuple[_Turn, int]:
 
 
 def _locals(move: Move, rank: int, places: _Places) -> list[Local]:
-    """A copy or read of neighbouring slots is one instruction, unless TEMP, with its larger slots, is on one side."""
+    """A copy or read of neighbouring slots is one instruction, unless TEMP, with its larger slots, is on one side.
+
+    What lies behind the end of a slot's contents is of an earlier call: added up, it could be reported as an overflow.
+    All ranks fill the slots of a stage alike, so what this one has put there tells how much a neighbour's holds.
+    """
     owner = move.peer if move.kind == "read" else rank
     peer = owner if owner != rank else -1
-    uneven = (move.space == TEMP) != (move.source == TEMP)
+    filled = places.filled
+    is_within = move.space == TEMP == move.source
+    slots = range(move.source_at, move.source_at + move.count)
+    uneven = (move.space == TEMP) != (move.source == TEMP) or (is_within and any(slot in filled for slot in slots))
     result = []
     for i in range(move.count if uneven else 1):
         count = 1 if uneven else move.count
         target = places.span(rank, move.space, move.at + i, count)
         source = places.span(owner, move.source, move.source_at + i, count)
         length = min(target.hi - target.lo, source.hi - source.lo)
+        if is_within:
+            length = min(length, filled.get(move.source_at + i, length))
+        if move.space == TEMP and not move.reduce and places.is_stage:
+            filled.pop(move.at + i, None)
+            if length < target.hi - target.lo:
+                filled[move.at + i] = length
         if length:
             result.append(
                 Local(

@@ -357,12 +357,22 @@ def _runs(program: Program) -> list[list[Local] | None]:
         elif not isinstance(instruction, Local):
             raise TypeError(f"a message in a program for shared memory: {instruction}")
         else:
-            last = runs[-1] if runs else None
-            if last is not None and _goes_on(last, instruction):
-                last.append(instruction)
+            run = _begun(runs, instruction)
+            if run is not None:
+                run.append(instruction)
             else:
                 runs.append([instruction])
     return runs
+
+
+def _begun(runs: list[list[Local] | None], local: Local) -> list[Local] | None:
+    """The run that this one goes on with: the last, or where it adds to something, what put that there."""
+    for run in reversed(runs):
+        if run is None or (run is not runs[-1] and not local.reduce):
+            break
+        if _goes_on(run, local):
+            return run
+    return None
 
 
 def _goes_on(run: list[Local], local: Local) -> bool:
