@@ -366,13 +366,28 @@ def _runs(program: Program) -> list[list[Local] | None]:
 
 
 def _begun(runs: list[list[Local] | None], local: Local) -> list[Local] | None:
-    """The run that this one goes on with: the last, or where it adds to something, what put that there."""
+    """The run that this one goes on with: the last, or where it adds to something, what put that there.
+
+    It goes ahead of the runs in between only where neither touches what the other reads or writes.
+    """
     for run in reversed(runs):
         if run is None or (run is not runs[-1] and not local.reduce):
             break
         if _goes_on(run, local):
             return run
+        if not all(_are_apart(local, one) and _are_apart(one, local) for one in run):
+            break
     return None
+
+
+def _are_apart(first: Local, second: Local) -> bool:
+    """Whether the second reads and writes nothing that the first writes; a neighbour's memory is not this rank's."""
+    reads = second.peer == -1 and _overlap(first.target, second.source)
+    return not reads and not _overlap(first.target, second.target)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.space == other.space and one.lo < other.hi and other.lo < one.hi
 
 
 def _goes_on(run: list[Local], local: Local) -> bool:
