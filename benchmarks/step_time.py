@@ -14,7 +14,6 @@ before the model was made. `--profile` adds the time of GPU kernels, or CPU oper
 from __future__ import annotations
 
 import argparse
-import collections
 import gc
 import json
 import os
@@ -38,6 +37,7 @@ from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.alone import LocalGradients
+from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer, stored_dtype
 from tilemesh.train.plain import prepare_for_compile, suit_gpu
@@ -204,26 +204,11 @@ def peak_bytes(device: str) -> int:
 
 
 def profile(step: Any, device: str) -> dict[str, Any]:
-    """Seconds a step by kind of kernel or operator, and by name the longest."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    rounds = 3
-    with torch.profiler.profile(activities=kinds) as seen:
-        for _ in range(rounds):
-            step()
-    names: collections.Counter[str] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
-    for event in seen.key_averages():
-        spent = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-        # A range that somebody named ("Optimizer.step#AdamW.step") holds kernels that are counted by themselves.
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.key
-        if spent and (device != "cuda" or is_kernel):
-            names[event.key] += spent * 1e-6 / rounds
-            calls[event.key] += event.count
+    """Seconds a step, and the longest kernels or operators: microseconds, calls, name."""
+    found = kernels(step, torch.device(device))
     return {
-        "total_s": sum(names.values()),
-        "longest": [[round(s * 1e6), calls[name] / rounds, name[:110]] for name, s in names.most_common(60)],
+        "total_s": sum(seconds for seconds, _, _ in found),
+        "longest": [[round(seconds * 1e6), calls, name[:110]] for seconds, calls, name in found[:60]],
     }
 
 

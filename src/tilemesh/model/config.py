@@ -21,6 +21,10 @@ Activation = Literal["relu", "gelu", "swiglu"]
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
 
+VOCABULARY_MULTIPLE = 64
+"""What a whole model on a GPU rounds its vocabulary up to a multiple of: 128-byte lines of 16-bit numbers."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """One decoder. `kv_heads` and `mlp_width` may be left 0: they then follow `heads` and `width`."""

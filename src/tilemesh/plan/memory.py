@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     name: str
     elements: int
     element_bytes: int
-    split: str  # "tp", "kv", "sequence", or "whole"
+    split: str  # "tp", "kv", "sequence" or "whole"
     scores: bool = False
 
 

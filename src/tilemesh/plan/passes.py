@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
 from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
 
 Code = Literal["fused", "compiled", "eager"]
 ALIGNED = 8
 """Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
-ROUNDED = 64
-"""What our Transformer, whole on a GPU, rounds its vocabulary up to a multiple of (`train/plain.py`, `suit_gpu`)."""
 
 
 def default_code(device: Device, precision: str) -> Code:
@@ -219,7 +217,7 @@ def logit_columns(model: ModelConfig, tp: int, dtype: str, code: Code, gpu: bool
     if code == "fused" or not gpu or dtype == "fp64":
         return columns
     if tp == 1:
-        return columns + -columns % ROUNDED
+        return columns + -columns % VOCABULARY_MULTIPLE
     # Split over ranks the weight stays as it is; torch.compile pads what it must.
     return columns + -columns % ALIGNED if code == "compiled" and unaligned(columns, DTYPE_BYTES[dtype]) else columns
 

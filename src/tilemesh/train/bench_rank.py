@@ -126,7 +126,7 @@ def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.devic
     return run
 
 
-def kernels(step: Callable[[], float], device: torch.device) -> list[tuple[float, float, str]]:
+def kernels(step: Callable[[], object], device: torch.device) -> list[tuple[float, float, str]]:
     """(seconds, calls, name) of every kernel of a step, or on a CPU of every operator, the longest first."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
@@ -137,6 +137,7 @@ def kernels(step: Callable[[], float], device: torch.device) -> list[tuple[float
     found = []
     for event in seen.key_averages():
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        # A range that somebody named ("Optimizer.step#AdamW.step") holds kernels that are counted by themselves.
         if spent and not (on_gpu and event.is_user_annotation):
             found.append((spent * 1e-6 / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
     return sorted(found, reverse=True)

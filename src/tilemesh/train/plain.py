@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.config import VOCABULARY_MULTIPLE
 from tilemesh.model.transformer import Attention, Dropout, Pass, Transformer
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
@@ -69,7 +70,7 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     key and value; not where query and key are turned (the values would keep what these were before in memory), nor for
     a gate and what it opens (their gradients, made in one pass, would be made in two).
     """
-    model.align_vocabulary = 64
+    model.align_vocabulary = VOCABULARY_MULTIPLE
     for module in model.modules():
         if isinstance(module, Attention):
             module.joined = compiled and model.config.positions != "rotary"
