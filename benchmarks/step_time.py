@@ -7,8 +7,9 @@
 The prediction is computed and printed before the model exists, from this machine's calibration (`tilemesh calibrate`;
 where it is committed, `python benchmarks/known_calibration.py`). With `--compile` the model is made of what `tilemesh
 train` compiles. A step is forward, loss, backward, clipping and AdamW on fresh random tokens, by the code of `tilemesh
-train` on one GPU alone. On a GPU the peak is `max_memory_allocated`; on a CPU the growth of the peak resident set since
-before the model was made. `--profile` adds the time of GPU kernels, or CPU operators, by kind.
+train` on one GPU alone, there replayed as a CUDA graph (but for `--no-graph`). On a GPU the peak is
+`max_memory_allocated`; on a CPU the growth of the peak resident set since before the model was made. `--profile` adds
+the time of GPU kernels, or CPU operators, by kind.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
-from tilemesh.train.alone import LocalGradients
+from tilemesh.train.alone import LateStep, LocalGradients
 from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.graph import StepGraph
 from tilemesh.train.optimizer import Optimizer, stored_dtype
 from tilemesh.train.plain import prepare_for_compile, suit_gpu
 
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--no-graph", action="store_true", help="launch a GPU's steps kernel by kernel")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--out")
@@ -134,6 +137,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": given.model, "set": given.set, "batch": batch, "context": context, "precision": given.precision,
         "device": given.device, "threads": torch.get_num_threads(), "code": code,
+        "graph": given.device == "cuda" and given.precision != "fp16" and not given.no_graph,
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameters_predicted": count_parameters(model_config).total,
         "step_time_s": measured, "tokens_per_s": batch * context / measured["median"],
@@ -180,18 +184,29 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
         return loss_sum(logits, tokens[:, 1:])
 
     run = torch.compile(whole) if given.compile else whole
+    tokens = batches[0].clone()
+    seed = torch.zeros((), dtype=torch.int64, device=device) if config.dropout else None
+    rate = torch.tensor(1e-4, dtype=torch.float32, device=device)
     count = 0
+
+    def body() -> LateStep:
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            total, targets = run(tokens, seed)
+        gradients.backward(total, targets)
+        done = gradients.finish(1.0, divide=not optimizer.divides)
+        optimizer.move(rate, done.divisor)
+        gradients.clear()
+        return done
+
+    replays = device.type == "cuda" and given.precision != "fp16" and not given.no_graph
+    launch = StepGraph(body, optimizer.capturing) if replays else body
 
     def step() -> None:
         nonlocal count
-        # Filled in by a kernel: a copy from the host would wait for all that the GPU has yet to do.
-        seed = torch.full((), count, device=device) if config.dropout else None
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            total, targets = run(batches[count % 8], seed)
-        gradients.backward(total, targets)
-        done = gradients.finish(1.0, divide=not optimizer.divides)
-        optimizer.step(1e-4, done.divisor)
-        gradients.clear()
+        tokens.copy_(batches[count % 8])
+        if seed is not None:
+            seed.fill_(count)
+        launch()
         count += 1
 
     return step, model

@@ -208,6 +208,7 @@ class TestFiles:
         trained(config, folder, stop_after=2)
         first = read_json(folder / "choices.json")
         assert first["kernels"] == "tilemesh"
+        assert first["graph"] is False
         assert first["matmul"]
         assert set(first["matmul"].values()) == {"kind=torch"}  # what `auto` stands for on a CPU
         assert any("float32" in key for key in first["matmul"])  # and whatever else this process has multiplied before
@@ -227,6 +228,19 @@ class TestFiles:
         assert "too few steps" in shown.getvalue()
         nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
         assert (nothing.prediction_error, nothing.of_limit) == (None, None)
+
+    def test_utilisation_of_a_gpu_is_of_its_datasheet_as_the_planners_is(self, whole: Path) -> None:
+        found = read_json(whole / "summary.json")
+        model, plan = ModelConfig(**found["model"]), ParallelPlan(microbatch=8, precision="bf16")
+        planned = predict(model, parse_cluster("1xh200"), plan, found["context"])
+        step = {"median": planned.step_time_s, "p20": planned.step_time_s, "p80": planned.step_time_s, "n": 3}
+        found |= {"device": "cuda", "cluster": "1xh200", "world": 1, "plan": plan.to_dict(), "step_time_s": step}
+        found |= {"batch": plan.batch, "machine": "no calibration of this"}
+        made = {row.name: row for row in rows(found, {"mfu": planned.mfu, "hfu": planned.hfu})}
+        for name in ("MFU", "HFU"):
+            measured = made[name].measured
+            assert measured is not None
+            assert measured.median == pytest.approx(made[name].predicted)
 
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")
@@ -308,12 +322,16 @@ def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
 class TestAlone:
     """Steps that the host does not wait for, as on one GPU alone; forced here on a CPU."""
 
-    def steps(self, text: str, late: bool, sets: str = "optimizer.clip=0.5") -> list[tuple[int, float, float]]:
+    def steps(
+        self, text: str, late: bool, sets: str = "optimizer.clip=0.5", replayed: bool = False
+    ) -> list[tuple[int, float, float]]:
         config = made(text, "dp=1,tp=1", "plan.microbatch=4", sets)
         laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
         optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
         stepper = Stepper(config, laid, open_corpus(config.data), optimizer, Recorder(Trace(None)), late=late)
         assert stepper.is_late is late
+        if replayed:  # as a graph does it: the same call on the same tensors each time
+            stepper.replay = stepper._move  # type: ignore[assignment]
         return read([stepper(number) for number in range(1, 7)])
 
     @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.fused=false", "optimizer.name=sgd"])
@@ -323,6 +341,17 @@ class TestAlone:
         assert [step for step, _, _ in late] == [1, 2, 3, 4, 5, 6]
         assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
         assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
+
+    @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.name=sgd", "model.dropout=0.2"])
+    def test_what_a_captured_step_reads_is_written_before_each(self, text: str, sets: str) -> None:
+        """Batch, rate and seed: left as they were at first, any of them would change what comes out."""
+        replayed, waited = (self.steps(text, way, sets, replayed=way) for way in (True, False))
+        assert [loss for _, loss, _ in replayed] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
+        assert [norm for _, _, norm in replayed] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
+
+    def test_a_graph_that_cannot_be_is_refused(self, text: str) -> None:
+        with pytest.raises(UsageError, match=r"train.graph=true is for one GPU alone"):
+            self.steps(text, True, "train.graph=true")
 
     def test_a_bad_loss_is_in_what_is_read_later(self, text: str) -> None:
         values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")

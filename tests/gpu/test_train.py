@@ -1,15 +1,20 @@
-"""Training on a GPU: resumed bit for bit with deterministic=true, compiled or not; a bad loss names its step."""
+"""Training on a GPU: resumed bit for bit with deterministic=true, a replayed step as a launched one; bad losses."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tilemesh.core.errors import RunError
+from tilemesh.train import graph
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.folder import CHECKPOINTS, metrics
+from tilemesh.train.folder import CHECKPOINTS, CHOICES, metrics, read_json
 from tilemesh.train.job import fit
 from tilemesh.train.manifest import Manifest, folder_name
 
@@ -53,8 +58,78 @@ def test_stopped_and_resumed_is_never_stopped(sets: str, tmp_path: Path) -> None
     assert whole.loss < 5.0
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "plan.precision=bf16",
+        "plan.precision=bf16-master,train.recompute_every=2,evaluate.every=2",
+        "plan.precision=bf16,train.compile=true,model.dropout=0.1",
+        "plan.precision=fp32,optimizer.name=sgd,optimizer.lr=0.1,checkpoint.every=1",
+        "plan.precision=fp64,optimizer.clip=0",
+    ],
+)
+def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, while held-out text is read and checkpoints are written in between."""
+    config = made(sets, "train.steps=8,checkpoint.keep=1")
+    replays = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", _counted(torch.cuda.CUDAGraph.replay, replays))
+    fit(config, run=tmp_path / "replayed")
+    assert len(replays) == 8 - graph.PLAIN_STEPS
+    assert read_json(tmp_path / "replayed" / CHOICES)["graph"] is True
+    monkeypatch.setattr(graph, "PLAIN_STEPS", 100)
+    torch.compiler.reset()  # what was compiled before decides what is compiled anew, and so the rounding
+    fit(config, run=tmp_path / "launched")
+    assert len(replays) == 8 - 2
+    assert digests(tmp_path / "replayed", 8) == digests(tmp_path / "launched", 8)
+    ours, theirs = (
+        [
+            (line["loss"], line["norm"], line.get("held_out"))
+            for line in metrics(tmp_path / name)
+            if line["kind"] == "step"
+        ]
+        for name in ("replayed", "launched")
+    )
+    assert ours == theirs
+
+
+def _counted(replay: Callable[[Any], None], replays: list[int]) -> Callable[[Any], None]:
+    def counted(self: Any) -> None:
+        replays.append(1)
+        replay(self)
+
+    return counted
+
+
+def test_a_gpu_that_is_nearly_full_keeps_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "ROOM", 0.0)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", None)
+    assert fit(made("plan.precision=bf16,train.steps=4"), run=tmp_path / "run").step == 4
+
+
 def test_a_bad_loss_is_found_and_its_step_named_though_steps_are_not_waited_for(tmp_path: Path) -> None:
     config = made("plan.precision=bf16,optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
     with pytest.raises(RunError, match=r"step [23]: (loss|the gradient)"):
         fit(config, run=tmp_path / "run")
     assert list((tmp_path / "run").glob("bad-batch-step-*"))
+
+
+def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path) -> None:
+    """In a process of its own: what a capture that failed leaves behind is nobody else's."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from tilemesh.parallel.laid import Laid; from tilemesh.train.config import load\n"
+        "from tilemesh.train.job import fit\n"
+        "loss = Laid.loss\n"
+        "def waits(self, *args, **options):\n"
+        "    total, count = loss(self, *args, **options)\n"
+        "    float(total)\n"
+        "    return total, count\n"
+        "Laid.loss = waits\n"
+        f"fit(load(mesh='dp=1', sets=[{SMALL!r}], gpus=1), run=sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode
+    assert "the step cannot be captured as a CUDA graph" in done.stderr
+    assert "train.graph=false" in done.stderr

@@ -23,7 +23,7 @@ COSTS = {
 }  # fmt: skip
 BARE = Rates({"bf16": 8e14}, copy_bytes_per_s=4e12, launch_s=7e-6)
 SLOW = dataclasses.replace(BARE, host_s=COSTS)
-GPT, ONE = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("1xh200")
+GPT, TWO = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("2xh200")
 
 
 def test_passes_count_for_each_microbatch_and_the_update_once() -> None:
@@ -36,14 +36,25 @@ def test_passes_count_for_each_microbatch_and_the_update_once() -> None:
 
 @pytest.mark.parametrize(("batch", "waits"), [(1, True), (32, False)])
 def test_a_step_is_the_longer_of_the_two(batch: int, waits: bool) -> None:
-    plan = ParallelPlan(microbatch=batch, precision="bf16")
-    bare, found = (predict(GPT, ONE, plan, rates=rates, code="compiled") for rates in (BARE, SLOW))
+    plan = ParallelPlan(dp=2, microbatch=batch, precision="bf16")
+    bare, found = (predict(GPT, TWO, plan, rates=rates, code="compiled") for rates in (BARE, SLOW))
     assert found.step_time_s == pytest.approx(max(bare.step_time_s, 16.2e-3))
     assert (found.step_time_s > bare.step_time_s) is waits
     assert found.times.total_s == pytest.approx(found.step_time_s)
     assert dataclasses.replace(found.times, host_s=0.0) == bare.times
-    estimator = Estimator(GPT, ONE, rates=SLOW, code="compiled")
+    estimator = Estimator(GPT, TWO, rates=SLOW, code="compiled")
     assert estimator.rank_s(plan) == pytest.approx(found.step_time_s)
+
+
+@pytest.mark.parametrize(("precision", "waits"), [("bf16", False), ("fp16", True)])
+def test_a_step_that_is_replayed_waits_for_no_host(precision: str, waits: bool) -> None:
+    """On one GPU alone a step is a CUDA graph; with a loss scale, which is looked at in each step, it is not."""
+    rates = dataclasses.replace(SLOW, matmul_flops_per_s={"bf16": 8e14, "fp16": 8e14})
+    plan = ParallelPlan(precision=precision)
+    found = predict(GPT, parse_cluster("1xh200"), plan, rates=rates, code="compiled")
+    assert (found.times.host_s > 0) is waits
+    if not waits:
+        assert not any("host" in line for line in why(searched(SLOW, 1, "1xh200")))
 
 
 def test_a_stage_launches_its_own_layers() -> None:
@@ -62,8 +73,8 @@ def test_a_calibration_from_before_has_no_floor() -> None:
     assert new.to_dict()["gpu"]["host_s"] == COSTS
 
 
-def searched(rates: Rates | None, batch: int) -> Result:
-    return search("gpt2-124m", "1xh200", batch=batch, rates=rates, code="compiled", pins=Pins(precision="bf16"))
+def searched(rates: Rates | None, batch: int, cluster: str = "2xh200") -> Result:
+    return search("gpt2-124m", cluster, batch=batch, rates=rates, code="compiled", pins=Pins(precision="bf16"))
 
 
 def test_words_say_what_of_the_host_is_in_the_figures() -> None:
@@ -78,6 +89,6 @@ def test_words_say_what_of_the_host_is_in_the_figures() -> None:
 
 def test_a_page_shows_all_of_a_step_and_no_more_memory_than_there_is() -> None:
     assert set(TIMES) == {field.name for field in dataclasses.fields(Times)}
-    memory = searched(SLOW, 8).best.memory
+    memory = searched(SLOW, 8, "1xh200").best.memory
     assert memory.later_bytes > 0
     assert sum(memory_parts(memory).values()) == memory.total_bytes

@@ -210,16 +210,14 @@ def test_alone_on_a_gpu_the_optimiser_clips_on_its_way() -> None:
     assert moved(ParallelPlan(precision="fp32"), "1xcpu") == 40
 
 
-# Measured steps of one H200, compiled: benchmarks/results/steps-h200.jsonl, and gpt2-124m x 32 and tinyllama-1.1b x 8
-# from `bench train` (train_h200*.jsonl). tinyllama-1.1b x 4 is of earlier code, whose loop waited once a step.
+# Measured on one H200, compiled: benchmarks/results/steps-h200.jsonl; gpt2-124m x 8 replayed as a CUDA graph.
 H200_STEPS = {
-    ("gpt2-124m", 32): 0.0676, ("gpt2-124m", 8): 0.01961, ("tinyllama-1.1b", 8): 0.2237, ("tinyllama-1.1b", 4): 0.1274,
+    ("gpt2-124m", 32): 0.06821, ("gpt2-124m", 8): 0.01914, ("tinyllama-1.1b", 8): 0.2269, ("tinyllama-1.1b", 4): 0.1206,
 }  # fmt: skip
-# Allocated bytes. tinyllama's are of that earlier code: its projections into the MLP were our kernel, which also keeps
-# a gate after its activation.
+# Allocated bytes.
 H200_PEAKS = {
-    ("gpt2-124m", 32): 19_525_483_520, ("gpt2-124m", 8): 6_277_153_280,
-    ("tinyllama-1.1b", 8): 47_517_389_312, ("tinyllama-1.1b", 4): 31_428_334_080,
+    ("gpt2-124m", 32): 19_551_434_240, ("gpt2-124m", 8): 6_278_336_512,
+    ("tinyllama-1.1b", 8): 43_458_876_928, ("tinyllama-1.1b", 4): 29_398_554_624,
 }  # fmt: skip
 H200 = Rates(
     {"bf16": 799.8e12}, copy_bytes_per_s=4.235e12, launch_s=6.93e-6
@@ -231,9 +229,8 @@ def test_steps_measured_on_an_h200(name: str, batch: int) -> None:
     model = preset(name).replace(dropout=0.0)
     found = predict(model, parse_cluster("1xh200"), ParallelPlan(microbatch=batch, precision="bf16"), rates=H200)
     assert found.step_time_s == pytest.approx(H200_STEPS[name, batch], rel=0.10)
-    gates = 2 * model.mlp_width * model.layers * batch * model.context if model.mlp_inputs == 2 else 0
     allocated = found.memory.total_bytes - found.memory.reserved_bytes
-    assert allocated + gates == pytest.approx(H200_PEAKS[name, batch], rel=0.02)
+    assert allocated == pytest.approx(H200_PEAKS[name, batch], rel=0.02)
 
 
 def test_few_tiles_are_split_along_k() -> None:

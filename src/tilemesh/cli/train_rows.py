@@ -106,9 +106,10 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         row("step time", "s", "step_time_s", step, limit_s, {}),
         row("throughput", "tokens/s", "tokens_per_s", step and step.rate(tokens), limit_s and tokens / limit_s, {}),
     ]
+    whole = _datasheet_peak(found) or peak
     for name, key, count in (("MFU", "mfu", flops), ("HFU", "hfu", done_flops)):
-        value = None if step is None or peak is None else step.rate(count).scaled(1 / peak)
-        made.append(row(name, "fraction", key, value, None if peak is None else 1.0, {}))
+        value = None if step is None or whole is None else step.rate(count).scaled(1 / whole)
+        made.append(row(name, "fraction", key, value, None if peak is None or whole is None else peak / whole, {}))
         if value is None and step is not None:
             made[-1] = _without_measured(made[-1], why_no_peak)
     if found["world"] > 1:
@@ -172,10 +173,28 @@ def _exact(value: float) -> Sample:
     return Sample(float(value), float(value), float(value), 1)
 
 
+def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
+    """FLOP/s of all GPUs of a run by their datasheet, which MFU and HFU are fractions of; None for one that has none.
+
+    So the planner has them too. A CPU's peak is what was measured.
+    """
+    if found["device"] == "cpu":
+        return None
+    try:
+        return parse_cluster(str(found["cluster"])).device.peak(_dtype(found)) * int(found["world"])
+    except UsageError:
+        return None
+
+
+def _dtype(found: Mapping[str, Any]) -> str:
+    """What products of a run are made in."""
+    precision = str(found["plan"]["precision"])
+    return {"bf16-master": "bf16"}.get(precision, precision)
+
+
 def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
     """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
-    precision = found["plan"]["precision"]
-    dtype = {"bf16-master": "bf16"}.get(precision, precision)
+    dtype = _dtype(found)
     try:
         known = calibration.find(str(found["machine"]))
     except RunError as error:

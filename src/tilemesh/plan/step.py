@@ -307,12 +307,18 @@ class Estimator:
     def _is_ours_on_a_gpu(self, plan: Layout) -> bool:
         return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
 
+    def replays(self, plan: Layout) -> bool:
+        """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
+        return plan.dp * plan.tp * plan.pp == 1 and plan.precision != "fp16" and self._is_ours_on_a_gpu(plan)
+
     def host_s(self, plan: Layout) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
         return self._host_s(plan, max(self._frame(plan).stages))
 
     def _host_s(self, plan: Layout, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
+        if self.replays(plan):
+            return 0.0
         measured = {} if self.rates is None else self.rates.host_s
         return host.step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
 

@@ -132,6 +132,8 @@ def _host(result: Result, best: Prediction) -> str:
         return (
             f"{launched}: the GPU waits {waits} for it." if best.times.host_s else f"{launched}, while the GPU works."
         )
+    if result.estimator().replays(best.plan):
+        return ""
     layer_s = best.step_time_s / (best.plan.accumulation * max(best.chunk_layers))
     if layer_s > SHORT_LAYER_S:
         return ""

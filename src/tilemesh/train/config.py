@@ -73,6 +73,8 @@ class LoopConfig:
     """On a GPU only operations that give the same bits each time (a CPU always does)."""
     compile: bool = False
     """Through torch.compile."""
+    graph: bool | None = None
+    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
     """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
     kernel of ours) and under torch.compile (which fuses torch's own)."""

@@ -222,6 +222,7 @@ class Loop:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""
         made = {
             "collectives": {**self.earlier.get("collectives", {}), **self.recorder.choices},
+            "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
             "matmul": {**self.earlier.get("matmul", {}), **picks()},
         }

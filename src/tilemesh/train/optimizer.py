@@ -94,8 +94,24 @@ class Optimizer:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
         return not self.has_masters and all(group["fused"] for group in self._inner[""].param_groups)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `move` can be captured as a CUDA graph: fused kernels read a rate that is on the device."""
+        return all(group["fused"] for inner in self._inner.values() for group in inner.param_groups)
+
+    def capturing(self, now: bool) -> None:
+        """What torch's AdamW wants to be told before `move` is captured, and after."""
+        for inner in self._inner.values():
+            for group in inner.param_groups:
+                group["capturable"] = now
+
+    def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
+        """Move the parameters, and count it."""
+        self.move(rate, divisor)
+        self.steps += 1
+
     @torch.no_grad()
-    def step(self, rate: float, divisor: Tensor | None = None) -> None:
+    def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
         for inner in self._inner.values():
             for group in inner.param_groups:
@@ -113,7 +129,6 @@ class Optimizer:
                 inner.step()
                 master.grad = None
                 parameter.copy_(master)
-        self.steps += 1
 
     # State --------------------------------------------------------------------------------------------------------
 

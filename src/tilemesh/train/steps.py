@@ -10,20 +10,21 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model.dropout import ORIGIN, Place, fold_seed
-from tilemesh.parallel.data import Gradients
+from tilemesh.model.dropout import Place, fold_seed
+from tilemesh.parallel.data import Gradients, Step
 from tilemesh.parallel.laid import Laid
 from tilemesh.train import data
-from tilemesh.train.alone import LocalGradients
+from tilemesh.train.alone import LateStep, LocalGradients
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.data import Corpus
+from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.order import Order, rows_of
@@ -31,6 +32,15 @@ from tilemesh.train.record import DATA, Recorder
 from tilemesh.train.schedule import rate
 
 Batch = list[tuple[Tensor, Tensor, int]]  # for each microbatch inputs, targets, the first row's place in the batch
+
+
+class Inputs(NamedTuple):
+    """All that differs from step to step."""
+
+    batches: Batch
+    seed: Tensor | None
+    """Of dropout."""
+    rate: float | Tensor
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,10 @@ class Stepper:
                 laid.gradients.close()
             self.gradients = LocalGradients(laid.module.parameters(), config.tokens_per_step)
             laid.gradients = self.gradients  # the buffers for an exchange that never comes are given back
+        self.replay: StepGraph | None = None
+        if self._replays():
+            self.replay = StepGraph(self._move, optimizer.capturing)
+        self._now: Inputs | None = None
         self.steps, self.position = 0, 0  # after so many steps so many samples had been taken
         self._ready: tuple[int, Batch] | None = None
         self.gradients_bytes: int | None = None
@@ -85,33 +99,100 @@ class Stepper:
 
     def __call__(self, number: int) -> Done:
         """Step `number`, counted from 1."""
-        config, recorder = self.config, self.recorder
-        with recorder.span("data", DATA):
+        with self.recorder.span("data", DATA):
             batches = self._take(number)
-        with self._counted():
-            for turn, (tokens, targets, row) in enumerate(batches):
-                with recorder.span("forward"):
-                    total, count = self.loss(tokens, targets, **self._dropping(number, row))
-                with recorder.span("backward"):
-                    is_last = turn == len(batches) - 1
-                    self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
-        if self.device.type == "cuda" and number < config.train.steps:
-            with recorder.span("data", DATA):  # while the GPU is still at it
-                self._ready = (number + 1, self.fetch(number + 1))
+        done = self._late(number, batches) if self.is_late else self._met(number, batches)
+        return Done(number, done.loss, done.norm)
+
+    def _met(self, number: int, batches: Batch) -> Step:
+        """A step whose ranks meet in its gradients, and whose loss is known when it ends."""
+        config, recorder = self.config, self.recorder
+        self._passes(batches, self._seed(number))
+        if self.device.type == "cuda":
+            self._fetch_ahead(number)  # while the GPU is still at it
         with recorder.span("gradients"):
-            late = {"divide": not self.optimizer.divides} if self.is_late else {}
-            done = self.gradients.finish(config.optimizer.clip or None, **late)
-        overflowed = not self.is_late and not math.isfinite(done.norm)
+            done: Step = self.gradients.finish(config.optimizer.clip or None)
+        overflowed = not math.isfinite(done.norm)
         with recorder.span("optimizer"):
             if not overflowed:
-                divisor = done.divisor if self.is_late else None
-                self.optimizer.step(rate(number - 1, config.train.steps, config.optimizer), divisor)
+                self.optimizer.step(self._rate(number))
             self.scale.update(overflowed)
-            if self.gradients_bytes is None:
-                self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
-            if self.is_late:
-                self.gradients.clear()
-        return Done(number, done.loss, done.norm)
+            self._count_gradients()
+        return done
+
+    def _late(self, number: int, batches: Batch) -> LateStep:
+        """A step that nobody waits for, replayed where it can be."""
+        if self.replay is None:
+            self._now = Inputs(batches, self._seed(number), self._rate(number))
+            done = self._move()
+        else:
+            if self._now is None:
+                self._now = Inputs(
+                    [(tokens.clone(), targets.clone(), row) for tokens, targets, row in batches],
+                    self._seed(number),
+                    # What torch's fused kernels read a rate from.
+                    torch.zeros((), dtype=torch.float32, device=self.device),
+                )
+            self._write(self._now, number, batches)
+            with self.recorder.span("step"):
+                done = self.replay()
+        self.optimizer.steps += 1
+        if self.device.type == "cuda":
+            self._fetch_ahead(number)
+        return done
+
+    def _move(self) -> LateStep:
+        """A whole step with what `_now` holds."""
+        assert self._now is not None
+        batches, seed, rate_now = self._now
+        self._passes(batches, seed)
+        with self.recorder.span("gradients"):
+            done: LateStep = self.gradients.finish(
+                self.config.optimizer.clip or None, divide=not self.optimizer.divides
+            )
+        with self.recorder.span("optimizer"):
+            self.optimizer.move(rate_now, done.divisor)
+            self._count_gradients()
+            self.gradients.clear()
+        return done
+
+    def _passes(self, batches: Batch, seed: Tensor | None) -> None:
+        """Forward and backward for each microbatch."""
+        with self._counted():
+            for turn, (tokens, targets, row) in enumerate(batches):
+                # Without dropout nothing that changes is handed to a compiled model.
+                dropping = {} if seed is None else {"dropout_seed": seed, "place": Place(row=row)}
+                with self.recorder.span("forward"):
+                    total, count = self.loss(tokens, targets, **dropping)
+                with self.recorder.span("backward"):
+                    is_last = turn == len(batches) - 1
+                    self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
+
+    def _write(self, held: Inputs, number: int, batches: Batch) -> None:
+        """What is new in a step, into the tensors that a captured step reads."""
+        for kept, new in zip(held.batches, batches, strict=True):
+            kept[0].copy_(new[0])
+            kept[1].copy_(new[1])
+        assert isinstance(held.rate, Tensor)
+        held.rate.fill_(self._rate(number))
+        if held.seed is not None:
+            held.seed.fill_(self._folded(number))
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether steps have become one CUDA graph."""
+        return self.replay is not None and self.replay.captured is not None
+
+    def _replays(self) -> bool:
+        """Whether steps are to become one CUDA graph; UsageError where that was asked for and cannot be."""
+        wanted = self.config.train.graph
+        able = self.is_late and self.device.type == "cuda" and self.optimizer.is_capturable
+        if wanted and not able:
+            raise UsageError(
+                "train.graph=true is for one GPU alone, with a fused optimiser and any precision but fp16: set "
+                "train.graph=false, or leave it out"
+            )
+        return able and wanted is not False
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -127,19 +208,33 @@ class Stepper:
         """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""
         return not math.isfinite(loss) or (not math.isfinite(norm) and not self.scale.on)
 
-    def _dropping(self, number: int, row: int) -> dict[str, Any]:
-        """What dropout needs; without it nothing that changes is handed to a compiled model."""
+    def _rate(self, number: int) -> float:
+        return rate(number - 1, self.config.train.steps, self.config.optimizer)
+
+    def _seed(self, number: int) -> Tensor | None:
+        """What dropout needs; None without it."""
         if not self.config.model.dropout:
-            return {"place": ORIGIN}
-        seed = fold_seed(self.config.train.seed, number - 1)
+            return None
         # Filled in by a kernel: a copy from the host would wait for all that the GPU has yet to do.
-        return {"dropout_seed": torch.full((), seed, device=self.device), "place": Place(row=row)}
+        return torch.full((), self._folded(number), device=self.device)
+
+    def _folded(self, number: int) -> int:
+        return fold_seed(self.config.train.seed, number - 1)
+
+    def _count_gradients(self) -> None:
+        if self.gradients_bytes is None:
+            self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
 
     # Data ---------------------------------------------------------------------------------------------------------
 
     def _take(self, number: int) -> Batch:
         ready, self._ready = self._ready, None
         return ready[1] if ready is not None and ready[0] == number else self.fetch(number)
+
+    def _fetch_ahead(self, number: int) -> None:
+        if number < self.config.train.steps:
+            with self.recorder.span("data", DATA):
+                self._ready = (number + 1, self.fetch(number + 1))
 
     def fetch(self, number: int) -> Batch:
         """This replica's microbatches of a step."""

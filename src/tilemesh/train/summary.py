@@ -11,6 +11,7 @@ import numpy as np
 
 from tilemesh.core.advice import improvement
 from tilemesh.core.config import to_dict
+from tilemesh.core.hardware import device_for
 from tilemesh.measure.machine import command, commit, granted_cores, this_machine, versions
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
@@ -124,6 +125,9 @@ def _median(values: list[float]) -> float:
 
 
 def _gpu() -> str:
+    """This rank's GPU by the name the planner knows it by, or else the driver's."""
     import torch
 
-    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    name = torch.cuda.get_device_name()
+    device = device_for(name)
+    return name.lower().removeprefix("nvidia ").replace(" ", "-") if device is None else device.name
