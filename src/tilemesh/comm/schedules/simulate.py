@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tilemesh.comm.schedules.collectives import BLOCKED
 from tilemesh.comm.schedules.schedule import NOBODY, Grid, Round, Schedule, Shift, Step, Vector
@@ -68,6 +68,14 @@ def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) 
     return Timeline(max(finished), rounds, tuple(finished))
 
 
+class Exchanged(NamedTuple):
+    """A rank's messages in a round: whom it waits for, how long it is at it, how long it reduces afterwards."""
+
+    peers: tuple[int, ...]
+    busy_s: float
+    after_s: float
+
+
 class _Clock:
     """When each rank is free again: of one period while ranks that far apart are equal, otherwise of all."""
 
@@ -77,6 +85,7 @@ class _Clock:
         self.topology = topology
         self.memory = memory
         self.free = [0.0] * topology.period
+        self._known: dict[object, list[Exchanged]] = {}
 
     def times(self) -> list[float]:
         return self.free * (self.ranks // len(self.free))
@@ -89,8 +98,7 @@ class _Clock:
             self.free = self.free[: self.topology.period]
 
     def _advance(self, steps: Round) -> None:
-        free, memory = self.free, self.memory
-        count = len(free)
+        free, memory, count = self.free, self.memory, len(self.free)
         for step in steps:
             if step.kind == "sync":
                 self._meet(step, free)
@@ -101,8 +109,24 @@ class _Clock:
                     free[rank] += memory.reduce_s(nbytes) if step.reduce else memory.copy_s(nbytes)
         if not any(step.kind in ("send", "recv") for step in steps):
             return
-        start, after = list(free), [0.0] * count
-        sends, receives = [0.0] * count, [0.0] * count
+        self.free = [
+            max(free[rank], *(free[peer] for peer in one.peers)) + one.busy_s + one.after_s if one.peers else free[rank]
+            for rank, one in enumerate(self._exchanged(steps, count))
+        ]
+
+    def _exchanged(self, steps: Round, count: int) -> list[Exchanged]:
+        """What a round's messages are to each rank; remembered where rounds are many and say so in a few numbers."""
+        if not all(isinstance(one, (Shift, Grid)) for step in steps for one in (step.peer, step.count)):
+            return self._exchange(steps, count)
+        key = (count, *((step.kind, step.peer, step.count, step.reduce) for step in steps))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._exchange(steps, count)
+        return found
+
+    def _exchange(self, steps: Round, count: int) -> list[Exchanged]:
+        sends, receives, after = [0.0] * count, [0.0] * count, [0.0] * count
+        peers: list[list[int]] = [[] for _ in range(count)]
         for step in steps:
             if step.kind not in ("send", "recv"):
                 continue
@@ -115,10 +139,10 @@ class _Clock:
             took = self.topology.times(sent, count)
             busy = sends if is_send else receives
             for (rank, peer, slots), seconds in zip(parts, took, strict=True):
-                start[rank] = max(start[rank], free[peer % count])
+                peers[rank].append(peer % count)
                 busy[rank] += seconds
-                after[rank] += memory.reduce_s(slots * self.chunk) if step.reduce else 0.0
-        self.free = [start[r] + max(sends[r], receives[r]) + after[r] for r in range(count)]
+                after[rank] += self.memory.reduce_s(slots * self.chunk) if step.reduce else 0.0
+        return [Exchanged(tuple(peers[r]), max(sends[r], receives[r]), after[r]) for r in range(count)]
 
     def _meet(self, step: Step, free: list[float]) -> None:
         groups = step.peer if len(free) == self.ranks else [step.peer[rank] for rank in range(len(free))]
