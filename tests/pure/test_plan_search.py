@@ -104,6 +104,15 @@ def test_a_batch_in_tokens_is_near(tokens: int, context: int) -> None:
     assert abs(batch * context - tokens) <= max(0.05 * tokens, context)
 
 
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 4, 8, 16, 24}), (31, {1, 31})]
+)
+def test_a_batch_that_no_power_of_two_divides_is_not_taken_one_by_one(batch: int, sizes: set[int]) -> None:
+    estimator = Estimator(preset("tiny"), parse_cluster("1xh200"))
+    assert {group[0].microbatch for group in candidates(estimator, batch, Pins())} == sizes
+    assert search("tiny", "1xh200", batch=batch).best.plan.microbatch == max(sizes)
+
+
 def test_two_batches_are_one_too_many() -> None:
     with pytest.raises(UsageError, match="give one"):
         choose_batch(8, 4096, 512)
