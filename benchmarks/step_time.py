@@ -124,8 +124,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
         flush=True,
     )
     # On a CPU the process also grows by what torch loads with its first step.
-    reserved = predicted.memory.reserved_bytes if given.device == "cuda" else 0
-    said_bytes = predicted.memory.total_bytes - reserved
+    said_bytes = predicted.memory.seen_bytes("gpu" if given.device == "cuda" else "cpu")
     base = peak_bytes(given.device) if given.device == "cpu" else 0
     step, model = make_step(given, model_config, batch, context)
     for _ in range(5):

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 import tilemesh as tm
+from tilemesh.cli import train_rows
 from tilemesh.cli.main import main
 from tilemesh.cli.train_rows import TAKING_TURNS, rows
 from tilemesh.cli.train_run import program
+from tilemesh.core.errors import UsageError
+from tilemesh.plan.local import Local
+from tilemesh.train.config import load
 from tilemesh.train.folder import read_json
 from tilemesh.train.progress import Shown, step_words
 
@@ -60,6 +64,7 @@ def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["train", "--set", "train.step=3"], "did you mean 'train.steps'"),
         (["train", "gpt2"], "did you mean 'gpt2-124m'"),
+        (["train", "llama-3-8b"], "write a TOML file with a [model] section"),
         (["train", "--mesh", "dp=3"], "does not divide among dp=3"),
         (["train", "--resume", "nowhere"], "is no run"),
         (["train", "--resume", "nowhere", "--init", "x"], "leave init out"),
@@ -84,6 +89,18 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5
     assert predicted[1].predicted == 128.0
+
+
+def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
+
+    def no_calibration(name: str) -> Local:
+        raise UsageError(f"{name} was not calibrated")
+
+    monkeypatch.setattr(train_rows, "local_machine", no_calibration)
+    told = train_rows.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
+    assert told["memory"]["reserved_bytes"] > 0
+    assert told["memory_bytes"] == told["memory"]["total_bytes"] - told["memory"]["reserved_bytes"]
 
 
 def test_the_exchange_share_is_that_of_the_rank_that_waited_least(run: Path) -> None:

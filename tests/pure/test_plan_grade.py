@@ -11,7 +11,7 @@ import pytest
 from tilemesh.core import config
 from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, Schedule
 from tilemesh.model.config import count_parameters, preset
 from tilemesh.plan.grade import Graded, grade, rank_correlation, read_run
 from tilemesh.plan.step import predict
@@ -66,12 +66,38 @@ def test_bytes_with_sequence_parallelism_as_a_real_run_counted_them() -> None:
 def test_the_worst_comes_first_with_what_to_do(tmp_path: Path) -> None:
     slow = 10 * predict(TINY, CLUSTER, PLAN).step_time_s
     found = graded(tmp_path, step_time_s={"median": slow, "p20": slow, "p80": 2 * slow, "n": 9})
-    assert found.grades[0].name == "tokens/s"  # +900 % of the measured; the step itself is -90 %
+    assert found.grades[0].name == "step time"
     assert found.find("step time").error == pytest.approx(-0.9)
     assert found.find("step time").holds is False
     assert "tilemesh calibrate" in found.advice[0]
     assert "computing takes" in found.advice[0]
     assert "wander" in found.advice[1]
+
+
+def test_a_rate_is_not_judged_beside_its_time(tmp_path: Path) -> None:
+    """14 % off the time is 16 % off the rate: one verdict, and it is the time's."""
+    found = graded(tmp_path, step_time_s=predict(TINY, CLUSTER, PLAN).step_time_s / 0.86)
+    rate = found.find("tokens/s")
+    assert rate.error == pytest.approx(1 / 0.86 - 1)
+    assert (rate.bound, rate.holds) == (None, None)
+    assert all(g.holds in (True, None) for g in found.grades)
+    assert found.advice == ()
+
+
+def test_of_a_gpu_what_torch_allocates_is_graded() -> None:
+    plan = ParallelPlan(microbatch=32, precision="bf16")
+    memory = predict(preset("gpt2-124m"), parse_cluster("1xh200"), plan, code="compiled").memory
+    assert memory.seen_bytes("gpu") == memory.total_bytes - memory.reserved_bytes < memory.total_bytes
+    assert memory.seen_bytes("cpu") == memory.total_bytes
+
+
+@pytest.mark.parametrize(("pp", "interleave", "sends"), [(2, 1, 1), (4, 1, 1), (2, 2, 3), (4, 3, 5)])
+def test_the_first_stage_sends_each_output_on_and_each_gradient_back(pp: int, interleave: int, sends: int) -> None:
+    schedule: Schedule = "interleaved" if interleave > 1 else "1f1b"
+    plan = ParallelPlan(pp=pp, accumulation=8, schedule=schedule, interleave=interleave, precision="fp32")
+    model = TINY.replace(layers=12)
+    found = predict(model, parse_cluster(f"{pp}xcpu"), plan).exchanges["pp"]["send"]
+    assert found == 8 * sends * 128 * model.width * 4
 
 
 def test_slow_exchanges_are_told_from_slow_computing(tmp_path: Path) -> None:

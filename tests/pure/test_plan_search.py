@@ -104,6 +104,15 @@ def test_a_batch_in_tokens_is_near(tokens: int, context: int) -> None:
     assert abs(batch * context - tokens) <= max(0.05 * tokens, context)
 
 
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 4, 8, 16, 24}), (31, {1, 31})]
+)
+def test_a_batch_that_no_power_of_two_divides_is_not_taken_one_by_one(batch: int, sizes: set[int]) -> None:
+    estimator = Estimator(preset("tiny"), parse_cluster("1xh200"))
+    assert {group[0].microbatch for group in candidates(estimator, batch, Pins())} == sizes
+    assert search("tiny", "1xh200", batch=batch).best.plan.microbatch == max(sizes)
+
+
 def test_two_batches_are_one_too_many() -> None:
     with pytest.raises(UsageError, match="give one"):
         choose_batch(8, 4096, 512)
@@ -133,9 +142,14 @@ def test_clusters_too_small_for_the_states_are_not_searched(monkeypatch: pytest.
         return candidates(estimator, batch, pins)
 
     monkeypatch.setattr(choose, "candidates", counted)
-    with pytest.raises(NothingFitsError, match="48 such GPUs would do"):
+    with pytest.raises(NothingFitsError, match="40 such GPUs would do"):
         search("gpt3-175b", "8xa100")
-    assert worlds == [8, 48]  # 2.8 TB of states are more than 16, 24 and 32 hold
+    assert worlds == [8, 40]  # 2.8 TB of states are more than 16, 24 and 32 hold
+
+
+def test_ranks_of_a_cpu_are_no_gpus() -> None:
+    with pytest.raises(NothingFitsError, match=r"the least a rank needs .* such ranks would do"):
+        search("llama-3-70b", "8xcpu", batch=8)
 
 
 def test_a_layout_that_does_not_fit_where_another_does_says_which() -> None:
@@ -184,6 +198,13 @@ def test_a_small_model_is_told_that_one_gpu_would_do() -> None:
     assert why(search("gpt2-124m", "8xh100"))[0].startswith("It fits on one h100")
 
 
+def test_what_is_fixed_against_its_purpose_is_said_so() -> None:
+    found = search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse(["dp=1,tp=16,zero=3"]))
+    lines = why(found)
+    assert "ZeRO-3 saves nothing, as there is one replica" in lines[2]
+    assert lines[3].startswith("Beyond a node: tp 16 splits every layer across nodes")
+
+
 def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:
     plans = [ParallelPlan(tp=2, sequence_parallel=way) for way in (True, False)]
     assert [short(plan) for plan in plans] == [
@@ -194,6 +215,13 @@ def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> N
 
 def test_the_frontier_is_what_nothing_beats() -> None:
     assert frontier([(1.0, 9.0), (2.0, 5.0), (3.0, 6.0), (4.0, 1.0)]) == [0, 1, 3]
+
+
+def test_a_page_of_one_layout_ranks_nothing() -> None:
+    found = search("tiny", "1xh100", batch=1)
+    page = render(found, "tiny", why(found))
+    assert "1 layout looked at" in page
+    assert "Why the first" not in page
 
 
 def test_the_page_stands_alone(result: Result) -> None:

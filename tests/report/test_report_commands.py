@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
+from tilemesh.cli.report_run import expected_memory
 from tilemesh.cli.train_run import write_environment, write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
@@ -26,7 +28,7 @@ from tilemesh.kernels.matmul.search import Tried
 from tilemesh.kernels.matmul.tune import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
-from tilemesh.report import run, serve
+from tilemesh.report import memory_part, run, serve
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MakeRun = Callable[..., Path]
@@ -66,6 +68,29 @@ def test_wrong_use_is_one_line(
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: MakeRun) -> None:
+    """On a GPU without what is reserved; gradients not there yet at the fullest moment are off the sum, never on it."""
+    folder = make_run()
+    summary = json.loads((folder / "summary.json").read_text()) | {
+        "device": device, "peak_memory_bytes": [900] * 4, "memory_baseline_bytes": [0] * 4,
+        "memory_bytes": {"weights": [200] * 4, "gradients": [100] * 4, "other": [600] * 4},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    memory = {"weights_bytes": 200, "gradients_bytes": 100, "activations_bytes": 700, "reserved_bytes": 50,
+              "later_bytes": 100, "total_bytes": 950, "usable_bytes": 5000}  # fmt: skip
+    (folder / "predicted.json").write_text(json.dumps({"step_time_s": 1.0, "memory": memory}))
+    found = run.read(folder)
+    expected = expected_memory(found)
+    assert ("reserved" in expected) is (device == "cpu")
+    whole = 900 if device == "cuda" else 950
+    for held in ({"weights": 200.0, "gradients": 100.0, "other": 600.0}, {}):
+        joined = memory_part.joined(expected, held, "bf16")
+        assert sum(joined.values()) == whole
+        assert joined["gradients"] == (100 if held else 0)
+    assert "later" not in str(memory_part.memory(found, expected))
 
 
 def test_a_page_that_cannot_be_written_is_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def _table(found: Graded) -> Table:
         note = one.note if one.measured is None else verdict
         table.add_row(
             one.name, _value(one, one.predicted), _value(one, one.measured), _value(one, one.limit), error,
-            f"{one.bound:.0%}" if one.bound else "exact", note,
+            "-" if one.bound is None else f"{one.bound:.0%}" if one.bound else "exact", note,
         )  # fmt: skip
     return table
 

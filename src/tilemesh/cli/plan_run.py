@@ -84,15 +84,14 @@ def run(asked: Asked) -> None:
         arithmetic = [parameter_section(model), states_section(model, best.precision)]
         _print_sections(console, [*arithmetic, zero_section(model, best.precision, best.dp), *plan_sections(result)])
     console.print("Why the first" if len(result.predictions) > 1 else "Why")
-    for line in (*why(result), *filter(None, [_sentence(runner_up(result))])):
-        if result.cluster.device.kind == "cpu":  # a rank of a CPU is some of its cores
-            line = line.replace("GPU", "rank").replace(f"one {result.cluster.device.name}", "one rank")
+    reasons = _reasons(result)
+    for line in reasons:
         console.print(textwrap.fill(line, console.width, initial_indent="  - ", subsequent_indent="    "))
     if asked.save is not None:
         _save(result, asked.save)
         console.print(f"plan: {asked.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
     if asked.html is not None:
-        write(render(result, asked.model, [*why(result), *filter(None, [_sentence(runner_up(result))])]), asked.html)
+        write(render(result, asked.model, reasons), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
         _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
@@ -271,6 +270,18 @@ def _print_sections(console: Console, sections: Iterable[Section]) -> None:
         if section.note:
             console.print(f"  {section.note}")
     console.print()
+
+
+def _reasons(result: Result) -> list[str]:
+    """Why the first, and what the second loses."""
+    lines = [*why(result), *filter(None, [_sentence(runner_up(result))])]
+    if result.cluster.device.kind != "cpu":
+        return lines
+    # A rank of a CPU is some of its cores.
+    words = ("GPU", "rank"), *((f"{one} {result.cluster.device.name}", f"{one} rank") for one in ("one", "One"))
+    for old, new in words:
+        lines = [line.replace(old, new) for line in lines]
+    return lines
 
 
 def _sentence(text: str) -> str:

@@ -79,7 +79,10 @@ def beside(found: Run) -> Beside:
 
 
 def expected_memory(found: Run) -> dict[str, float]:
-    """Bytes a rank by kind as the planner counts them: what it said before the run, else from the configuration."""
+    """Bytes a rank by kind as the planner counts them: what it said before the run, else from the configuration.
+
+    Of a GPU what torch allocates, as a run measures it, without what the context and the libraries reserve.
+    """
     told: Mapping[str, object] = section(found.predicted, "memory")
     if not told:
         try:
@@ -93,4 +96,5 @@ def expected_memory(found: Run) -> dict[str, float]:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
             return {}
     kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
-    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in ("total", "usable")}
+    unseen = ("total", "usable") if found.summary.get("device") in (None, "cpu") else ("total", "usable", "reserved")
+    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in unseen}

@@ -58,7 +58,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "exchange_share": found.times.exposed_s / found.step_time_s,
-        "memory_bytes": found.memory.total_bytes,
+        "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
     }
 

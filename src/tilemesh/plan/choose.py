@@ -27,7 +27,9 @@ DEFAULT_BATCH_TOKENS = 1_000_000
 BATCH_SLACK = 0.05
 """A batch given in tokens is a wish: the count of sequences may differ by so much to divide well."""
 
-_GROWTH = tuple(sorted({base << power for base in (1, 3) for power in range(12)}))  # nodes tried when nothing fits
+_FEW = {base << power for base in (5, 7) for power in range(4)}
+_GROWTH = tuple(sorted({base << power for base in (1, 3) for power in range(12)} | _FEW))
+"""Nodes tried when nothing fits: within a quarter of the fewest up to 64, within a half beyond."""
 
 
 class Point(NamedTuple):
@@ -174,9 +176,9 @@ def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int
     elif cluster.device.name not in DEVICES:
         would_do = "a larger machine is needed, or a smaller batch or model"
     elif enough:
-        would_do = f"{enough[0]} such GPUs would do ({short(enough[1])})"
+        would_do = f"{enough[0]} such {holder}s would do ({short(enough[1])})"
     else:
-        would_do = "no number of such GPUs that was tried would do with this batch"
+        would_do = f"no number of such {holder}s that was tried would do with this batch"
     under = f" under {pins.describe()}" if pins.describe() else ""
     return NothingFitsError(
         f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "

@@ -96,7 +96,8 @@ def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code:
         else:
             found["tp"] = {"all_reduce": m * (forward + backward + wide + head + loss)}
     if plan.pp > 1:
-        found["pp"] = {"send": m * plan.interleave * narrow // plan.tp}
+        # Each chunk's output goes on; the gradient of each chunk's input goes back, but for the model's own input.
+        found["pp"] = {"send": m * (2 * plan.interleave - 1) * narrow // plan.tp}
     if plan.dp > 1:
         weight, gradient, _ = STATE_BYTES[plan.precision]
         parameters = stage_parameters(shard_parameters(model, plan.tp), layers, True, last)

@@ -69,6 +69,11 @@ class Memory:
             - self.later_bytes
         )
 
+    def seen_bytes(self, kind: str) -> int:
+        """What a run can measure of it: on a GPU what torch allocates, which the context and the libraries are not; on
+        a CPU all that the process grows by."""
+        return self.total_bytes - (self.reserved_bytes if kind == "gpu" else 0)
+
     @property
     def dominant(self) -> str:
         """The name of the largest term, without its unit."""

@@ -6,6 +6,7 @@ ranks add up, microbatches fill the batch); whether it fits in memory is the sea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -19,7 +20,8 @@ from tilemesh.plan.shards import why_not
 from tilemesh.plan.step import Estimator
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Sequences in one pass: beyond these a pass gains nothing that more microbatches would not."""
+"""Sequences in one pass, up to each of these what divides the batch: 7 are one pass of 7, not seven of one. Beyond the
+last a pass gains nothing that more microbatches would not."""
 INTERLEAVES = (2, 3, 4, 5, 6, 8)
 TP_NODES = 2
 """Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
@@ -133,8 +135,15 @@ def _microbatches(per_replica: int, pins: Pins) -> list[int]:
             return []
         only = per_replica // pins.accumulation
         return [only] if pins.microbatch in (None, only) else []
-    wanted = [pins.microbatch] if pins.microbatch else MICROBATCHES
-    return [size for size in wanted if per_replica % size == 0]
+    if pins.microbatch:
+        return [] if per_replica % pins.microbatch else [pins.microbatch]
+    return sorted({_largest_divisor(per_replica, size) for size in MICROBATCHES})
+
+
+@functools.cache
+def _largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is not above `most`."""
+    return next(size for size in range(most, 0, -1) if n % size == 0)
 
 
 def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[Schedule, int]]:

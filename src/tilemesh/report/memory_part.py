@@ -34,7 +34,7 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
         return absent("memory", "the run has no summary with peak_memory_bytes")
     bases += [0.0] * (len(peaks) - len(bases))
     held = [_held(run, rank, peak - base) for rank, (peak, base) in enumerate(zip(peaks, bases, strict=False))]
-    guess = _joined(expected, held[0], run.plan.get("precision"))
+    guess = joined(expected, held[0], run.plan.get("precision"))
     kinds = [*KINDS] if any(held) else []
     items = [Bar("predicted", _parts(guess), format_bytes(sum(guess.values())))] if guess else []
     for rank, (peak, base, one) in enumerate(zip(peaks, bases, held, strict=False)):
@@ -64,16 +64,30 @@ def _held(run: Run, rank: int, grown: float) -> Bytes:
     return found
 
 
-def _joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> Bytes:
+def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> Bytes:
     """The prediction in the kinds that were measured; as it is where nothing was."""
+    given = dict(expected)
+    later = given.pop("later", 0.0)
     if not held:
-        return dict(expected)
+        return _less(given, later, ("gradients",))
     found: Bytes = {}
-    for kind, size in expected.items():
+    for kind, size in given.items():
         known = "activations" if kind == "working" and precision in ("bf16", "fp16") else JOINED.get(kind, kind)
         known = known if known in held else "other"  # compiled code does not tell its activations
         found[known] = found.get(known, 0.0) + size
+    # A run counts its gradients whole: those not there yet at the fullest moment are missing from the rest of it.
+    found = _less(found, later, ("other", "activations", "gradients"))
     return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def _less(sizes: Bytes, nbytes: float, kinds: Sequence[str]) -> Bytes:
+    """So many bytes taken off these kinds, the first of them first."""
+    left = dict(sizes)
+    for kind in kinds:
+        taken = min(nbytes, left.get(kind, 0.0))
+        if taken:
+            left[kind], nbytes = left[kind] - taken, nbytes - taken
+    return left
 
 
 def _parts(sizes: Mapping[str, float]) -> list[Part]:

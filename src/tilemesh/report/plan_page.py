@@ -39,7 +39,7 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
         _facts(best),
         el("h2", "The best layouts"),
         _table(result),
-        el("h2", "Why the first"),
+        el("h2", "Why the first" if len(result.predictions) > 1 else "Why"),
         el("ul", *(el("li", line) for line in why)),
         el("h2", "Memory against step time"),
         trade_off(result),
@@ -54,10 +54,11 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
 def _asked(result: Result) -> str:
     """What a step is, without which its time says nothing."""
     fixed = result.pins.describe()
+    layouts = "layout" if result.considered == 1 else "layouts"
     return (
         f"A step of {result.batch:,} sequences x {result.context:,} tokens"
         + (f", fixed: {fixed}" if fixed else "")
-        + f"; {result.considered:,} layouts looked at, {result.fitting:,} fit."
+        + f"; {result.considered:,} {layouts} looked at, {result.fitting:,} fit."
     )
 
 

@@ -217,6 +217,11 @@ def load(
             # Nobody asked for small pieces: a replica takes its rows at once. `settled` cuts this to what they are.
             made = replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch, accumulation=1))
     else:
+        if name in MODELS and name not in PRESETS:
+            raise UsageError(
+                f"training has no preset for the model '{name}', which only the planner knows: known are "
+                f"{', '.join(PRESETS)}; for another model write a TOML file with a [model] section"
+            )
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
     told = {key for key, _ in config.split_sets(sets)}
     if init is not None and not (Path(init) / "config.json").is_file():
