@@ -101,7 +101,7 @@ def _counted(replay: Callable[[Any], None], replays: list[int]) -> Callable[[Any
 
 
 def test_a_gpu_that_is_nearly_full_keeps_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "ROOM", 0.0)
+    monkeypatch.setattr(graph, "REPLAY_ROOM", 0.0)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", None)
     assert fit(made("plan.precision=bf16,train.steps=4"), run=tmp_path / "run").step == 4
 

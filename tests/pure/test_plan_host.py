@@ -53,8 +53,17 @@ def test_a_step_that_is_replayed_waits_for_no_host(precision: str, waits: bool) 
     plan = ParallelPlan(precision=precision)
     found = predict(GPT, parse_cluster("1xh200"), plan, rates=rates, code="compiled")
     assert (found.times.host_s > 0) is waits
+    assert predict(GPT, parse_cluster("1xh200"), plan, rates=rates, code="compiled", graph=False).times.host_s > 0
     if not waits:
         assert not any("host" in line for line in why(searched(SLOW, 1, "1xh200")))
+
+
+def test_a_gpu_that_is_nearly_full_replays_nothing() -> None:
+    alone = Estimator(GPT, parse_cluster("1xh200"), rates=SLOW, code="compiled")
+    sizes = [size for size in range(16, 320, 8) if alone.fits(ParallelPlan(microbatch=size, precision="bf16"))]
+    replayed = [alone.replays(ParallelPlan(microbatch=size, precision="bf16")) for size in sizes]
+    assert replayed == sorted(replayed, reverse=True)
+    assert {True, False} == set(replayed)
 
 
 def test_a_stage_launches_its_own_layers() -> None:

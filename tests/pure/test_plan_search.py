@@ -105,12 +105,20 @@ def test_a_batch_in_tokens_is_near(tokens: int, context: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 4, 8, 16, 24}), (31, {1, 31})]
+    ("batch", "sizes"), [(7, {1, 7}), (6, {1, 2, 3, 6}), (48, {1, 2, 4, 8, 16, 24, 48}), (31, {1, 31})]
 )
 def test_a_batch_that_no_power_of_two_divides_is_not_taken_one_by_one(batch: int, sizes: set[int]) -> None:
     estimator = Estimator(preset("tiny"), parse_cluster("1xh200"))
     assert {group[0].microbatch for group in candidates(estimator, batch, Pins())} == sizes
     assert search("tiny", "1xh200", batch=batch).best.plan.microbatch == max(sizes)
+
+
+def test_short_sequences_are_taken_by_more_than_32() -> None:
+    """Up to 65,536 tokens a pass; the usual lengths are not looked at any longer for it."""
+    for context, most in ((128, 512), (1024, 64), (2048, 32), (8192, 32)):
+        model = preset("tiny").replace(context=context)
+        found = candidates(Estimator(model, parse_cluster("1xh200")), 4096, Pins())
+        assert max(group[0].microbatch for group in found) == most
 
 
 def test_two_batches_are_one_too_many() -> None:

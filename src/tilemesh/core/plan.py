@@ -21,6 +21,11 @@ Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 _COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
+REPLAY_ROOM = 0.75
+"""Of a GPU's memory, what the steps of one rank may take and still become a CUDA graph (`train/graph.py`): what a graph
+holds is lost to held-out text and samples."""
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """One layout. Every rank takes `accumulation` microbatches of `microbatch` sequences in a step."""

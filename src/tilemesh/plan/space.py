@@ -21,7 +21,9 @@ from tilemesh.plan.step import Estimator
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Sequences in one pass, up to each of these what divides the batch: 7 are one pass of 7, not seven of one. Beyond the
-last a pass gains nothing that more microbatches would not."""
+last, and beyond `PASS_TOKENS`, a pass gains nothing that more microbatches would not."""
+PASS_TOKENS = 1 << 16
+"""Short sequences are taken by more than 32 up to so many tokens: twice what 32 of 1,024 are."""
 INTERLEAVES = (2, 3, 4, 5, 6, 8)
 TP_NODES = 2
 """Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
@@ -97,7 +99,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Ca
     for tp, pp, dp in meshes(estimator, pins):
         if batch % dp:
             continue
-        for microbatch in _microbatches(batch // dp, pins):
+        for microbatch in _microbatches(batch // dp, pins, estimator.context):
             accumulation = batch // dp // microbatch
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
@@ -129,7 +131,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _microbatches(per_replica: int, pins: Pins) -> list[int]:
+def _microbatches(per_replica: int, pins: Pins, context: int) -> list[int]:
     if pins.accumulation is not None:
         if per_replica % pins.accumulation:
             return []
@@ -137,7 +139,10 @@ def _microbatches(per_replica: int, pins: Pins) -> list[int]:
         return [only] if pins.microbatch in (None, only) else []
     if pins.microbatch:
         return [] if per_replica % pins.microbatch else [pins.microbatch]
-    return sorted({_largest_divisor(per_replica, size) for size in MICROBATCHES})
+    sizes = list(MICROBATCHES)
+    while 2 * sizes[-1] * context <= PASS_TOKENS:
+        sizes.append(2 * sizes[-1])
+    return sorted({_largest_divisor(per_replica, size) for size in sizes})
 
 
 @functools.cache
@@ -211,7 +216,7 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
             f"{-(-batch // dps[0]) * dps[0]}"
         )
     per_replica = batch // good[0]
-    if not any(_microbatches(batch // dp, pins) for dp in good):
+    if not any(_microbatches(batch // dp, pins, estimator.context) for dp in good):
         asked = f"accumulation {pins.accumulation}" if pins.accumulation else f"microbatch {pins.microbatch}"
         if pins.accumulation and pins.microbatch:
             asked += f" x microbatch {pins.microbatch}"

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 
 from tilemesh.core.errors import RunError
+from tilemesh.core.plan import REPLAY_ROOM
 from tilemesh.train.alone import LateStep
 
 PLAIN_STEPS = 2
 """Steps launched one kernel at a time before one is captured: the first compiles and makes the optimiser's state."""
-ROOM = 0.75
-"""Of a GPU's memory, what steps may have taken at most: what a graph holds is lost to held-out text and samples."""
 
 
 class Captured(NamedTuple):
@@ -83,4 +82,4 @@ class StepGraph:
 def has_room() -> bool:
     """Whether what steps have taken so far leaves enough of the GPU for what is not a step."""
     _, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_allocated() <= ROOM * total
+    return torch.cuda.max_memory_allocated() <= REPLAY_ROOM * total
