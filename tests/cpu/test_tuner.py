@@ -18,6 +18,8 @@ from triton.runtime.errors import OutOfResources
 
 from tilemesh.cli.bench_kernel import bench_kernel
 from tilemesh.cli.tune import tune
+from tilemesh.core import calibration
+from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels import FusedLinear, ops
@@ -29,7 +31,7 @@ from tilemesh.kernels.matmul.cache import Entry, Table
 from tilemesh.kernels.matmul.chart import draw, svg
 from tilemesh.kernels.matmul.choice import should_tune
 from tilemesh.kernels.matmul.config import Config, FitError, default, space
-from tilemesh.kernels.matmul.cost import predict_s, rates_of
+from tilemesh.kernels.matmul.cost import cost, predict_s, rates_of
 from tilemesh.kernels.matmul.launch import Operand, _typed, compile_step
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
@@ -408,3 +410,31 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
         assert found.tried <= found.grid // 4
         assert {shipped.label, "library"} < set(found.finals)
         assert "torch" not in found.finals
+
+
+def test_a_limit_says_where_it_is_from(monkeypatch):
+    calibrated = calibration.load(BENCHMARKS / "results" / "calibration-h200.json")
+    monkeypatch.setattr(calibration, "find", lambda identity: calibrated)
+    limit, why = bench._limit(PROBLEM, "NVIDIA H200")
+    assert (round(limit * 1e6, 1), why) == (22.3, "")
+    monkeypatch.setattr(calibration, "find", lambda identity: None)
+    by_datasheet, why = bench._limit(PROBLEM, "NVIDIA H200")
+    assert (by_datasheet < limit, why) == (True, "datasheet")
+    assert bench._limit(PROBLEM, "NVIDIA Unheard-of")[0] is None
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float16_row"])
+def test_the_committed_rows_lie_under_one_roof(name):
+    """The calibrated one of the machine that made them: another for some of them would be a spike in the chart."""
+    calibrated = calibration.load(BENCHMARKS / "results" / "calibration-h200.json")
+    for row in read_rows(str(BENCHMARKS / "results" / f"matmul_rows_h200_{name}.jsonl")):
+        assert row.machine == calibrated.identity
+        sides = (int(side) for side in row.case["shape"].split("x"))
+        problem = dense(*sides, dtype=row.case["dtype"], c_kind=row.case["c"], activation=row.case["activation"])
+        assert row.limit == pytest.approx(limit_s(cost(problem), Ceiling.of_calibration(calibrated, "gpu")))
+
+
+def test_the_committed_chart_is_of_the_committed_rows():
+    rows = list(read_rows(str(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl")))
+    drawn = BENCHMARKS.parent / "docs" / "kernels" / "roofline_h200_float16.svg"
+    assert svg(rows) == drawn.read_text(encoding="utf-8")

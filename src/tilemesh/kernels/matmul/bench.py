@@ -78,6 +78,8 @@ def _rows(shape: str, problem: Problem, compiled: bool, repeats: int) -> list[Ro
     missing = {} if compiled else dict.fromkeys(COMPILED, "left out: --no-compile")
     limit, why = _limit(problem, gpu.name)
     case = {"shape": shape, "dtype": problem.dtype, "c": problem.c_kind, "activation": problem.activation}
+    if limit is not None and why:
+        case["limit"] = why  # rows of two ceilings in one chart or table must be told apart
     rows = []
     for figure, timer in (("kernel", KernelTimer()), ("call", call_timer())):
         check = _check(problem, sets) if figure == "kernel" else None
@@ -156,7 +158,7 @@ def _check(problem: Problem, sets: Sequence[Inputs]) -> Check:
 
 
 def _limit(problem: Problem, gpu_name: str) -> tuple[float | None, str]:
-    """The least time this machine allows: as calibrated, else by its datasheet."""
+    """The least time this machine allows, as calibrated; else by its datasheet, with that word; else None and why."""
     found = calibration.find(this_machine().id)
     if found is not None:
         try:
@@ -166,4 +168,4 @@ def _limit(problem: Problem, gpu_name: str) -> tuple[float | None, str]:
     device = device_for(gpu_name)
     if device is None:
         return None, f"no figures for {gpu_name}: run tilemesh calibrate"
-    return limit_s(cost(problem), Ceiling.of_device(device)), ""
+    return limit_s(cost(problem), Ceiling.of_device(device)), "datasheet"
