@@ -305,6 +305,8 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
         (lambda: bench_kernel("softmax"), "unknown operator"),
         (lambda: bench_kernel(shapes="8x8"), "write MxNxK"),
         (lambda: bench_kernel(dtype="float16,int8"), "unknown dtype"),
+        (lambda: bench_kernel(repeats=0), "--repeats 0"),
+        (lambda: bench_kernel(chart="roof.gif"), "ends in .svg or .png"),
     ],
 )
 def test_commands_refuse_what_they_do_not_know(call, words):

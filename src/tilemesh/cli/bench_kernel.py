@@ -34,7 +34,7 @@ def bench_kernel(
 ) -> None:
     """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
-    from tilemesh.core.errors import unknown
+    from tilemesh.core.errors import UsageError, unknown
     from tilemesh.kernels.matmul.bench import SUITE, bench_matmul, parse_shape
     from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, DTYPE_BYTES
 
@@ -50,7 +50,13 @@ def bench_kernel(
             raise unknown(kind, given, known)
     for shape in wanted:
         parse_shape(shape)
-    if tried is not None:  # a mistyped name is told before minutes of measuring
+    if repeats < 1:
+        raise UsageError(f"--repeats {repeats}: expected at least 1")
+    if chart is not None:  # what cannot be written or read is told before minutes of measuring
+        from tilemesh.kernels.matmul.chart import check_path
+
+        check_path(chart)
+    if tried is not None:
         from tilemesh.cli.bench_page import read_trials
 
         read_trials(tried)

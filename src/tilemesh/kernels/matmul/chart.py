@@ -25,11 +25,19 @@ WIDTH, HEIGHT = 920, 560
 LEFT, RIGHT, TOP, BOTTOM = 80, 24, 48, 64
 
 
-def draw(rows: Sequence[Row], path: str) -> None:
-    """Write the roofline of the kernel-time rows to an .svg or a .png file."""
+def check_path(path: str) -> None:
+    """Refuse what `draw` could not write, so that a caller can ask before minutes of measuring."""
     target = Path(path)
     if target.suffix not in (".svg", ".png"):
         raise UsageError(f"chart '{path}': expected a file that ends in .svg or .png")
+    if target.suffix == ".png":
+        _converter(target, target)
+
+
+def draw(rows: Sequence[Row], path: str) -> None:
+    """Write the roofline of the kernel-time rows to an .svg or a .png file."""
+    check_path(path)
+    target = Path(path)
     picture = svg(rows)
     if target.suffix == ".svg":
         target.parent.mkdir(parents=True, exist_ok=True)
