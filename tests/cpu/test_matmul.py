@@ -206,6 +206,7 @@ a44, h44 = torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float16)
         (lambda: fused(a44, a44, implementation="tma"), "needs CUDA tensors"),
         (lambda: fused(a44, a44, implementation="pointer", config=Config("tma")), "give one of the two"),
         (lambda: fused(h44, h44, implementation="interpret", config=Config("tma", 256, 256, 64)), "registers"),
+        (lambda: fused(a44, a44, config=Config("torch", padded=True)), "padded needs kind library"),
         (lambda: fused(a44, a44, out=torch.ones(4, 5)), r"out is \(4, 5\)"),
         (lambda: fused(a44, a44, out=h44.clone()), "out is"),
         (lambda: fused(a44, a44, out=torch.ones(1, 4).expand(4, 4)), "expanded"),

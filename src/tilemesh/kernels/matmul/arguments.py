@@ -145,6 +145,8 @@ def apart(given: Tensor, out: Tensor) -> Tensor:
     """An input that shares memory with `out` is copied first: some kernels write D before all of it is read."""
     ahead = out.data_ptr() - given.data_ptr()
     lower = given if ahead > 0 else out
+    if lower.is_contiguous() and abs(ahead) >= lower.nbytes:  # the usual case, in half the time
+        return given
     reach = 1
     for size, stride in zip(lower.shape, lower.stride(), strict=True):
         reach += (size - 1) * stride

@@ -80,6 +80,8 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     """A runner for this configuration. Compiles what is not compiled yet; one that cannot run raises here."""
     if device.type != "cuda" and not interpret and config.kind != "torch":
         raise UsageError(f"implementation '{config.kind}' needs CUDA tensors, got {device}: use 'auto' or 'interpret'")
+    if config.kind == "torch":
+        check(config, problem)
     if problem.m == 0 or problem.n == 0:
         return _nothing
     if config.kind == "torch" or (problem.k == 0 and config.kind != "pointer"):
