@@ -34,9 +34,11 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
 from tilemesh.train import bench_rank, checkpoint, optimizer, sampling
+from tilemesh.train.alone import AHEAD, Pace
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
+from tilemesh.train.graph import reason_of
 from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
@@ -342,6 +344,11 @@ class TestAlone:
         assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
         assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
 
+    @pytest.mark.parametrize("sets", ["optimizer.lr=0.0123", "optimizer.name=sgd,optimizer.lr=0.123"])
+    def test_a_rate_has_the_same_bits_in_a_captured_step(self, text: str, sets: str) -> None:
+        """That one reads it out of a float32."""
+        assert self.steps(text, True, sets, replayed=True) == self.steps(text, True, sets)
+
     @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.name=sgd", "model.dropout=0.2"])
     def test_what_a_captured_step_reads_is_written_before_each(self, text: str, sets: str) -> None:
         """Batch, rate and seed: left as they were at first, any of them would change what comes out."""
@@ -352,6 +359,31 @@ class TestAlone:
     def test_a_graph_that_cannot_be_is_refused(self, text: str) -> None:
         with pytest.raises(UsageError, match=r"train.graph=true is for one GPU alone"):
             self.steps(text, True, "train.graph=true")
+
+    def test_the_host_is_a_few_steps_ahead_and_no_more(self) -> None:
+        class Step:
+            done = False
+
+            def synchronize(self) -> None:
+                self.done = True
+
+        pace, steps = Pace(), [Step() for _ in range(3 * AHEAD)]
+        for number, step in enumerate(steps, 1):
+            pace(step)
+            assert [one.done for one in steps] == [at < number - AHEAD for at in range(len(steps))]
+
+    def test_a_capture_that_failed_gives_the_reason_and_not_what_followed(self) -> None:
+        def ends() -> None:
+            try:
+                raise RuntimeError("a copy to the host was waited for\nand more")
+            except RuntimeError:
+                raise RuntimeError("a previous error invalidated the capture")  # noqa: B904
+
+        with pytest.raises(RuntimeError) as found:
+            ends()
+        assert reason_of(found.value) == "a copy to the host was waited for"
+        assert reason_of(RuntimeError("out of memory")) == "out of memory"
+        assert reason_of(RuntimeError()) == "RuntimeError"
 
     def test_a_bad_loss_is_in_what_is_read_later(self, text: str) -> None:
         values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")

@@ -79,6 +79,10 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("train.recompute_every=-2", "expected sqrt or 0"),
         ("optimizer.name=adam", "did you mean 'adamw'"),
         ("optimizer.clip=nan", "expected 0 or more"),
+        ("train.graph=true", "train.graph=true is for one GPU alone"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,plan.precision=fp16", "any precision but fp16"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,optimizer.fused=false", "a fused optimiser"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,train.device=cpu", "for one GPU alone"),
     ],
 )
 def test_what_cannot_be_is_refused(sets: str, words: str) -> None:

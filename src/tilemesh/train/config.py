@@ -37,6 +37,12 @@ class DataConfig:
     """Which files of a folder of text: a name pattern such as *.py."""
 
 
+NO_GRAPH = (
+    "train.graph=true is for one GPU alone, with a fused optimiser and any precision but fp16: set train.graph=false, "
+    "or leave it out"
+)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """How weights move. The rate warms up in a line, then follows half a cosine down to `lr_end`."""
@@ -74,7 +80,8 @@ class LoopConfig:
     compile: bool = False
     """Through torch.compile."""
     graph: bool | None = None
-    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done."""
+    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
+    leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
     """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
     kernel of ours) and under torch.compile (which fuses torch's own)."""
@@ -315,6 +322,10 @@ def _check(made: TrainConfig) -> None:
         )
     if made.plan.pp > 1:
         raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
+    if loop.graph and (
+        made.plan.world > 1 or made.plan.precision == "fp16" or made.optimizer.fused is False or loop.device == "cpu"
+    ):
+        raise UsageError(NO_GRAPH)
     if made.plan.recompute == "selective":
         raise UsageError(
             "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"

@@ -7,6 +7,7 @@ from, loop, write a sample, say what it came to. The run's folder says what to d
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -123,6 +124,9 @@ def train_here(
 
     status.at("step 0: reading the data")
     device = choose_device(config, comm)
+    if device.type == "cuda":  # what an earlier run in this process left behind is not this one's
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
     check_tokens(corpus, config.model.vocabulary)
