@@ -259,6 +259,18 @@ class TestFiles:
         longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
+    @pytest.mark.parametrize(
+        ("asked", "words"),
+        [
+            ({"prompt": ""}, "an empty prompt"),
+            ({"tokens": -1}, "-1 tokens were asked for: expected 0 or more"),
+            ({"temperature": -0.5}, "temperature is -0.5: expected 0 or more"),
+        ],
+    )
+    def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            sampling.generate(whole, **{"prompt": "def ", **asked})
+
     def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
         shutil.copytree(whole, tmp_path / "run")
         config = tmp_path / "run" / "config.toml"

@@ -53,6 +53,8 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
     assert made.batch == 12
     with pytest.raises(UsageError, match="give one of them"):
         load(plan=tmp_path / "plan.toml", mesh="dp=2")
+    over = load(plan=tmp_path / "plan.toml", sets=["plan.precision=bf16,plan.microbatch=2", "train.batch=8"])
+    assert (over.plan.precision, over.plan.dp, over.plan.microbatch, over.batch) == ("bf16", 2, 2, 8)
 
 
 def test_a_file_and_settings(tmp_path: Path) -> None:

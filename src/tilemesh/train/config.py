@@ -212,8 +212,9 @@ def load(
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
-    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch. `ranks`: how many there are,
-    where neither says so. `gpus`: how many this machine has; without a word on the mesh there is one rank a GPU.
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
+    `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
+    there is one rank a GPU.
     `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     """
     is_default = name is None
@@ -225,7 +226,8 @@ def load(
             made = replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch, accumulation=1))
     else:
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
-    told = {key for key, _ in config.split_sets(sets)}
+    pairs = config.split_sets(sets)
+    told = {key for key, _ in pairs}
     if init is not None and not (Path(init) / "config.json").is_file():
         raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
     if init is not None and is_default and not any(key.startswith("model.") for key in told):
@@ -233,8 +235,10 @@ def load(
     if plan is not None:
         if mesh is not None:
             raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
-        laid = config.load(ParallelPlan, file=plan)
-        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=laid.batch))
+        over = [f"{key.removeprefix('plan.')}={text}" for key, text in pairs if key.startswith("plan.")]
+        laid = config.load(ParallelPlan, file=plan, sets=over)
+        batch = made.train.batch if "train.batch" in told else laid.batch
+        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=batch))
     elif mesh is not None:
         made = replace(made, plan=_meshed(made.plan, mesh))
     elif ranks is not None or (gpus and not any(key.startswith("plan.") for key in told)):
