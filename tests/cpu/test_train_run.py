@@ -101,6 +101,15 @@ def whole(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestResume:
+    def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
+        shutil.copytree(whole, tmp_path / "run")
+        again, said = trained(made(text), tmp_path / "run", resume=True)
+        told = read_json(whole / "summary.json")
+        assert read_json(tmp_path / "run" / "summary.json") == told
+        assert told["step_time_s"] is not None
+        assert (again.step, again.held_out) == (10, told["held_out"])
+        assert "nothing left to do: all 10 steps are done; for more, set train.steps" in said
+
     def test_stopped_and_resumed_is_never_stopped_bit_for_bit(self, text: str, whole: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         first, _ = trained(made(text), folder, stop_after=4)

@@ -278,6 +278,13 @@ def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
 
 def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
+    told = {} if loop.steps_done else read_json(loop.folder / SUMMARY)
+    # Where nothing was left to do, what the steps came to when they were done stays as it was told then.
+    stays = (told.get("step"), told.get("interrupted")) == (progress.step, loop.interrupted)
+    if stays:
+        progress.held_out = told.get("held_out")
+        if comm.rank == 0:
+            loop.writer.say(f"nothing left to do: all {progress.step} steps are done; for more, set train.steps")
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
@@ -287,8 +294,9 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
-        journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
-        loop.write_choices()
+        if not stays:
+            journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
+            loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
