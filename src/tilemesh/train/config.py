@@ -271,6 +271,26 @@ def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
     return dataclasses.replace(made, **sections)
 
 
+def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    ours = config.to_dict(here)
+    return [
+        f"{name} is {value} there and {ours[name]} here"
+        for name, value in config.to_dict(there).items()
+        if value != ours[name] and name not in ("dropout", "context")
+    ]
+
+
+def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
+    """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
+    different = [f"model.{words}" for words in unlike(before.model, made.model)]
+    if before.optimizer.name != made.optimizer.name:
+        different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    if different:
+        told = "; ".join(different)
+        raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+
+
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 

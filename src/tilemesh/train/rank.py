@@ -39,7 +39,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
 from tilemesh.train import checkpoint, summary
-from tilemesh.train.config import TrainConfig
+from tilemesh.train.config import TrainConfig, unlike
 from tilemesh.train.data import Corpus, check_tokens, open_corpus
 from tilemesh.train.folder import (
     CHECKPOINTS,
@@ -215,6 +215,10 @@ def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: C
 def restore(loop: Loop, reader: checkpoint.Reader) -> None:
     """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
     values, step = reader.manifest.values, reader.manifest.step
+    more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
+    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    if more:
+        raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
     tensors = {
         (kind, name): reader.local(f"{kind}:{name}", loop.laid.shards[name])
@@ -261,12 +265,7 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
-    theirs, ours = huggingface.read_config(folder), loop.config.model
-    different = [
-        f"{name} is {value} there and {to_dict(ours)[name]} here"
-        for name, value in to_dict(theirs).items()
-        if value != to_dict(ours)[name] and name not in ("dropout", "context")
-    ]
+    different = unlike(huggingface.read_config(folder), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
