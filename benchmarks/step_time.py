@@ -117,7 +117,8 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     except UsageError as error:
         raise SystemExit(f"{error}; where it is committed: python benchmarks/known_calibration.py") from None
     alone = Cluster((replace(here.cluster.node, count=1),))
-    predicted = predict(model_config, alone, plan, context=context, rates=here.rates, code=code)
+    graph = not given.no_graph
+    predicted = predict(model_config, alone, plan, context=context, rates=here.rates, code=code, graph=graph)
     print(
         f"predicted {given.model} batch {batch}: {predicted.step_time_s * 1e3:.2f} ms, "
         f"{predicted.memory.total_bytes / 2**20:.0f} MiB less {predicted.memory.reserved_bytes / 2**20:.0f} reserved",

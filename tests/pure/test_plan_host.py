@@ -53,6 +53,8 @@ def test_a_step_that_is_replayed_waits_for_no_host(precision: str, waits: bool) 
     plan = ParallelPlan(precision=precision)
     found = predict(GPT, parse_cluster("1xh200"), plan, rates=rates, code="compiled")
     assert (found.times.host_s > 0) is waits
+    launched = predict(GPT, parse_cluster("1xh200"), plan, rates=rates, code="compiled", graph=False)
+    assert launched.times.host_s > 0
     if not waits:
         assert not any("host" in line for line in why(searched(SLOW, 1, "1xh200")))
 

@@ -48,7 +48,8 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
                 raise
             cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
         code: Code = "compiled" if config.train.compile else "eager"
-        found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code)
+        graph = config.train.graph is not False and config.optimizer.fused is not False
+        found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code, graph=graph)
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
     return {

@@ -130,13 +130,15 @@ def predict(
     *,
     rates: Rates | None = None,
     code: Code | None = None,
+    graph: bool = True,
 ) -> Prediction:
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
-    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`plan/passes.py`).
+    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`plan/passes.py`); `graph`
+    whether a step on one GPU alone may be a CUDA graph.
     """
-    return Estimator(model, cluster, context, rates, code).predict(plan)
+    return Estimator(model, cluster, context, rates, code, graph).predict(plan)
 
 
 class Estimator:
@@ -149,11 +151,13 @@ class Estimator:
         context: int | None = None,
         rates: Rates | None = None,
         code: Code | None = None,
+        graph: bool = True,
     ) -> None:
         self.model = model
         self.cluster = cluster
         self.rates = rates
         self.code = code
+        self.graph = graph
         self.context = model.context if context is None else context
         if self.context < 1:
             raise UsageError(f"context is {self.context}: expected at least 1 token")
@@ -309,7 +313,8 @@ class Estimator:
 
     def replays(self, plan: Layout) -> bool:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
-        return plan.dp * plan.tp * plan.pp == 1 and plan.precision != "fp16" and self._is_ours_on_a_gpu(plan)
+        alone = plan.dp * plan.tp * plan.pp == 1
+        return self.graph and alone and plan.precision != "fp16" and self._is_ours_on_a_gpu(plan)
 
     def host_s(self, plan: Layout) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
