@@ -21,6 +21,7 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     # On a CPU the process also grows by what torch loads with its first step.
     said_bytes = predicted.memory.seen_bytes("gpu" if given.device == "cuda" else "cpu")
     base = peak_bytes(given.device) if given.device == "cpu" else 0
-    step, model = make_step(given, model_config, batch, context)
+    step, model, is_replayed = make_step(given, model_config, batch, context)
     for _ in range(5):
         step()
     times = [block(step, given.device) for _ in range(given.blocks)]
@@ -138,7 +139,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": given.model, "set": given.set, "batch": batch, "context": context, "precision": given.precision,
         "device": given.device, "threads": torch.get_num_threads(), "code": code,
-        "graph": given.device == "cuda" and given.precision != "fp16" and not given.no_graph,
+        "graph": is_replayed(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameters_predicted": count_parameters(model_config).total,
         "step_time_s": measured, "tokens_per_s": batch * context / measured["median"],
@@ -166,8 +167,10 @@ def block(step: Any, device: str) -> float:
     return (time.perf_counter() - began) / STEPS
 
 
-def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, context: int) -> tuple[Any, Transformer]:
-    """A step to call again and again, and the model."""
+def make_step(
+    given: argparse.Namespace, config: ModelConfig, batch: int, context: int
+) -> tuple[Any, Transformer, Callable[[], bool]]:
+    """A step to call again and again, the model, and whether steps have become a CUDA graph."""
     device = torch.device(given.device)
     torch.manual_seed(0)
     model = Transformer(config, device=device, dtype=stored_dtype(given.precision))
@@ -210,7 +213,7 @@ def make_step(given: argparse.Namespace, config: ModelConfig, batch: int, contex
         launch()
         count += 1
 
-    return step, model
+    return step, model, lambda: isinstance(launch, StepGraph) and launch.captured is not None
 
 
 def peak_bytes(device: str) -> int:

@@ -80,6 +80,23 @@ def test_wrong_use_is_one_line(words: list[str], error: str, capsys: pytest.Capt
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ("model.layers=2", "model.layers is 1 there and 2 here"),
+        ("optimizer.name=sgd", "optimizer.name is adamw there and sgd here"),
+    ],
+)
+def test_a_run_goes_on_as_what_it_is(run: Path, sets: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And its folder still says what it was: the line that resumes it works."""
+    before = (run / "config.toml").read_text()
+    assert main(["train", "--resume", str(run), "--set", sets]) == 2
+    assert words in capsys.readouterr().err
+    assert (run / "config.toml").read_text() == before
+    with pytest.raises(ValueError, match=words):
+        tm.train.fit(tm.train.load_config(sets=[SMALL, sets]), resume=run)
+
+
 def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     found = read_json(run / "summary.json")
     made = rows(found, {"missing": "nobody asked"})

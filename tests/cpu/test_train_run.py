@@ -34,9 +34,11 @@ from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
 from tilemesh.train import bench_rank, checkpoint, optimizer, sampling
+from tilemesh.train.alone import AHEAD, Pace
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
+from tilemesh.train.graph import reason_of
 from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
@@ -99,6 +101,20 @@ def whole(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestResume:
+    def test_a_checkpoint_of_more_layers_is_another_models(self, text: str, whole: Path, tmp_path: Path) -> None:
+        """One of fewer layers lacks weights; of more, a part would load."""
+        shutil.copytree(whole, tmp_path / "run")
+        with pytest.raises(RunError, match=r"has weight:layers.1.*another model's checkpoint"):
+            trained(made(text, "dp=1,tp=1", "model.layers=1,train.steps=12"), tmp_path / "run", resume=True)
+
+    def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
+        shutil.copytree(whole, tmp_path / "run")
+        again, said = trained(made(text), tmp_path / "run", resume=True)
+        told = read_json(whole / "summary.json")
+        assert read_json(tmp_path / "run" / "summary.json") == told
+        assert (again.step, again.held_out) == (10, told["held_out"])
+        assert "nothing left to do: all 10 steps are done; for more, set train.steps" in said
+
     def test_stopped_and_resumed_is_never_stopped_bit_for_bit(self, text: str, whole: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         first, _ = trained(made(text), folder, stop_after=4)
@@ -257,6 +273,18 @@ class TestFiles:
         longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
+    @pytest.mark.parametrize(
+        ("asked", "words"),
+        [
+            ({"prompt": ""}, "an empty prompt"),
+            ({"tokens": -1}, "-1 tokens were asked for: expected 0 or more"),
+            ({"temperature": -0.5}, "temperature is -0.5: expected 0 or more"),
+        ],
+    )
+    def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            sampling.generate(whole, **{"prompt": "def ", **asked})
+
     def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
         shutil.copytree(whole, tmp_path / "run")
         config = tmp_path / "run" / "config.toml"
@@ -342,6 +370,11 @@ class TestAlone:
         assert [loss for _, loss, _ in late] == pytest.approx([loss for _, loss, _ in waited], rel=1e-5)
         assert [norm for _, _, norm in late] == pytest.approx([norm for _, _, norm in waited], rel=1e-4)
 
+    @pytest.mark.parametrize("sets", ["optimizer.lr=0.0123", "optimizer.name=sgd,optimizer.lr=0.123"])
+    def test_a_rate_has_the_same_bits_in_a_captured_step(self, text: str, sets: str) -> None:
+        """That one reads it out of a float32."""
+        assert self.steps(text, True, sets, replayed=True) == self.steps(text, True, sets)
+
     @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.name=sgd", "model.dropout=0.2"])
     def test_what_a_captured_step_reads_is_written_before_each(self, text: str, sets: str) -> None:
         """Batch, rate and seed: left as they were at first, any of them would change what comes out."""
@@ -352,6 +385,31 @@ class TestAlone:
     def test_a_graph_that_cannot_be_is_refused(self, text: str) -> None:
         with pytest.raises(UsageError, match=r"train.graph=true is for one GPU alone"):
             self.steps(text, True, "train.graph=true")
+
+    def test_the_host_is_a_few_steps_ahead_and_no_more(self) -> None:
+        class Step:
+            done = False
+
+            def synchronize(self) -> None:
+                self.done = True
+
+        pace, steps = Pace(), [Step() for _ in range(3 * AHEAD)]
+        for number, step in enumerate(steps, 1):
+            pace(step)
+            assert [one.done for one in steps] == [at < number - AHEAD for at in range(len(steps))]
+
+    def test_a_capture_that_failed_gives_the_reason_and_not_what_followed(self) -> None:
+        def ends() -> None:
+            try:
+                raise RuntimeError("a copy to the host was waited for\nand more")
+            except RuntimeError:
+                raise RuntimeError("a previous error invalidated the capture")  # noqa: B904
+
+        with pytest.raises(RuntimeError) as found:
+            ends()
+        assert reason_of(found.value) == "a copy to the host was waited for"
+        assert reason_of(RuntimeError("out of memory")) == "out of memory"
+        assert reason_of(RuntimeError()) == "RuntimeError"
 
     def test_a_bad_loss_is_in_what_is_read_later(self, text: str) -> None:
         values = self.steps(text, True, "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")

@@ -14,7 +14,7 @@ import torch
 from tilemesh.core.errors import RunError
 from tilemesh.train import graph
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.folder import CHECKPOINTS, CHOICES, metrics, read_json
+from tilemesh.train.folder import CHECKPOINTS, CHOICES, SUMMARY, metrics, read_json
 from tilemesh.train.job import fit
 from tilemesh.train.manifest import Manifest, folder_name
 
@@ -90,6 +90,10 @@ def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypa
         for name in ("replayed", "launched")
     )
     assert ours == theirs
+    torch.compiler.reset()
+    fit(made(sets, "train.steps=8,checkpoint.keep=1,train.graph=false"), run=tmp_path / "plain")
+    assert len(replays) == 8 - 2
+    assert digests(tmp_path / "replayed", 8) == digests(tmp_path / "plain", 8)
 
 
 def _counted(replay: Callable[[Any], None], replays: list[int]) -> Callable[[Any], None]:
@@ -104,6 +108,22 @@ def test_a_gpu_that_is_nearly_full_keeps_no_graph(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(graph, "REPLAY_ROOM", 0.0)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", None)
     assert fit(made("plan.precision=bf16,train.steps=4"), run=tmp_path / "run").step == 4
+
+
+def test_a_gpu_that_is_nearly_full_keeps_the_graph_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "REPLAY_ROOM", 0.0)
+    fit(made("plan.precision=bf16,train.steps=4,train.graph=true"), run=tmp_path / "run")
+    assert read_json(tmp_path / "run" / CHOICES)["graph"] is True
+
+
+def test_a_second_run_in_a_process_counts_its_own_memory(tmp_path: Path) -> None:
+    peaks = []
+    for name, width in (("large", 1024), ("small", 256)):
+        fit(made(f"plan.precision=bf16,train.steps=4,model.width={width}"), run=tmp_path / name)
+        peaks += read_json(tmp_path / name / SUMMARY)["peak_memory_bytes"]
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_a_bad_loss_is_found_and_its_step_named_though_steps_are_not_waited_for(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
     assert made.batch == 12
     with pytest.raises(UsageError, match="give one of them"):
         load(plan=tmp_path / "plan.toml", mesh="dp=2")
+    over = load(plan=tmp_path / "plan.toml", sets=["plan.precision=bf16,plan.microbatch=2", "train.batch=8"])
+    assert (over.plan.precision, over.plan.dp, over.plan.microbatch, over.batch) == ("bf16", 2, 2, 8)
 
 
 def test_a_file_and_settings(tmp_path: Path) -> None:
@@ -79,6 +81,10 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("train.recompute_every=-2", "expected sqrt or 0"),
         ("optimizer.name=adam", "did you mean 'adamw'"),
         ("optimizer.clip=nan", "expected 0 or more"),
+        ("train.graph=true", "train.graph=true is for one GPU alone"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,plan.precision=fp16", "any precision but fp16"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,optimizer.fused=false", "a fused optimiser"),
+        ("train.graph=true,plan.dp=1,plan.tp=1,train.device=cpu", "for one GPU alone"),
     ],
 )
 def test_what_cannot_be_is_refused(sets: str, words: str) -> None:

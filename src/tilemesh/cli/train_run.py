@@ -109,6 +109,7 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
     if asked.sets:
         # The run's own values as a preset: settings over them are checked and converted as anywhere.
         made = reading.load(TrainConfig, preset="run", presets={"run": before}, sets=asked.sets)
+        configs.check_resumed(before, made)
     if asked.mesh is not None or asked.plan is not None:
         axes = configs.load(mesh=asked.mesh, plan=asked.plan).plan
         plan = dataclasses.replace(

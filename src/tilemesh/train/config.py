@@ -37,6 +37,12 @@ class DataConfig:
     """Which files of a folder of text: a name pattern such as *.py."""
 
 
+NO_GRAPH = (
+    "train.graph=true is for one GPU alone, with a fused optimiser and any precision but fp16: set train.graph=false, "
+    "or leave it out"
+)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """How weights move. The rate warms up in a line, then follows half a cosine down to `lr_end`."""
@@ -74,7 +80,8 @@ class LoopConfig:
     compile: bool = False
     """Through torch.compile."""
     graph: bool | None = None
-    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done."""
+    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
+    leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
     """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
     kernel of ours) and under torch.compile (which fuses torch's own)."""
@@ -205,8 +212,9 @@ def load(
 ) -> TrainConfig:
     """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
 
-    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch. `ranks`: how many there are,
-    where neither says so. `gpus`: how many this machine has; without a word on the mesh there is one rank a GPU.
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
+    `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
+    there is one rank a GPU.
     `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
     """
     is_default = name is None
@@ -223,7 +231,8 @@ def load(
                 f"{', '.join(PRESETS)}; for another model write a TOML file with a [model] section"
             )
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
-    told = {key for key, _ in config.split_sets(sets)}
+    pairs = config.split_sets(sets)
+    told = {key for key, _ in pairs}
     if init is not None and not (Path(init) / "config.json").is_file():
         raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
     if init is not None and is_default and not any(key.startswith("model.") for key in told):
@@ -231,8 +240,10 @@ def load(
     if plan is not None:
         if mesh is not None:
             raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
-        laid = config.load(ParallelPlan, file=plan)
-        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=laid.batch))
+        over = [f"{key.removeprefix('plan.')}={text}" for key, text in pairs if key.startswith("plan.")]
+        laid = config.load(ParallelPlan, file=plan, sets=over)
+        batch = made.train.batch if "train.batch" in told else laid.batch
+        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=batch))
     elif mesh is not None:
         made = replace(made, plan=_meshed(made.plan, mesh))
     elif ranks is not None or (gpus and not any(key.startswith("plan.") for key in told)):
@@ -263,6 +274,26 @@ def settled(made: TrainConfig) -> TrainConfig:
 def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
     """A copy with some sections changed."""
     return dataclasses.replace(made, **sections)
+
+
+def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    ours = config.to_dict(here)
+    return [
+        f"{name} is {value} there and {ours[name]} here"
+        for name, value in config.to_dict(there).items()
+        if value != ours[name] and name not in ("dropout", "context")
+    ]
+
+
+def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
+    """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
+    different = [f"model.{words}" for words in unlike(before.model, made.model)]
+    if before.optimizer.name != made.optimizer.name:
+        different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    if different:
+        told = "; ".join(different)
+        raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
 
 
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
@@ -320,6 +351,10 @@ def _check(made: TrainConfig) -> None:
         )
     if made.plan.pp > 1:
         raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
+    if loop.graph and (
+        made.plan.world > 1 or made.plan.precision == "fp16" or made.optimizer.fused is False or loop.device == "cpu"
+    ):
+        raise UsageError(NO_GRAPH)
     if made.plan.recompute == "selective":
         raise UsageError(
             "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"

@@ -31,11 +31,13 @@ class StepGraph:
     """Calls `body`, a whole step, again and again: as it is at first, then out of a graph.
 
     `body` reads all that differs from step to step out of tensors that stay, and never waits for the device.
-    `capturing` is told when a capture begins and ends.
+    `capturing` is told when a capture begins and ends. `always`: also where little memory is left.
     """
 
-    def __init__(self, body: Callable[[], LateStep], capturing: Callable[[bool], None] = lambda now: None) -> None:
-        self.body, self.capturing = body, capturing
+    def __init__(
+        self, body: Callable[[], LateStep], capturing: Callable[[bool], None] = lambda now: None, always: bool = False
+    ) -> None:
+        self.body, self.capturing, self.always = body, capturing, always
         self.captured: Captured | None = None
         self._calls = 0
         # The plain steps run where the capture will: autograd and cuBLAS remember the stream they were first used on.
@@ -43,7 +45,7 @@ class StepGraph:
 
     def __call__(self) -> LateStep:
         self._calls += 1
-        if self._calls == PLAIN_STEPS + 1 and has_room():
+        if self._calls == PLAIN_STEPS + 1 and (self.always or has_room()):
             self.captured = self._capture()
         if self.captured is None:
             return self._plain()
@@ -69,10 +71,9 @@ class StepGraph:
                 result = self.body()
         except RuntimeError as error:
             torch.cuda.set_stream(caller)
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise RunError(
-                f"the step cannot be captured as a CUDA graph ({reason}): set train.graph=false to launch it kernel by "
-                "kernel"
+                f"the step cannot be captured as a CUDA graph ({reason_of(error)}): set train.graph=false to launch it "
+                "kernel by kernel"
             ) from error
         finally:
             self.capturing(False)
@@ -81,5 +82,11 @@ class StepGraph:
 
 def has_room() -> bool:
     """Whether what steps have taken so far leaves enough of the GPU for what is not a step."""
-    _, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_allocated() <= REPLAY_ROOM * total
+    free, _ = torch.cuda.mem_get_info()  # what other processes hold is not free
+    return torch.cuda.max_memory_allocated() <= REPLAY_ROOM * (free + torch.cuda.memory_reserved())
+
+
+def reason_of(error: RuntimeError) -> str:
+    """What went wrong first, in a line: ending a capture that has failed raises an error of its own on the way out."""
+    first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+    return next(iter(str(first).splitlines()), type(first).__name__)

@@ -12,7 +12,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.parallel.agree import tell
-from tilemesh.train.config import TrainConfig, settled
+from tilemesh.train.config import TrainConfig, check_resumed, settled
 from tilemesh.train.folder import SUMMARY, metrics, new_run, read_config, read_json
 from tilemesh.train.progress import Shown
 from tilemesh.train.rank import Result, train_here
@@ -42,6 +42,8 @@ def fit(
             raise UsageError("fit needs a config, or a run to resume")
         config = read_config(resume)
     config = settled(config)
+    if resume is not None:
+        check_resumed(read_config(resume), config)
     member = membership()
     if member is not None or config.plan.world == 1:
         size = 1 if member is None else member.size

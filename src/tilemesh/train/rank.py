@@ -7,6 +7,7 @@ from, loop, write a sample, say what it came to. The run's folder says what to d
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
 from tilemesh.train import checkpoint, summary
-from tilemesh.train.config import TrainConfig
+from tilemesh.train.config import TrainConfig, unlike
 from tilemesh.train.data import Corpus, check_tokens, open_corpus
 from tilemesh.train.folder import (
     CHECKPOINTS,
@@ -123,6 +124,9 @@ def train_here(
 
     status.at("step 0: reading the data")
     device = choose_device(config, comm)
+    if device.type == "cuda":  # what an earlier run in this process left behind is not this one's
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
     check_tokens(corpus, config.model.vocabulary)
@@ -211,6 +215,10 @@ def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: C
 def restore(loop: Loop, reader: checkpoint.Reader) -> None:
     """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
     values, step = reader.manifest.values, reader.manifest.step
+    more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
+    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    if more:
+        raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
     tensors = {
         (kind, name): reader.local(f"{kind}:{name}", loop.laid.shards[name])
@@ -257,12 +265,7 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
-    theirs, ours = huggingface.read_config(folder), loop.config.model
-    different = [
-        f"{name} is {value} there and {to_dict(ours)[name]} here"
-        for name, value in to_dict(theirs).items()
-        if value != to_dict(ours)[name] and name not in ("dropout", "context")
-    ]
+    different = unlike(huggingface.read_config(folder), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
@@ -274,6 +277,13 @@ def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
 
 def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
+    told = {} if loop.steps_done else read_json(loop.folder / SUMMARY)
+    # Where nothing was left to do, what the steps came to when they were done stays as it was told then.
+    stays = (told.get("step"), told.get("interrupted")) == (progress.step, loop.interrupted)
+    if stays:
+        progress.held_out = told.get("held_out")
+        if comm.rank == 0:
+            loop.writer.say(f"nothing left to do: all {progress.step} steps are done; for more, set train.steps")
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
@@ -283,8 +293,9 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
-        journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
-        loop.write_choices()
+        if not stays:
+            journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
+            loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:

@@ -42,6 +42,8 @@ def sample(
     """
     if not prompt:
         raise UsageError("an empty prompt: give at least one character")
+    if tokens < 0:
+        raise UsageError(f"{tokens} tokens were asked for: expected 0 or more")
     if not temperature >= 0:
         raise UsageError(f"temperature is {temperature}: expected 0 or more")
     generator = torch.Generator().manual_seed(seed)

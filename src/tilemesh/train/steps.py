@@ -21,8 +21,8 @@ from tilemesh.model.dropout import Place, fold_seed
 from tilemesh.parallel.data import Gradients, Step
 from tilemesh.parallel.laid import Laid
 from tilemesh.train import data
-from tilemesh.train.alone import LateStep, LocalGradients
-from tilemesh.train.config import TrainConfig
+from tilemesh.train.alone import LateStep, LocalGradients, Pace
+from tilemesh.train.config import NO_GRAPH, TrainConfig
 from tilemesh.train.data import Corpus
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
@@ -89,7 +89,8 @@ class Stepper:
             laid.gradients = self.gradients  # the buffers for an exchange that never comes are given back
         self.replay: StepGraph | None = None
         if self._replays():
-            self.replay = StepGraph(self._move, optimizer.capturing)
+            self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
+        self._pace = Pace()
         self._now: Inputs | None = None
         self.steps, self.position = 0, 0  # after so many steps so many samples had been taken
         self._ready: tuple[int, Batch] | None = None
@@ -138,7 +139,11 @@ class Stepper:
                 done = self.replay()
         self.optimizer.steps += 1
         if self.device.type == "cuda":
+            mark = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            mark.record()
             self._fetch_ahead(number)
+            with self.recorder.span("on the GPU"):
+                self._pace(mark)
         return done
 
     def _move(self) -> LateStep:
@@ -188,10 +193,7 @@ class Stepper:
         wanted = self.config.train.graph
         able = self.is_late and self.device.type == "cuda" and self.optimizer.is_capturable
         if wanted and not able:
-            raise UsageError(
-                "train.graph=true is for one GPU alone, with a fused optimiser and any precision but fp16: set "
-                "train.graph=false, or leave it out"
-            )
+            raise UsageError(NO_GRAPH)
         return able and wanted is not False
 
     @contextlib.contextmanager
@@ -209,7 +211,8 @@ class Stepper:
         return not math.isfinite(loss) or (not math.isfinite(norm) and not self.scale.on)
 
     def _rate(self, number: int) -> float:
-        return rate(number - 1, self.config.train.steps, self.config.optimizer)
+        """As float32 holds it, which a captured step reads it from: launched step by step, the bits are the same."""
+        return float(np.float32(rate(number - 1, self.config.train.steps, self.config.optimizer)))
 
     def _seed(self, number: int) -> Tensor | None:
         """What dropout needs; None without it."""
