@@ -69,6 +69,10 @@ def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["train", "--resume", "nowhere"], "is no run"),
         (["train", "--resume", "nowhere", "--init", "x"], "leave init out"),
         (["train", "--plan", "none.toml"], "does not exist"),
+        (["train", "--set", "data.source=/nowhere/at/all"], "data.source '/nowhere/at/all' does not exist"),
+        (["train", "--restarts", "-1"], "expected 0 or more"),
+        (["train", "--transport", "mpl"], "did you mean 'mpi'"),
+        (["train", "--stop-after", "0"], "expected a step from 1 to 120"),
         (["bench", "train", "--peers", "eagre"], "did you mean 'eager'"),
         (["bench", "train", "--blocks", "0"], "expected at least 1"),
     ],
@@ -95,6 +99,16 @@ def test_a_run_goes_on_as_what_it_is(run: Path, sets: str, words: str, capsys: p
     assert (run / "config.toml").read_text() == before
     with pytest.raises(ValueError, match=words):
         tm.train.fit(tm.train.load_config(sets=[SMALL, sets]), resume=run)
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--out", str(tmp_path / "run"), "--restarts", "-1"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_stopped_at_a_step_that_is_past(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", str(run), "--set", "train.steps=9", "--stop-after", "4"]) == 2
+    assert "expected a step from 7 to 9" in capsys.readouterr().err
 
 
 def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:

@@ -101,7 +101,7 @@ def split_sets(texts: Iterable[str]) -> list[tuple[str, str]]:
             key, equals, value = item.partition("=")
             if not equals or not key.strip():
                 raise UsageError(f"'{item.strip()}' sets nothing: write key=value, such as train.steps=200")
-            pairs.append((key.strip(), value.strip()))
+            pairs.append((key.strip(), value.strip().rstrip(",")))
     return pairs
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.train.config import STDLIB, no_source
 
-STDLIB = "stdlib"
 END_BYTE = 0  # never part of a text file
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
@@ -103,7 +103,7 @@ def documents(source: str, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
         yield path.name, _read(path)
         return
     if not path.is_dir():
-        raise UsageError(f"data.source '{source}' does not exist: expected stdlib, a file, or a folder")
+        raise no_source(source)
     found = False
     for one in _files(path, pattern, skip=set()):
         found = True
