@@ -332,6 +332,7 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
         return torch.device("cpu")
     member = membership()
     index = (member.local_rank if member is not None else comm.rank) % torch.cuda.device_count()
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # asking for memory's figures does not do it
     torch.cuda.set_device(index)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
