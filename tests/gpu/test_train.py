@@ -151,5 +151,5 @@ def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path) -> None:
         [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode
-    assert "the step cannot be captured as a CUDA graph" in done.stderr
+    assert "the step cannot be captured in a CUDA graph" in done.stderr
     assert "train.graph=false" in done.stderr

@@ -14,6 +14,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -48,8 +49,8 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
                 raise
             cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
         code: Code = "compiled" if config.train.compile else "eager"
-        graph = config.train.graph is not False and config.optimizer.fused is not False
-        found = predict(config.model, cluster, config.plan, config.context, rates=rates, code=code, graph=graph)
+        model, plan = config.model, config.plan
+        found = predict(model, cluster, plan, config.context, rates=rates, code=code, graph=config.may_replay)
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
     return {
@@ -189,8 +190,7 @@ def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
 
 def _dtype(found: Mapping[str, Any]) -> str:
     """What products of a run are made in."""
-    precision = str(found["plan"]["precision"])
-    return {"bf16-master": "bf16"}.get(precision, precision)
+    return ParallelPlan(precision=found["plan"]["precision"]).compute_dtype
 
 
 def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:

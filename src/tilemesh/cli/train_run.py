@@ -21,7 +21,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.launch.job import Outcome
 from tilemesh.launch.rank import run_command
-from tilemesh.launch.start import choose_transport
+from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
@@ -124,8 +124,7 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
 def _check(asked: Asked, config: TrainConfig) -> None:
     """Refuse what no rank could do anything with, before there is a folder or a rank."""
     choose_transport(asked.transport)
-    if asked.restarts < 0:
-        raise UsageError(f"--restarts {asked.restarts}: expected 0 or more")
+    check_restarts(asked.restarts)
     done = (folders.newest_checkpoint(asked.resume) or 0) if asked.resume is not None else 0
     if asked.stop_after is not None and not done < asked.stop_after <= config.train.steps:
         raise UsageError(f"--stop-after {asked.stop_after}: expected a step from {done + 1} to {config.train.steps}")

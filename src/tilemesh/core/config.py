@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import UsageError, nearest, unknown
+from tilemesh.core.toml import toml_value
 
 T = TypeVar("T")
 
@@ -351,42 +352,18 @@ def _toml_lines(instance: Any, prefix: str) -> list[str]:
             continue
         plain = _plain(value)
         _check_readable(_hints(cls)[f.name], f"{prefix}{f.name}", value, plain)
-        lines.append(f"{f.name} = {_toml_value(plain)}")
+        lines.append(f"{f.name} = {toml_value(plain)}")
     return lines + sections
 
 
 def _check_readable(hint: Any, path: str, value: Any, plain: Any) -> None:
     """Refuses what would come back as something else: the text "none" in a field that may be None, a wrong type."""
     try:
-        back = _convert(hint, tomllib.loads(f"value = {_toml_value(plain)}")["value"])
+        back = _convert(hint, tomllib.loads(f"value = {toml_value(plain)}")["value"])
     except _MismatchError:
         raise UsageError(f"{path} is {_shown(value)}, expected {_words(hint)}") from None
     if back != value and repr(back) != repr(value):  # repr, as nan is not equal to itself
         raise UsageError(f"{path} is {_shown(value)}, which would be read back as {_shown(back)}")
-
-
-def _toml_value(value: Any) -> str:
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    escaped = "".join(_ESCAPES.get(char, char) for char in value)
-    return f'"{escaped}"'
-
-
-_ESCAPES = {chr(code): f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {
-    '"': '\\"',
-    "\\": "\\\\",
-    "\b": "\\b",
-    "\t": "\\t",
-    "\n": "\\n",
-    "\f": "\\f",
-    "\r": "\\r",
-}
 
 
 def _plain(value: Any) -> Any:

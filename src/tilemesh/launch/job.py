@@ -99,8 +99,7 @@ def launch(
         raise UsageError("how many ranks? give --ranks N (inside mpiexec, srun or torchrun it is known)")
     if ranks < 1:
         raise UsageError(f"--ranks {ranks}: expected at least 1")
-    if restarts < 0:
-        raise UsageError(f"--restarts {restarts}: expected 0 or more")
+    start.check_restarts(restarts)
     _allow_open_files(4 * ranks + 64)
     transport = start.choose_transport(transport)
     sink = sink or print_line

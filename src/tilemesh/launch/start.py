@@ -44,6 +44,11 @@ def choose_transport(transport: str) -> str:
     return transport
 
 
+def check_restarts(restarts: int) -> None:
+    if restarts < 0:
+        raise UsageError(f"--restarts {restarts}: expected 0 or more")
+
+
 def find_mpiexec() -> str | None:
     """The mpiexec beside this Python first: it belongs to the MPI library that this environment's mpi4py loads."""
     beside = Path(sysconfig.get_path("scripts"), "mpiexec")

@@ -132,13 +132,22 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm(self, body: Callable[[], object]) -> None:
-        """Run on the capture stream: library workspaces and compiled kernels belong to a stream's first use."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            body()
+        self.run(body)
         self.stream.synchronize()
 
-    def capture(self, body: Callable[[], object]) -> Captured:
+    def run(self, body: Callable[[], T]) -> T:
+        """Run on the capture stream: library workspaces and compiled kernels belong to a stream's first use.
+
+        In order with what the caller's stream does before and after; nothing is waited for.
+        """
+        outside = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(outside)
+        with torch.cuda.stream(self.stream):
+            done = body()
+        outside.wait_stream(self.stream)
+        return done
+
+    def capture(self, body: Callable[[], object]) -> CudaCaptured:
         """Record what `body` launches; its Python runs once, now."""
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
@@ -158,7 +167,7 @@ class CudaGraphs:
             torch.cuda.set_stream(outside)
             self._recover(graph, pool)
             raise RunError(f"cannot be captured in a CUDA graph: {reason_of(failure)}") from failure
-        return _CudaCaptured(graph, self.stream, result)
+        return CudaCaptured(graph, self.stream, result)
 
     def _recover(self, broken: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Undo what a broken capture leaves behind in torch up to 2.12; later versions need none of it.
@@ -181,11 +190,17 @@ class CudaGraphs:
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
-class _CudaCaptured:
-    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, result: object) -> None:
+class CudaCaptured:
+    """Work recorded for replay, on this GPU."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, result: Any) -> None:
         self.graph, self.stream, self.result = graph, stream, result
         self.began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def replay(self) -> None:
+        """On the caller's stream, without a wait."""
+        self.graph.replay()
 
     def replay_s(self) -> float:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))

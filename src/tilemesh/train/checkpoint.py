@@ -9,7 +9,6 @@ then may an older one go. A write that fails is said, its folder removed, and tr
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,16 +39,7 @@ from tilemesh.train.manifest import (
     overlap,
     within,
 )
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-}
-_WRITE_BYTES = 8 << 20
+from tilemesh.train.tensors import DTYPES, read_tensors, torch_dtype, write_tensors
 
 IDLE, WRITTEN, FAILED, BUSY = "idle", "written", "failed", "busy"
 
@@ -170,7 +159,7 @@ class Writer:
                 stored = write_tensors(place / f"{stem}.safetensors", {part.key: copy for part, copy in snapshot})
                 record["files"] = [asdict(stored)]
                 for part, copy in snapshot:
-                    shape, dtype = tuple(copy.shape), _DTYPES[copy.dtype]
+                    shape, dtype = tuple(copy.shape), DTYPES[copy.dtype]
                     piece = Piece(part.name, stored.file, part.key, part.begin, shape, part.whole, dtype)
                     record["pieces"].append(asdict(piece))
             _write_text(place / f"{stem}.json", json.dumps(record))
@@ -241,54 +230,6 @@ def sweep(folder: Path) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """A safetensors file, flushed to the disk, with its digest made while it is written.
-
-    Written here rather than by the library: tensor by tensor, without the interpreter's lock, and read only once.
-    """
-    header: dict[str, Any] = {}
-    offset = 0
-    for key, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    made, written = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for raw in (len(text).to_bytes(8, "little") + text, *map(_raw, tensors.values())):
-            view = memoryview(raw)
-            for begin in range(0, len(view), _WRITE_BYTES):
-                block = view[begin : begin + _WRITE_BYTES]
-                made.update(block)
-                file.write(block)
-                written += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(path.name, written, made.hexdigest())
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped into memory: what is not looked at is not read."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    whole = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))  # writes would stay in this process
-    made = {}
-    for key, of in header.items():
-        if key != "__metadata__":
-            begin, end = (8 + length + offset for offset in of["data_offsets"])
-            dtype, raw = _torch_dtype(of["dtype"]), whole[begin:end]
-            made[key] = (raw if begin % dtype.itemsize == 0 else raw.clone()).view(dtype).reshape(of["shape"])
-    return made
-
-
-def _raw(tensor: Tensor) -> Any:
-    if tensor.numel() == 0:
-        return b""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
 def _copied(tensor: Tensor) -> Tensor:
     """A copy in this machine's memory that nobody else changes."""
     if tensor.is_cuda:
@@ -338,7 +279,7 @@ class Reader:
             )
         boxes = mine.pieces()
         whole_box = len(boxes) == 1 and not mine.padding
-        local = None if whole_box else torch.zeros(mine.shape, dtype=_torch_dtype(found[0].dtype))
+        local = None if whole_box else torch.zeros(mine.shape, dtype=torch_dtype(found[0].dtype))
         for here, there in boxes:
             box = tuple(one.start for one in there), tuple(one.stop - one.start for one in there)
             value = self.box(name, box)
@@ -356,7 +297,7 @@ class Reader:
     def box(self, name: str, box: Box) -> Tensor:
         """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
         pieces = self._pieces(name)
-        out = torch.empty(box[1], dtype=_torch_dtype(pieces[0].dtype))
+        out = torch.empty(box[1], dtype=torch_dtype(pieces[0].dtype))
         filled = 0
         for piece in pieces:
             stored = (piece.begin, piece.shape)
@@ -389,13 +330,3 @@ def _size(box: Box) -> int:
     for length in box[1]:
         size *= length
     return size
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, known in _DTYPES.items() if known == name)
-
-
-def wait_until(done: Callable[[], bool], tick_s: float = 0.01) -> None:
-    """Look again and again; for the end of a run, when there is no next step to look from."""
-    while not done():
-        time.sleep(tick_s)

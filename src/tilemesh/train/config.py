@@ -157,6 +157,12 @@ class TrainConfig:
         return self.train.kernels
 
     @property
+    def may_replay(self) -> bool:
+        """Whether steps may become a CUDA graph, given one GPU alone."""
+        able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
+        return able and self.train.device != "cpu" and self.train.graph is not False
+
+    @property
     def segment(self) -> int:
         """Layers that are recomputed together; 0: none are."""
         every = self.train.recompute_every
@@ -363,9 +369,7 @@ def _check(made: TrainConfig) -> None:
         )
     if made.plan.pp > 1:
         raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
-    if loop.graph and (
-        made.plan.world > 1 or made.plan.precision == "fp16" or made.optimizer.fused is False or loop.device == "cpu"
-    ):
+    if loop.graph and not made.may_replay:
         raise UsageError(NO_GRAPH)
     if made.plan.recompute == "selective":
         raise UsageError(

@@ -31,6 +31,7 @@ from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Done, Stepper, read
+from tilemesh.train.tensors import write_tensors
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
 
@@ -283,7 +284,7 @@ class Loop:
         if self.mesh.tp.index == 0:
             tokens, targets, _ = zip(*self.stepper.fetch(step), strict=True)
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
-            checkpoint.write_tensors(self.folder / name, whole)
+            write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         advice = "a smaller optimizer.lr or optimizer.clip may help"
         self.journal.add(kind="stopped", step=step, why=f"{what}; the batch is kept beside the metrics; {advice}")
