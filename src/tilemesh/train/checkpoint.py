@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError
-from tilemesh.parallel.shard import Shard
+from tilemesh.core.shard import Box, Shard
 from tilemesh.train.manifest import (
     MANIFEST_FILE,
     REMOVING,
     WRITING,
-    Box,
     DamagedError,
     Manifest,
     Piece,
@@ -36,8 +35,6 @@ from tilemesh.train.manifest import (
     checkpoints,
     folder_name,
     left_over,
-    overlap,
-    within,
 )
 from tilemesh.train.tensors import DTYPES, read_tensors, torch_dtype, write_tensors
 
@@ -59,11 +56,10 @@ def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
     """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
     if not mine.writes:
         return []
-    boxes = mine.pieces()
     made = []
-    for number, (here, there) in enumerate(boxes):
-        key = name if len(boxes) == 1 else f"{name}#{number}"
-        made.append(Part(name, key, tuple(one.start for one in there), mine.whole, local.detach()[here]))
+    for number, (here, there) in enumerate(mine.boxes):
+        key = name if len(mine.boxes) == 1 else f"{name}#{number}"
+        made.append(Part(name, key, there.begin, mine.whole, local.detach()[here.slices]))
     return made
 
 
@@ -270,41 +266,35 @@ class Reader:
         return list(self._tensors)
 
     def local(self, name: str, mine: Shard, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of a tensor in its own layout; zeros where there is padding."""
+        """This rank's part of a tensor in its own layout."""
         found = self._pieces(name)
         if found[0].whole != mine.whole:
             raise RunError(
                 f"{name} in {self.folder} has shape {found[0].whole} and this model's has {mine.whole}: "
                 "it is another model's checkpoint"
             )
-        boxes = mine.pieces()
-        whole_box = len(boxes) == 1 and not mine.padding
-        local = None if whole_box else torch.zeros(mine.shape, dtype=torch_dtype(found[0].dtype))
-        for here, there in boxes:
-            box = tuple(one.start for one in there), tuple(one.stop - one.start for one in there)
-            value = self.box(name, box)
-            if local is None:
-                local = value
-            else:
-                local[here] = value
-        assert local is not None
+        if len(mine.boxes) == 1:
+            local = self.box(name, mine.boxes[0][1])
+        else:
+            local = torch.empty(mine.shape, dtype=torch_dtype(found[0].dtype))
+            for here, there in mine.boxes:
+                local[here.slices] = self.box(name, there)
         return local if dtype is None else local.to(dtype)
 
     def whole(self, name: str) -> Tensor:
         shape = self._pieces(name)[0].whole
-        return self.box(name, (tuple(0 for _ in shape), shape))
+        return self.box(name, Box(tuple(0 for _ in shape), shape))
 
     def box(self, name: str, box: Box) -> Tensor:
         """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
         pieces = self._pieces(name)
-        out = torch.empty(box[1], dtype=torch_dtype(pieces[0].dtype))
+        out = torch.empty(box.shape, dtype=torch_dtype(pieces[0].dtype))
         filled = 0
         for piece in pieces:
-            stored = (piece.begin, piece.shape)
-            shared = overlap(box, stored)
+            shared = box.overlap(piece.box)
             if shared is not None:
-                out[within(shared, box)] = self._stored(piece)[within(shared, stored)]
-                filled += _size(shared)
+                out[shared.within(box)] = self._stored(piece)[shared.within(piece.box)]
+                filled += shared.size
         if filled != out.numel():
             raise DamagedError(f"{self.folder}: {name} is not all there, {out.numel() - filled} values are missing")
         return out
@@ -323,10 +313,3 @@ class Reader:
         if piece.key not in self._open[piece.file]:
             raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
         return self._open[piece.file][piece.key]
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for length in box[1]:
-        size *= length
-    return size
