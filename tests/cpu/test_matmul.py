@@ -401,3 +401,30 @@ def test_what_auto_picked_is_kept_and_kept_to(monkeypatch):
     finally:
         choice.keep_to({})
         ops.forget()
+
+
+def test_loops_run_where_numpy_makes_no_number_of_an_array(monkeypatch):
+    """As numpy 2.5 with Triton 3.6: `int` of an array of one element is refused, and loops count by such."""
+    from triton.runtime import interpreter
+
+    from tilemesh.kernels.matmul import interpret
+
+    patch = interpreter._patch_lang_tensor
+
+    def refuse(scalar):
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    def strict(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", refuse)
+
+    a, b, c = inputs(70, 66, 100, torch.float32)
+    interpret._converts_scalars.cache_clear()
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", strict)
+    try:
+        assert not interpret._converts_scalars()
+        for config in (FAMILY[0], FAMILY[3], FAMILY[9], FAMILY[11]):
+            assert_close(fused(a, b, c, implementation="interpret", config=config), a, b, c, "relu")
+        assert interpreter._patch_lang_tensor is strict
+    finally:
+        interpret._converts_scalars.cache_clear()

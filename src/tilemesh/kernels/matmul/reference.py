@@ -76,7 +76,9 @@ def gradient_error_bounds(
     if activation == "relu":  # its slope jumps at zero
         bend = (total <= before).double()
     else:
-        bend = before * (0.0 if activation == "none" else 2.0)  # no activation's slope changes faster than squared_relu's
+        bend = before * (
+            0.0 if activation == "none" else 2.0
+        )  # no activation's slope changes faster than squared_relu's
     dz = wide * steep
     dz_error = wide * (bend + (8 + 2 * total) * (1 + total) * unit(sums)) + rounding_error(dz, kept)
     sizes = b.double().abs().mT, a.double().abs().mT

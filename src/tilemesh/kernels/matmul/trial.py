@@ -116,7 +116,7 @@ def exact_rows(inputs: Inputs, activation: str, rows: Tensor) -> Tensor:
 
 
 def allowed_error(problem: Problem, inputs: Inputs, rows: Tensor, exact: Tensor) -> Tensor:
-    """What arithmetic allows, or twice the error of plain torch where that is more: vendors round in ways of their own."""
+    """What arithmetic allows, or twice plain torch's error where that is more: vendors round in ways of their own."""
     a, c = inputs.a[rows], rows_of_c(inputs.c, rows)
     plain = reference.fused_matmul(a, inputs.b, c, problem.activation)
     tf32 = problem.dtype == "float32" and problem.precision == "tf32"
