@@ -50,6 +50,20 @@ def places(box: Box) -> list[tuple[int, ...]]:
     return list(itertools.product(*ranges))
 
 
+boxes = some.lists(some.tuples(some.integers(0, 6), some.integers(1, 5)), min_size=2, max_size=2).map(
+    lambda pairs: Box(tuple(begin for begin, _ in pairs), tuple(length for _, length in pairs))
+)
+
+
+@given(a=boxes, b=boxes)
+def test_the_overlap_of_boxes_is_that_of_their_places(a: Box, b: Box) -> None:
+    shared = a.overlap(b)
+    assert (set(places(shared)) if shared else set()) == set(places(a)) & set(places(b))
+    if shared:
+        for here, length in zip(shared.within(a), a.shape, strict=True):
+            assert 0 <= here.start < here.stop <= length
+
+
 @given(axes=meshes())
 def test_a_rank_is_its_place(axes: Axes) -> None:
     ranks = range(ranks_of(axes))
