@@ -15,9 +15,9 @@ from tilemesh.report.draw import Table, grid, numbers
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
-from tilemesh.report.values import number, section
-from tilemesh.report.values import numbers as figures
 from tilemesh.report.verdict import Verdict, improve, judge
+from tilemesh.runs.values import number, section
+from tilemesh.runs.values import numbers as figures
 
 
 @dataclass(frozen=True)
