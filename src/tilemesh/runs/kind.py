@@ -32,7 +32,7 @@ class Kind:
         for key in self.summary:
             if key not in summary:
                 raise RunError(
-                    f"'{source}' has no '{key}': a summary of a {self.name} run has {', '.join(self.summary)}"
+                    f"'{source}' has no '{key}': the summary of a {self.name} run needs {', '.join(self.summary)}"
                 )
 
 
