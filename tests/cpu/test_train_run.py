@@ -41,7 +41,7 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import checkpoints, digest
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
-from tilemesh.runs.reader import Reader
+from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
 from tilemesh.train import bench_rank, graph, optimizer, sampling
 from tilemesh.train.alone import AHEAD, LateStep, Pace
@@ -301,7 +301,7 @@ class TestFiles:
 
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         assert sampling.export(whole, tmp_path / "hf") == 10
-        ours = sampling.read_model(made(text).model, sampling.open_run(whole)[1])
+        ours = sampling.read_model(made(text).model, open_checkpoint(whole))
         theirs = huggingface.load(tmp_path / "hf")
         tokens = torch.arange(12)[None]
         assert torch.equal(ours(tokens), theirs.eval()(tokens))
