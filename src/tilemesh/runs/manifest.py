@@ -19,9 +19,11 @@ from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Box
 
 SCHEMA = 1
+WEIGHT = "weight"
+"""Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
-_STEP = re.compile(r"step-(\d{8})")
+_STEP = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
 
 
@@ -103,11 +105,17 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder by its name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every finished checkpoint, newest first; whether they are sound is another question."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path.name)) is not None]
     return sorted(found, reverse=True)
 
 
