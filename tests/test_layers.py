@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "core": [],
     "measure": ["core"],
     "launch": ["core"],
+    "data": ["core"],
     "kernels": ["core", "measure"],
     "comm": ["core", "measure"],
     "model": ["core", "kernels"],
     "plan": ["core", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
     "parallel": ["core", "measure", "kernels", "comm", "model"],
-    "train": ["core", "measure", "launch", "kernels", "comm", "model", "parallel"],
+    "train": ["core", "measure", "launch", "data", "kernels", "comm", "model", "parallel"],
     "report": ["core", "measure", "plan", "comm.schedules"],
     "cli": [""],
 }
@@ -98,6 +99,7 @@ def test_the_lowest_floors_use_the_standard_library_alone(path: Path) -> None:
     [
         ("core.plan", "tilemesh.measure.row"),
         ("measure.row", "tilemesh.launch.job"),
+        ("data.corpus", "tilemesh.train.config"),
         ("kernels.ops", "tilemesh.comm.minimal"),
         ("comm.schedules.ring", "tilemesh.measure.row"),
         ("plan.search", "tilemesh.kernels.ops"),
@@ -125,6 +127,7 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
+        "tilemesh.data.config",
         "tilemesh.train.config",
         "tilemesh.cli.train_run",
         "tilemesh.report.run_page",

@@ -25,6 +25,7 @@ from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.data.corpus import open_corpus
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
@@ -36,7 +37,6 @@ from tilemesh.plan.step import predict
 from tilemesh.train import bench_rank, checkpoint, graph, optimizer, sampling
 from tilemesh.train.alone import AHEAD, LateStep, Pace
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.data import open_corpus
 from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.manifest import checkpoints, digest

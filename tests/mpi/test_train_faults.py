@@ -185,7 +185,8 @@ def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path:
     assert outcome.failure is not None
     words = outcome.failure.sentence()
     assert re.search(r"rank 0 has waited \d+\.\d s in all_reduce", words), words
-    assert re.search(r"at step \d+: \w+.*; not arrived: rank 1 is in", words), words
+    # Stopped between two collectives, or in the middle of one.
+    assert re.search(r"at step \d+: \w+.*; (not arrived|arrived, and went no further): rank 1 is in", words), words
 
 
 @NEEDS_MPI

@@ -19,6 +19,7 @@ from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.data.config import check_source
 from tilemesh.launch.job import Outcome
 from tilemesh.launch.rank import run_command
 from tilemesh.launch.start import check_restarts, choose_transport
@@ -128,7 +129,7 @@ def _check(asked: Asked, config: TrainConfig) -> None:
     done = (folders.newest_checkpoint(asked.resume) or 0) if asked.resume is not None else 0
     if asked.stop_after is not None and not done < asked.stop_after <= config.train.steps:
         raise UsageError(f"--stop-after {asked.stop_after}: expected a step from {done + 1} to {config.train.steps}")
-    configs.check_source(config.data.source)
+    check_source(config.data.source)
 
 
 def _folder(asked: Asked, config: TrainConfig) -> Path:

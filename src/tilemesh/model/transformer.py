@@ -57,13 +57,15 @@ class Cache:
 class Pass:
     """What one forward pass is about, besides its activations."""
 
-    rotary: tuple[Tensor, Tensor] | None = None
+    # No field has a default: torch.compile up to 2.11 evaluates the defaults of a generated `__init__` even where
+    # they are not used, and cannot trace one that is itself a dataclass.
+    rotary: tuple[Tensor, Tensor] | None
     """Cosines and sines (T, E/2) of the tokens' positions."""
-    dropout_seed: int | Tensor | None = None
+    dropout_seed: int | Tensor | None
     """None: nothing is dropped."""
-    place: Place = ORIGIN
+    place: Place
     """Where this pass's activations stand in the whole batch; decides what is dropped and which positions are added."""
-    cache: Cache | None = None
+    cache: Cache | None
 
 
 class Linear(nn.Linear):

@@ -27,6 +27,9 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.data.corpus import check_tokens, open_corpus
+from tilemesh.data.stream import Corpus
+from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.matmul.choice import keep_to
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
@@ -40,7 +43,6 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
 from tilemesh.train import checkpoint, summary
 from tilemesh.train.config import TrainConfig, unlike
-from tilemesh.train.data import Corpus, check_tokens, open_corpus
 from tilemesh.train.folder import (
     CHECKPOINTS,
     CHOICES,
@@ -59,7 +61,7 @@ from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, watch_mesh
-from tilemesh.train.sampling import encode_prompt, sample
+from tilemesh.train.sampling import sample
 from tilemesh.train.steps import Stepper
 
 

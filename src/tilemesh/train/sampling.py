@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.data.corpus import tokenizer_of
+from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Cache, Transformer
 from tilemesh.train.checkpoint import Reader
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.data import tokenizer_of
 from tilemesh.train.folder import CHECKPOINTS, read_config
 from tilemesh.train.manifest import checkpoints, damage, folder_name
 from tilemesh.train.optimizer import WEIGHT
-from tilemesh.train.text import Tokenizer
 
 Logits = Callable[[Tensor, Cache], Tensor]
 
@@ -64,10 +64,6 @@ def sample(
         whole.append(token)
         pending = [token]
     return whole[len(prompt) :]
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    return [int(token) for token in tokenizer.encode(prompt.encode())]
 
 
 def generate(
