@@ -77,6 +77,11 @@ class Trace:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
         return Span(self, name, kind, details) if self.on else _NOTHING
 
+    def add(self, name: str, began_ns: int, ended_ns: int, *, kind: str = "work", **details: Any) -> None:
+        """A stretch of time that somebody else has timed, by the clock of this trace."""
+        if self.on:
+            self._add(("X", name, threading.get_ident(), ended_ns, ended_ns - began_ns, kind, details))
+
     def counter(self, name: str, value: float) -> None:
         """A value that is drawn over time: bytes allocated, loss, queue length."""
         if self.on:
