@@ -11,6 +11,7 @@ import pytest
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.observe import BEGIN, CALL, TEST, WAIT, Note, Seen
+from tilemesh.core.errors import UsageError
 
 TIMEOUT_S = 20.0
 
@@ -21,15 +22,15 @@ class Record:
     def __init__(self) -> None:
         self.calls: Counter[Seen] = Counter()
         self.asked: list[Seen] = []
-        self.seconds = 0.0
+        self.told = 0
 
     def __call__(self, seen: Seen) -> Note:
         self.asked.append(seen)
 
-        def note(began_ns: int, ended_ns: int) -> None:
-            assert began_ns <= ended_ns
-            self.calls[seen] += 1
-            self.seconds += (ended_ns - began_ns) / 1e9
+        def note(began_s: float, ended_s: float, calls: int) -> None:
+            assert began_s <= ended_s
+            self.calls[seen] += calls
+            self.told += 1
 
         return note
 
@@ -72,6 +73,25 @@ def test_an_observer_that_comes_later_sees_calls_that_were_kept_ready_before() -
         assert second.of("all_reduce") == {(CALL, 64): 4}
 
     run_threads(3, main, timeout_s=TIMEOUT_S)
+
+
+def test_one_in_several_repeated_calls_stands_for_all_of_them() -> None:
+    def main(comm: Communicator) -> None:
+        record, x = Record(), np.ones(8)
+        comm.observe(record, every=4)
+        comm.all_reduce(x)  # makes the call ready, and is told of by itself
+        for repeated in range(1, 11):
+            comm.all_reduce(x)
+            assert record.calls.total() == 1 + repeated // 4 * 4
+        assert record.told == 3
+        handle = comm.all_reduce(x, wait=False)  # while something is under way a ready call is not taken
+        for _ in range(2):
+            comm.all_reduce(x)
+        handle.wait()
+        with pytest.raises(UsageError, match="every 0"):
+            comm.observe(record, every=0)
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
 
 
 def test_who_is_not_interested_leaves_the_ready_call_as_it_is() -> None:

@@ -77,10 +77,11 @@ class Trace:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
         return Span(self, name, kind, details) if self.on else _NOTHING
 
-    def add(self, name: str, began_ns: int, ended_ns: int, *, kind: str = "work", **details: Any) -> None:
-        """A stretch of time that somebody else has timed, by the clock of this trace."""
+    def add(self, name: str, began_s: float, ended_s: float, *, kind: str = "work", **details: Any) -> None:
+        """A stretch of time that somebody else has timed, by `time.perf_counter`."""
         if self.on:
-            self._add(("X", name, threading.get_ident(), ended_ns, ended_ns - began_ns, kind, details))
+            ended_ns, lasted_ns = round(ended_s * 1e9), round((ended_s - began_s) * 1e9)
+            self._add(("X", name, threading.get_ident(), ended_ns, lasted_ns, kind, details))
 
     def counter(self, name: str, value: float) -> None:
         """A value that is drawn over time: bytes allocated, loss, queue length."""

@@ -81,10 +81,10 @@ class Recorder:
         is_drawn = seen.is_new or seen.phase == WAIT
         calls, nbytes, operation, trace = int(seen.is_new), seen.nbytes * seen.is_new, seen.operation, self.trace
 
-        def note(began_ns: int, ended_ns: int) -> None:
+        def note(began_s: float, ended_s: float, _: int) -> None:
             if is_drawn and trace.on:
-                trace.add(name, began_ns, ended_ns, kind=EXCHANGE, **details)
-            self.exchanged(axis, operation, nbytes, (ended_ns - began_ns) / 1e9, calls)
+                trace.add(name, began_s, ended_s, kind=EXCHANGE, **details)
+            self.exchanged(axis, operation, nbytes, ended_s - began_s, calls)
 
         return note
 

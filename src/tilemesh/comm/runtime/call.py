@@ -22,7 +22,7 @@ from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.handle import Handle, ObservedHandle
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
-from tilemesh.comm.runtime.observe import BEGIN, CALL, Observers, Stopwatch, clock_ns
+from tilemesh.comm.runtime.observe import BEGIN, CALL, Observers, Stopwatch, clock
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running, Turns
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
@@ -36,6 +36,7 @@ from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 T = TypeVar("T")
+Tell = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -72,7 +73,7 @@ class Caller:
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
-        began_ns = clock_ns() if self.observers else 0
+        began_s = clock() if self.observers else 0.0
         ready = self._ready(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
         is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
@@ -89,7 +90,7 @@ class Caller:
         else:
             result = self._carried_out(running, (sequence, call.collective, call.nbytes), wait, ready.used)
         if self.observers:
-            self.observers.tell(began_ns, call.collective, CALL if wait else BEGIN, call.nbytes, ready.used)
+            self.observers.tell(began_s, call.collective, CALL if wait else BEGIN, call.nbytes, ready.used)
         return result
 
     def _keep(self, key: tuple[Any, ...], ready: Ready) -> None:
@@ -117,7 +118,7 @@ class Caller:
 
     def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
         """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
-        began_ns = clock_ns()
+        began_s = clock()
         self.watch.sequence += 1
         sequence = self.watch.sequence
         known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
@@ -136,8 +137,8 @@ class Caller:
             running = self._running(ready, sequence)
             return running if refusal is None else running.ending_in(refusal)
 
-        def tell(began_ns: int, phase: str) -> None:
-            self.observers.tell(began_ns, "scatter", phase, *known)
+        def tell(began_s: float, phase: str) -> None:
+            self.observers.tell(began_s, "scatter", phase, *known)
 
         later, doing = self._later(first(), running), (sequence, "scatter", 0)
         is_observed = bool(self.observers)
@@ -147,7 +148,7 @@ class Caller:
             else self._start(later, doing, tell if is_observed else None)
         )
         if is_observed:
-            tell(began_ns, CALL if given.wait else BEGIN)
+            tell(began_s, CALL if given.wait else BEGIN)
         return result
 
     def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
@@ -238,7 +239,9 @@ class Caller:
         tags = self.transport.tags
         return kind * tags + sequence % tags
 
-    def _start(self, running: Running, doing: tuple[int, str, int], tell: Callable[[int, str], None] | None) -> Handle:
+    def _start(
+        self, running: Running, doing: tuple[int, str, int], tell: Callable[[float, str], None] | None
+    ) -> Handle:
         running.owner = self
         running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
         self.engine.start(running)
@@ -246,14 +249,12 @@ class Caller:
             return Handle(self.engine, running, self.watch, doing)
         return ObservedHandle(self.engine, running, self.watch, doing, tell)
 
-    def _tells(
-        self, operation: str, nbytes: int, algorithm: str = "", peer: int = -1
-    ) -> Callable[[int, str], None] | None:
+    def _tells(self, operation: str, nbytes: int, algorithm: str = "", peer: int = -1) -> Tell | None:
         """What the handle of an observed call tells the observers by; None: there are none."""
         observers = self.observers
         if not observers:
             return None
-        return lambda began_ns, phase: observers.tell(began_ns, operation, phase, nbytes, algorithm, peer)
+        return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
 
     @property
     def under_way(self) -> int:
@@ -406,11 +407,11 @@ class Caller:
         else:
             steps = self._sized_send(message, tag) if message.is_send else self._sized_receive(message, tag)
         operation = "send" if message.is_send else "recv"
-        began_ns = clock_ns() if self.observers else 0
+        began_s = clock() if self.observers else 0.0
         tell = self._tells(operation, message.nbytes, peer=message.peer)
         handle = self._start(Running(steps, finish), (-1, name, message.nbytes), tell)
         if tell is not None:
-            tell(began_ns, BEGIN)
+            tell(began_s, BEGIN)
         return handle
 
     def _plain_message(self, message: Message, tag: int) -> Iterator[Token]:

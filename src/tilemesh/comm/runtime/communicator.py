@@ -47,9 +47,12 @@ class Communicator:
         watch: Watch,
         node_size: int | None = None,
         nodes: Sequence[int] | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[tuple[Observer, int]] = (),
     ) -> None:
-        """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is."""
+        """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is.
+
+        `observers`: each with the number of repeated calls of which it is told once (`observe`).
+        """
         self.nodes = tuple(nodes or [rank // (node_size or NODE_SIZE) for rank in range(transport.size)])
         self.transport = transport
         self.engine = engine
@@ -406,13 +409,15 @@ class Communicator:
 
     # Looking on ---------------------------------------------------------------------------------------------------
 
-    def observe(self, observer: Observer) -> Callable[[], None]:
+    def observe(self, observer: Observer, *, every: int = 1) -> Callable[[], None]:
         """Tell the observer of all that passes through this communicator and groups split from it from now on.
 
-        See `observe.py` for what it is asked and told. Returns what detaches it from this communicator. Each rank does
-        this by itself.
+        See `observe.py` for what it is asked and told. `every`: of so many repeated calls that are kept ready, one is
+        timed and told of. Returns what detaches it from this communicator. Each rank does this by itself.
         """
-        self._observers.attach(observer)
+        if check.whole(every, "every") < 1:
+            raise UsageError(f"every {every}: expected at least 1")
+        self._observers.attach(observer, every)
         self._ready.clear()  # made anew, observed, by the next call of each kind
 
         def detach() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilemesh.comm.runtime.observe import TEST, WAIT, clock_ns
+from tilemesh.comm.runtime.observe import TEST, WAIT, clock
 from tilemesh.comm.runtime.run import Engine, Running
 from tilemesh.comm.runtime.watch import Watch
 
@@ -43,7 +43,7 @@ class Handle:
 
 
 class ObservedHandle(Handle):
-    """The handle of an observed call. `tell(began_ns, phase)`: a test or a wait that began then is over."""
+    """The handle of an observed call. `tell(began_s, phase)`: a test or a wait that began then is over."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class ObservedHandle(Handle):
         running: Running,
         watch: Watch,
         doing: tuple[int, str, int],
-        tell: Callable[[int, str], None],
+        tell: Callable[[float, str], None],
     ) -> None:
         super().__init__(engine, running, watch, doing)
         self._tell = tell
 
     def test(self) -> bool:
-        began_ns = clock_ns()
+        began_s = clock()
         is_done = super().test()
-        self._tell(began_ns, TEST)
+        self._tell(began_s, TEST)
         return is_done
 
     def wait(self) -> Any:
-        began_ns = clock_ns()
+        began_s = clock()
         result = super().wait()
-        self._tell(began_ns, WAIT)
+        self._tell(began_s, WAIT)
         return result
