@@ -25,9 +25,9 @@ from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import batch
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train import checkpoint
-from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import Journal, read_config
+from tilemesh.runs import checkpoint
+from tilemesh.runs.journal import Journal
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
@@ -43,7 +43,7 @@ _PROFILED_STEPS = 3
 
 
 def main(name: str, folder: Path) -> int:
-    config = read_config(folder)
+    config = of_run(folder)
     comm = connect(timeout_s=600)  # a contender waits for its turn, not for a rank
     device = choose_device(config, comm)
     step = ours(config, comm, device) if name == "ours" else peer(name, config, comm, device)
