@@ -217,7 +217,7 @@ class Ranks:
                         raise KeyboardInterrupt
                     raise RunError(failure.sentence())
                 if now > end_at:
-                    raise RunError(self._job.too_long(timeout_s).sentence())
+                    raise RunError(self._job.too_long(timeout_s, missing).sentence())
                 if now > self._raised_at + self._graces.failure_s and not self._job.interrupted:
                     error = self._rank_error()
                     stuck = failure_of(self._job.records(), min(missing), "did not return after it")
