@@ -3,7 +3,8 @@
 `ArenaProgram` is a program whose places on the stage (and, for the direct ones, in the neighbours' arrays) have become
 views, once for each half of the stage; the caller's own arrays come with each call. What a schedule spells out rank by
 rank is put together again where that saves calls: slots in a row are copied at once, the same slot of all ranks is one
-strided array, and a chain of reductions into one place is carried out piece by piece, so that the place stays in the cache.
+strided array, and a chain of reductions into one place is carried out piece by piece, so that the place stays in the
+cache.
 """
 
 from __future__ import annotations
