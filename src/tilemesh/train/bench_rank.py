@@ -87,7 +87,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
-    optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
     stepper = Stepper(config, laid, open_corpus(config.data), optimizer, recorder)
