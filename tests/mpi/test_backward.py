@@ -92,7 +92,10 @@ def test_several_steps_are_read_with_one_wait(monkeypatch: pytest.MonkeyPatch) -
     [
         (lambda: alone("local"), "local gradients without tokens"),
         (lambda: alone("buckets"), "unknown gradients 'buckets': did you mean 'bucketed'"),
-        (lambda: alone("local", 4)[1].backward(torch.ones(()), 1, scale=2.0), "a loss scale of 2.0 with local gradients"),
+        (
+            lambda: alone("local", 4)[1].backward(torch.ones(()), 1, scale=2.0),
+            "a loss scale of 2.0 with local gradients",
+        ),
         (lambda: alone("local", 4)[1].finish(), "before the last microbatch"),
         (lambda: run_threads(2, _local_on_two), "local gradients on a mesh of dp=2 × tp=1: they are for one process"),
     ],
@@ -109,14 +112,14 @@ def _local_on_two(comm: Communicator) -> None:
 
 
 def test_another_exchange_is_a_method_away() -> None:
-    """What compression does: it sends something else, and the bucket holds the sum when the handle has been waited for."""
+    """What compression does: it sends something else; the bucket holds the sum once the handle has been waited for."""
 
     class Halved(Bucketed):
         """Sends 16 bits of each number."""
 
         def exchange(self, bucket: Bucket) -> Any:
             sent = bucket.flat.bfloat16()
-            handle = self.groups[bucket.batch_summed].all_reduce(sent, out=sent, wait=False)
+            handle = self.groups[bucket.batch_summed].all_reduce(sent, out=sent, algorithm=self.algorithm, wait=False)
 
             class Expanding:
                 def test(self) -> bool:

@@ -165,7 +165,9 @@ def _buckets(held: Mapping[str, Held], bucket_bytes: int) -> list[Bucket]:
         if nbytes >= bucket_bytes:
             packed.append((place, kind, filling.pop(kind)[1]))
     packed += [(place, kind, members) for kind, (place, members, _) in filling.items()]
-    return [_bucket(*kind[:3], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])]
+    return [
+        _bucket(kind[0], kind[1], kind[2], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])
+    ]
 
 
 def _bucket(copies: int, batch: Blocks, alike: Blocks, parameters: list[nn.Parameter]) -> Bucket:

@@ -1,8 +1,8 @@
 """From losses to gradients that an optimizer can use: one protocol, and everything all its implementations share.
 
 A step calls `backward` for each microbatch and `finish` once; then every `.grad` is the mean over all counted tokens of
-the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor`. Which implementation does it is chosen
-when the model is laid (`apply.lay(..., gradients=...)`) and never changes:
+the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor`. The implementation is chosen when the
+model is laid (`apply.lay(..., gradients=...)`) and never changes:
 
     bucketed   summed over the ranks in a few flat buffers, while backward still runs (`buckets.py`)
     naive      one blocking all_reduce per parameter, after backward: to read first, and to compare with

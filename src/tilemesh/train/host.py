@@ -19,10 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilemesh.comm.connection import connect
 from tilemesh.measure.figure import Figure, Outcome
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.parallel.gradients import Local, Parts
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import trained
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.plain import prepare_for_compile

@@ -138,13 +138,13 @@ class Optimizer:
     # State --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
-        """(kind and parameter's name, shard, tensor) of all there is to keep; before the first step only the weights."""
+        """("KIND:PARAMETER", shard, tensor) of all there is to keep; before the first step only the weights."""
         for name, value in self.stepped.items():
-            yield stored_name(WEIGHT, name), self.shards[name], value.detach()
+            yield f"{WEIGHT}:{name}", self.shards[name], value.detach()
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield stored_name(kind, name), self.shards[name], self._state(name)[kind]
+                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
@@ -184,11 +184,6 @@ class Optimizer:
     def _state(self, name: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self._optimizer(name).state[self.stepped[name]]
         return found
-
-
-def stored_name(kind: str, name: str) -> str:
-    """Under which a checkpoint keeps a weight, or what the optimizer remembers of it."""
-    return f"{kind}:{name}"
 
 
 def decays(whole: Sequence[int]) -> bool:

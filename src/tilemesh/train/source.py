@@ -7,7 +7,7 @@ another objective (distillation), is another value handed to `steps.Stepper`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from tilemesh.parallel.mesh import Axis
 from tilemesh.train.config import TrainConfig
 
 Loss = Callable[..., tuple[Tensor, Tensor]]
-"""From a microbatch's tensors (and where there is dropout `dropout_seed=` and `place=`): summed loss, targets counted."""
+"""From a microbatch's tensors (with dropout also `dropout_seed=` and `place=`) to summed loss and targets counted."""
 
 
 class Microbatch(NamedTuple):
@@ -36,11 +36,20 @@ class Microbatch(NamedTuple):
 class Source(Protocol):
     """Batches by the number of the step alone, so that a batch can be made again at any time."""
 
+    names: Sequence[str]
+    """Of the tensors of a microbatch, under which a batch that led to NaN is kept."""
+
     def fetch(self, number: int) -> list[Microbatch]:
         """This replica's microbatches of step `number`, counted from 1."""
 
     def held_out(self) -> Iterator[Microbatch]:
         """This replica's part of what is never trained on, the same each time; nothing where there is none."""
+
+    def fingerprint(self) -> str:
+        """A short name of the content: a run that goes on with other data is told so."""
+
+    def go_on(self, steps: int, position: int) -> None:
+        """After so many steps so many samples had been taken; a run may go on with another batch size."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,17 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
 class TextSource:
     """Sequences of a corpus in the order that the seed says."""
 
+    names: Sequence[str] = ("tokens", "targets")
+
     def __init__(self, config: TrainConfig, corpus: Corpus, dp: Axis, device: torch.device) -> None:
         self.config, self.corpus, self.dp, self.device = config, corpus, dp, device
         self.order = Order(corpus.train.samples(config.context), config.train.seed)
         self._steps, self._position = 0, 0
 
+    def fingerprint(self) -> str:
+        return self.corpus.train.fingerprint()
+
     def go_on(self, steps: int, position: int) -> None:
-        """After so many steps so many samples had been taken; a run may go on with another batch size."""
         self._steps, self._position = steps, position
 
     def fetch(self, number: int) -> list[Microbatch]:
