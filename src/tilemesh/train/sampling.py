@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model.cache import DenseCache, KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Cache, Transformer
+from tilemesh.model.transformer import Transformer
 from tilemesh.train.checkpoint import Reader
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.data import tokenizer_of
@@ -23,7 +24,7 @@ from tilemesh.train.manifest import checkpoints, damage, folder_name
 from tilemesh.train.optimizer import WEIGHT
 from tilemesh.train.text import Tokenizer
 
-Logits = Callable[[Tensor, Cache], Tensor]
+Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
 
 def sample(
@@ -48,13 +49,13 @@ def sample(
         raise UsageError(f"temperature is {temperature}: expected 0 or more")
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
-    cache = Cache(context)
+    cache = DenseCache(1, context, device)
     pending = whole[-context:]
     for _ in range(tokens):
-        if cache.length + len(pending) > context:
-            cache, pending = Cache(context), whole[-max(1, context // 2) :]
+        if cache.lengths[0] + len(pending) > context:
+            cache, pending = DenseCache(1, context, device), whole[-max(1, context // 2) :]
         with torch.no_grad():
-            found = logits(torch.tensor([pending], device=device), cache)[0, -1]
+            found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
         scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
         if temperature == 0:
             token = int(scores.argmax())
