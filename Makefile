@@ -10,14 +10,16 @@ train: setup
 	@$(BIN)/tilemesh calibrate --if-missing
 	@$(BIN)/tilemesh train
 
-test: test-units test-ranks
+# The rank tests run even when a unit test failed; one summary closes both.
+test: setup
+	@$(BIN)/python scripts/test.py
 
 # Two at a time, except those that start ranks: these have the machine to themselves.
 test-units: setup
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/mpi
+	@$(BIN)/python scripts/test.py units
 
 test-ranks: setup
-	@$(BIN)/python -m pytest tests/mpi
+	@$(BIN)/python scripts/test.py ranks
 
 # Those that failed in the last run, one after the other.
 test-again: setup
@@ -25,10 +27,10 @@ test-again: setup
 
 # The real set-up, killed half way and moved: minutes long, so apart.
 test-setup: setup
-	@$(BIN)/python -m pytest -m slow tests/cpu/test_setup.py
+	@$(BIN)/python scripts/test.py setup
 
 test-all: setup
-	@$(BIN)/python -m pytest -m "slow or not slow"
+	@$(BIN)/python scripts/test.py --all
 
 check: setup
 	@$(BIN)/ruff check .

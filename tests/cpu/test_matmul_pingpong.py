@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.matmul import kernel, launch, reference
 from tilemesh.kernels.matmul.config import Config, FitError, check, refusal
 from tilemesh.kernels.matmul.plan import tiles_plan
@@ -283,12 +284,12 @@ def test_the_kernels_source_computes_what_torch_does(case):
     emulate(problem, config, arrays)
     c = views.get("c")
     exact = reference.exact(views["a"], views["b"], c, activation)
-    plain = reference.fused_matmul(views["a"].float(), views["b"].float(), None if c is None else c.float(), activation)
-    allowed = 2 * (plain.half().double() - exact).abs().max().item() + 1e-5
-    assert (views["d"].double() - exact).abs().max().item() <= allowed
+    bound = reference.error_bound(views["a"], views["b"], c, activation)
+    assert (wrong := excess(views["d"], exact, bound)) is None, wrong
     if keep:
         before = reference.exact(views["a"], views["b"], c, "none")
-        assert (views["z"].double() - before).abs().max().item() <= 2e-3 * before.abs().max().item()
+        bound = reference.error_bound(views["a"], views["b"], c, "none")
+        assert (wrong := excess(views["z"], before, bound)) is None, wrong
 
 
 def test_the_stand_in_notices_a_stage_given_back_too_early():

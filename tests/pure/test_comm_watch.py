@@ -17,7 +17,7 @@ import pytest
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime import watch
-from tilemesh.comm.runtime.records import Record, private_board
+from tilemesh.comm.runtime.records import Doing, Record, private_board
 from tilemesh.comm.schedules.hierarchical import largest_block
 from tilemesh.core.errors import RunError
 
@@ -91,6 +91,23 @@ def test_three_hundred_groups_fit_a_record() -> None:
             over.wait(60)
 
     assert "in barrier #1 of world/8.0 (1 B); not arrived: rank 2 is in no collective" in words_of(3, main)
+
+
+def test_a_rank_that_stopped_inside_the_call_is_named_though_it_arrived() -> None:
+    process = watch.Process(0, private_board(3), lambda reason: None)
+    mine = watch.Watch(process, [0, 1, 2])
+    note = (4, "all_reduce", 1024, 0)
+    now, seen = time.monotonic_ns(), {"world": 4}
+    doing = Doing("world", 4, "all_reduce", 1024, now - int(6e9))
+    process.board.write(1, Record(os.getpid(), now - int(6e9), "step 4: gradients", doing, seen))
+    process.board.write(2, Record(os.getpid(), now, "step 4: gradients", doing, seen))
+    words = mine.report(note, 6.0)
+    assert (
+        "; arrived, and went no further: rank 1 is in all_reduce #4 of world for 6.0 s, at step 4: gradients" in words
+    )
+    assert "(its last word is 6 s old: stopped, or in code that lets no other thread run); arrived: 1, 2;" in words
+    process.board.write(1, Record(os.getpid(), now, "step 4: gradients", doing, seen))
+    assert "no rank is missing: the network, or a rank that died, holds it up; arrived: 1, 2;" in mine.report(note, 6.0)
 
 
 def test_of_too_many_groups_those_that_moved_last_are_kept() -> None:

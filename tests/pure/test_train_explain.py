@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.core.advice import improvement, savings
-from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.explain import Shares, shares
-from tilemesh.train.manifest import (
+from tilemesh.runs.manifest import (
     Box,
     DamagedError,
     Manifest,
@@ -25,6 +23,8 @@ from tilemesh.train.manifest import (
     overlap,
     within,
 )
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.explain import Shares, shares
 from tilemesh.train.schedule import rate
 
 

@@ -82,8 +82,8 @@ def prepare(
     """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`."""
     from pathlib import Path
 
-    from tilemesh.train.config import DataConfig
-    from tilemesh.train.data import prepare as write
+    from tilemesh.data.config import DataConfig
+    from tilemesh.data.corpus import prepare as write
 
     chosen = None if tokenizer is None else Path(tokenizer)
     made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.data.corpus import open_corpus
+from tilemesh.data.order import Order, rows_of
+from tilemesh.data.stream import batch
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train import checkpoint, data
-from tilemesh.train.config import TrainConfig
-from tilemesh.train.data import open_corpus
-from tilemesh.train.folder import Journal, read_config
+from tilemesh.runs import checkpoint
+from tilemesh.runs.journal import Journal
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.order import Order, rows_of
 from tilemesh.train.peers import PlainStep
 from tilemesh.train.rank import choose_device, lay_model
 from tilemesh.train.record import Recorder, watch_mesh
@@ -41,7 +42,7 @@ _PROFILED_STEPS = 3
 
 
 def main(name: str, folder: Path) -> int:
-    config = read_config(folder)
+    config = of_run(folder)
     comm = connect(timeout_s=600)  # a contender waits for its turn, not for a rank
     device = choose_device(config, comm)
     step = ours(config, comm, device) if name == "ours" else peer(name, config, comm, device)
@@ -111,7 +112,7 @@ def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.devic
         made = []
         for micro in range(accumulation):
             rows = rows_of(config.batch, comm.size, comm.rank, accumulation, micro)
-            whole = torch.from_numpy(data.batch(corpus.train, order, position, rows, config.context))
+            whole = torch.from_numpy(batch(corpus.train, order, position, rows, config.context))
             if device.type == "cuda":
                 whole = whole.pin_memory().to(device, non_blocking=True)
             made.append((whole[:, :-1].contiguous(), whole[:, 1:].contiguous()))

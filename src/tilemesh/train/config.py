@@ -17,26 +17,13 @@ from typing import Any, Literal
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
 
 DEFAULT_PRESET = "default"
-STDLIB = "stdlib"
-"""The source that every Python has: its own library."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What is learned from."""
-
-    source: str = STDLIB
-    """`stdlib` (this Python's own library as bytes), a text file, a folder of text, or a folder of `.bin` shards."""
-    tokenizer: Path | None = None
-    """A Hugging Face `tokenizers` file (tokenizer.json); without one text is read as bytes."""
-    held_out: float = 0.02
-    """The fraction that is never trained on: whole documents where there are enough, else the end of the text."""
-    pattern: str = "*"
-    """Which files of a folder of text: a name pattern such as *.py."""
 
 
 NO_GRAPH = (
@@ -304,14 +291,9 @@ def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
 
 
-def check_source(source: str) -> None:
-    """Refuse a source that is not there, before anybody goes to read it."""
-    if source != STDLIB and not Path(source).expanduser().exists():
-        raise no_source(source)
-
-
-def no_source(source: str) -> UsageError:
-    return UsageError(f"data.source '{source}' does not exist: expected {STDLIB}, a file, or a folder")
+def of_run(folder: str | Path) -> TrainConfig:
+    """What the run in a folder is, as it was written down."""
+    return from_toml(*folders.read_config(folder, TRAIN))
 
 
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:

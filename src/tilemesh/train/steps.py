@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.data.order import Order, rows_of
+from tilemesh.data.stream import Corpus, batch
 from tilemesh.model.dropout import Place, fold_seed
 from tilemesh.parallel.data import Gradients, Step
 from tilemesh.parallel.laid import Laid
-from tilemesh.train import data
 from tilemesh.train.alone import LateStep, LocalGradients, Pace
 from tilemesh.train.config import NO_GRAPH, TrainConfig
-from tilemesh.train.data import Corpus
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
-from tilemesh.train.order import Order, rows_of
 from tilemesh.train.record import DATA, Recorder
 from tilemesh.train.schedule import rate
 
@@ -246,7 +245,7 @@ class Stepper:
         made = []
         for micro in range(plan.accumulation):
             rows = rows_of(config.batch, plan.dp, dp.index, plan.accumulation, micro)
-            tokens = data.batch(self.corpus.train, self.order, position, rows, config.context)
+            tokens = batch(self.corpus.train, self.order, position, rows, config.context)
             made.append((*self.on_device(tokens), rows.start))
         return made
 

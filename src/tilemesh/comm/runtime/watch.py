@@ -225,13 +225,15 @@ class Watch:
         size = f" ({format_bytes(nbytes)})" if nbytes else ""
         group = f" (ranks {ranges(self.members)})" if len(self.members) < self.process.board.ranks else ""
         stage = f" at {self.process.stage}" if self.process.stage else ""
-        missing, here = [], []
+        missing, here, stopped = [], [], []
         for rank in self.members:
             record = self.process.board.read(rank)
             if rank == me:
                 continue
             if record is not None and sequence >= 0 and record.seen.get(self.label, -1) >= sequence:
                 here.append(rank)
+                if not record.is_over and (_is_silent(record) or (self.process.pids and not _is_alive(record.pid))):
+                    stopped.append(f"rank {rank} {self._instead(record)}")
             else:
                 missing.append(f"rank {rank} {self._instead(record)}")
         parts = [
@@ -240,6 +242,8 @@ class Watch:
         ]
         if missing:
             parts[1] = f"{'not arrived' if sequence >= 0 else 'meanwhile'}: {'; '.join(missing)}"
+        elif stopped:  # in the middle of the call, after all had come
+            parts[1] = f"arrived, and went no further: {'; '.join(stopped)}"
         if here:
             parts.append(f"arrived: {ranges(here)}")
         return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
@@ -253,8 +257,8 @@ class Watch:
             return f"(its process {record.pid} is gone)"
         at = f", at {record.where}" if record.where else ""
         maybe = " (it may have arrived: it has too many groups to tell)" if record.is_cut else ""
-        silent_s = (time.monotonic_ns() - record.at_ns) / 1e9
-        if silent_s > _SILENT_S:
+        if _is_silent(record):
+            silent_s = (time.monotonic_ns() - record.at_ns) / 1e9
             maybe += f" (its last word is {silent_s:.0f} s old: stopped, or in code that lets no other thread run)"
         if record.doing is not None:
             doing = record.doing
@@ -294,6 +298,10 @@ def _is_program(file: str) -> bool:
         # A training loop of tilemesh is the program, too; what records its calls is not.
         return not file.startswith((str(Path(_TILEMESH, "comm")), str(Path(_TILEMESH, "train", "record.py"))))
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
+
+
+def _is_silent(record: Record) -> bool:
+    return time.monotonic_ns() - record.at_ns > _SILENT_S * 1e9
 
 
 def _is_alive(pid: int) -> bool:

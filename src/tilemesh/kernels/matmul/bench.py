@@ -18,12 +18,13 @@ from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels import ops
+from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.choice import choose
 from tilemesh.kernels.matmul.cost import cost, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.problem import Problem, dense
 from tilemesh.kernels.matmul.run import gpu_of
-from tilemesh.kernels.matmul.trial import Inputs, checked_rows, exact_rows, input_bytes, make_inputs, rows_of_c
+from tilemesh.kernels.matmul.trial import Inputs, allowed_error, checked_rows, exact_rows, input_bytes, make_inputs
 from tilemesh.measure.gpu import KernelTimer, call_timer, rotating_sets
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
@@ -136,7 +137,7 @@ def _given(c: Tensor | None) -> Tensor:
 
 
 def _check(problem: Problem, sets: Sequence[Inputs]) -> Check:
-    """Every candidate but `a @ b` alone must be as near to float64 as twice eager's own error; outputs are poisoned."""
+    """Every candidate but `a @ b` alone must be within `allowed_error` of float64; outputs are poisoned."""
 
     def poison(name: str, result: object) -> None:
         if isinstance(result, Tensor):
@@ -148,11 +149,9 @@ def _check(problem: Problem, sets: Sequence[Inputs]) -> Check:
         inputs = sets[index]
         rows = checked_rows(problem.m, result.device)
         exact = exact_rows(inputs, problem.activation, rows)
-        plain = reference.fused_matmul(inputs.a[rows], inputs.b, rows_of_c(inputs.c, rows), problem.activation)
-        allowed = 2 * (plain.double() - exact).abs().max().item() + 1e-6
-        error = (result[rows].double() - exact).abs().max().item()
-        if not (error <= allowed and bool(result.isfinite().all())):
-            raise RunError(f"{name} is wrong: error {error:.3g}, allowed {allowed:.3g}")
+        wrong = excess(result[rows], exact, allowed_error(problem, inputs, rows, exact))
+        if wrong or not bool(result.isfinite().all()):
+            raise RunError(f"{name} is wrong: {wrong or 'not finite'}")
 
     return Check(poison, verify)
 

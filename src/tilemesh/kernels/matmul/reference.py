@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tilemesh.kernels.accuracy import TF32_UNIT, accumulator, rounding_error, sum_error, unit
+
+# The steepest slope of each activation; squared_relu's grows with its argument.
+_STEEPEST = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
+
 
 def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
@@ -33,6 +38,57 @@ def fused_matmul(a: Tensor, b: Tensor, c: Tensor | None, activation: str) -> Ten
 def exact(a: Tensor, b: Tensor, c: Tensor | None, activation: str) -> Tensor:
     """The float64 result, for errors to be measured against."""
     return fused_matmul(a.double(), b.double(), None if c is None else c.double(), activation)
+
+
+def error_bound(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, *, separate: bool = False, tf32: bool = False
+) -> Tensor:
+    """How far each element of a correct D may be from `exact`, from operation counts and magnitudes alone.
+
+    separate: the product, the sum with C and D are each rounded to A's dtype, as by three operators. tf32: operands are
+    rounded to tf32 first.
+    """
+    sums = accumulator(a.dtype)
+    product = a.double().abs() @ b.double().abs()
+    total = exact(a, b, c, "none").abs()
+    added = torch.zeros((), dtype=torch.float64, device=a.device) if c is None else c.double().abs()
+    error = sum_error(product + added, a.shape[-1] + 2, sums)
+    if tf32:
+        error = error + 2.01 * TF32_UNIT * product
+    if separate:
+        error = error + 2 * rounding_error(total + added, a.dtype)
+    steepest = 2 * (total + error) if activation == "squared_relu" else _STEEPEST[activation]
+    bound = steepest * error + rounding_error(exact(a, b, c, activation), a.dtype)
+    if activation not in ("none", "relu"):
+        # exp and erf are right to a few units, and an argument's rounding counts as often as the argument is large.
+        bound = bound + (8 + 2 * total) * total * unit(sums)
+    return 1.01 * bound  # products of two errors
+
+
+def gradient_error_bounds(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same of correct gradients of A, B and C, for 2-d A and a gradient of D; everything kept is rounded once."""
+    sums, kept = accumulator(a.dtype), a.dtype
+    wide, steep = grad.double().abs(), slope(exact(a, b, c, "none"), activation).abs()
+    total = exact(a, b, c, "none").abs()
+    before = error_bound(a, b, c, "none", separate=True)
+    if activation == "relu":  # its slope jumps at zero
+        bend = (total <= before).double()
+    else:
+        bend = before * (
+            0.0 if activation == "none" else 2.0
+        )  # no activation's slope changes faster than squared_relu's
+    dz = wide * steep
+    dz_error = wide * (bend + (8 + 2 * total) * (1 + total) * unit(sums)) + rounding_error(dz, kept)
+    sizes = b.double().abs().mT, a.double().abs().mT
+    da = dz_error @ sizes[0] + sum_error(dz @ sizes[0], dz.shape[1] + 2, sums)
+    db = sizes[1] @ dz_error + sum_error(sizes[1] @ dz, dz.shape[0] + 2, sums)
+    da, db = (error + rounding_error(size, kept) for error, size in ((da, dz @ sizes[0]), (db, sizes[1] @ dz)))
+    if c is None:
+        return 1.01 * da, 1.01 * db, None
+    dc = dz_error + sum_error(dz, max(dz.shape) + 2, sums) + rounding_error(dz, kept)
+    return 1.01 * da, 1.01 * db, 1.01 * dc.sum_to_size(c.shape)
 
 
 def slope(saved: Tensor, activation: str) -> Tensor:

@@ -1,14 +1,11 @@
-"""Documents and what turns them into tokens: this Python's library, a file, a folder; bytes or a `tokenizers` file.
+"""Text to tokens and back: bytes, which need no library, or a file of the optional package `tokenizers`.
 
-A document ends with one token that no text contains, so that a model learns where one stops. Bytes need no library;
-a tokenizer file needs the optional package `tokenizers`, which is asked for by name when it is missing.
+A document ends with one token that no text contains, so that a model learns where one stops.
 """
 
 from __future__ import annotations
 
-import os
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.train.config import STDLIB, no_source
 
 END_BYTE = 0  # never part of a text file
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
@@ -88,44 +83,24 @@ class FileTokenizer:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """Shards from elsewhere, of which nobody said what their numbers mean."""
+
+    vocabulary: int
+    name: str = "tokens"
+    end: int = 0
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        raise UsageError("these shards do not say which tokenizer made them: set data.tokenizer")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(str(int(token)) for token in tokens)
+
+
 def open_tokenizer(path: Path | None) -> Tokenizer:
     return Bytes() if path is None else FileTokenizer(path)
 
 
-def documents(source: str, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each document, in an order that is the same on every machine with the same files."""
-    if source == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        yield from _files(root, "*.py", skip=_NOT_LIBRARY)
-        return
-    path = Path(source).expanduser()
-    if path.is_file():
-        yield path.name, _read(path)
-        return
-    if not path.is_dir():
-        raise no_source(source)
-    found = False
-    for one in _files(path, pattern, skip=set()):
-        found = True
-        yield one
-    if not found:
-        raise UsageError(f"data.source '{source}' has no text file named like '{pattern}': set data.pattern")
-
-
-def _files(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, bytes]]:
-    """Text files below a folder by relative name; binary ones (a zero byte at the beginning) are passed over."""
-    names = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in skip and not name.startswith("."))
-        names += [Path(folder, name) for name in files if Path(name).match(pattern) and not name.startswith(".")]
-    for path in sorted(names, key=lambda one: one.relative_to(root).as_posix()):
-        content = _read(path)
-        if b"\0" not in content[:4096]:
-            yield path.relative_to(root).as_posix(), content
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RunError(f"data: {path} cannot be read: {error.strerror}") from None
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return [int(token) for token in tokenizer.encode(prompt.encode())]

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.train import data, text
-from tilemesh.train.config import DataConfig
-from tilemesh.train.data import Stream, open_corpus, prepare
-from tilemesh.train.order import Order
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import check_tokens, open_corpus, prepare
+from tilemesh.data.order import Order
+from tilemesh.data.stream import Stream, batch
+from tilemesh.data.tokenizer import open_tokenizer
 
 
 @given(
@@ -32,9 +33,9 @@ def test_samples_cover_a_stream_whatever_its_shards(lengths: list[int], context:
 
 def test_a_batch_is_the_rows_of_a_position() -> None:
     stream, order = Stream((np.arange(101, dtype=np.uint16),)), Order(10, seed=3)
-    whole = data.batch(stream, order, 16, range(8), 10)
+    whole = batch(stream, order, 16, range(8), 10)
     assert whole.shape == (8, 11)
-    assert np.array_equal(data.batch(stream, order, 16, range(4, 8), 10), whole[4:])
+    assert np.array_equal(batch(stream, order, 16, range(4, 8), 10), whole[4:])
     assert np.array_equal(whole[:, 1:], whole[:, :-1] + 1)
 
 
@@ -107,12 +108,12 @@ def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     again = open_corpus(DataConfig(source=str(tmp_path / "shards"), held_out=0.0))
     assert again.tokenizer.decode([0, 1]) == "one two"
     with pytest.raises(UsageError, match="the tokenizer has 4 tokens and the model's vocabulary is 3"):
-        data.check_tokens(corpus, 3)
+        check_tokens(corpus, 3)
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UsageError, match="not a tokenizers file"):
-        text.open_tokenizer(tmp_path / "broken.json")
+        open_tokenizer(tmp_path / "broken.json")
     with pytest.raises(UsageError, match="does not exist"):
-        text.open_tokenizer(tmp_path / "none.json")
+        open_tokenizer(tmp_path / "none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RunError, match="pip install tokenizers"):
-        text.open_tokenizer(path)
+        open_tokenizer(path)

@@ -13,14 +13,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tilemesh.core.errors import RunError
 
 SCHEMA = 1
+WEIGHT = "weight"
+"""Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
-_STEP = re.compile(r"step-(\d{8})")
+_STEP = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (begin, shape) in the whole
@@ -100,11 +102,17 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder by its name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every finished checkpoint, newest first; whether they are sound is another question."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path.name)) is not None]
     return sorted(found, reverse=True)
 
 
@@ -152,3 +160,21 @@ def overlap(a: Box, b: Box) -> Box | None:
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Slices that index a box inside an array that holds the outer box."""
     return tuple(slice(b - o, b - o + n) for b, n, o in zip(box[0], box[1], outer[0], strict=True))
+
+
+class Shard(Protocol):
+    """What one rank holds of one tensor, as far as a checkpoint asks."""
+
+    @property
+    def whole(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def padding(self) -> int: ...
+
+    @property
+    def writes(self) -> bool: ...
+
+    def pieces(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]: ...

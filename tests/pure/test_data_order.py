@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.train.order import Order, permuted, rows_of
+from tilemesh.data.order import Order, permuted, rows_of
 
 
 @given(count=st.integers(1, 700), key=st.integers(0, 2**64 - 1))

@@ -1,0 +1,227 @@
+"""Run the tests in parts and end with one summary: the failures of all parts, then `N passed, N failed, N skipped`.
+
+`make test` runs the parts `units` (several tests at a time) and `ranks` (tests that start processes of their own and
+have the machine to themselves); the second runs even when the first failed. It needs only pytest: on a machine where
+nothing can be installed, `python3 scripts/test.py --by-file -n 16 --logs FOLDER` runs the tests from source, each file
+in a process of its own. The totals come from the JUnit files that pytest writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("units", "ranks", "setup")
+SETUP_TESTS = "tests/cpu/test_setup.py"
+RANK_TESTS = "tests/mpi"
+CORES_PER_RANK_TEST = 4  # how many cores a test that starts ranks is counted as, where files run side by side
+NO_TESTS = 5  # pytest's exit code when nothing was selected
+
+
+@dataclass(frozen=True)
+class Job:
+    """One pytest process: its name in the logs, its arguments, and its environment beyond ours."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Totals:
+    """What the jobs reported: tests by outcome; `failed` maps a test's id to the first line of why."""
+
+    passed: int = 0
+    skipped: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: list[tuple[float, str]] = field(default_factory=list)
+
+    def read(self, job: Job, report: Path, code: int) -> None:
+        """Add one job's report; a job that ended without one has failed as a whole."""
+        failures_before = len(self.failed)
+        if report.exists() and report.stat().st_size:
+            for case in ET.parse(report).iter("testcase"):
+                self._add(case)
+        if code not in (0, NO_TESTS) and len(self.failed) == failures_before:
+            self.failed[job.name] = f"pytest ended with code {code}"
+
+    def _add(self, case: ET.Element) -> None:
+        identity = test_id(case)
+        self.seconds.append((float(case.get("time", "0")), identity))
+        problem = next((child for child in case if child.tag in ("failure", "error")), None)
+        if problem is not None:
+            self.failed[identity] = (problem.get("message") or "").partition("\n")[0][:300]
+        elif any(child.tag == "skipped" for child in case):
+            self.skipped += 1
+        else:
+            self.passed += 1
+
+    def closing_line(self) -> str:
+        return f"{self.passed} passed, {len(self.failed)} failed, {self.skipped} skipped"
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    folder = Path(options.logs or ROOT / ".pytest_cache" / "reports").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    totals, began = Totals(), time.monotonic()
+    if options.by_file:
+        for jobs, at_once in file_jobs(options):
+            with ThreadPoolExecutor(at_once) as pool:
+                codes = list(pool.map(lambda job: run_logged(job, folder, options.limit_s), jobs))
+            for job, code in zip(jobs, codes, strict=True):
+                totals.read(job, report_of(job, folder), code)
+    else:
+        for job in part_jobs(options):
+            print(f"\n{job.name}: pytest {' '.join(job.arguments)}", flush=True)
+            totals.read(job, report_of(job, folder), run(job, folder))
+    alone = retry(totals, folder) if options.again and totals.failed else []
+    say(totals, alone, time.monotonic() - began, options.slowest)
+    return int(bool(totals.failed))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the tests in parts and print one summary.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; units and ranks if not given")
+    parser.add_argument("-n", type=int, default=2, metavar="N", help="tests (or files) at a time; ranks run alone")
+    parser.add_argument("--all", action="store_true", help="also the slow tests")
+    parser.add_argument("--again", action="store_true", help="run what failed once more, alone; it counts if it passes")
+    parser.add_argument("--by-file", action="store_true", help="each file in a process of its own, output into --logs")
+    parser.add_argument("--logs", metavar="FOLDER", help="where JUnit files and logs go")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="with --by-file: seconds a file may take")
+    parser.add_argument("--slowest", type=int, default=0, metavar="N", help="name the N tests that took longest")
+    options = parser.parse_args(argv)
+    options.parts = options.parts or ["units", "ranks"]
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"unknown part '{unknown[0]}': known are {', '.join(PARTS)}")
+    return options
+
+
+def part_jobs(options: argparse.Namespace) -> list[Job]:
+    """One job for each part, to run one after the other."""
+    slow = ("-m", "slow or not slow") if options.all else ()
+    several = ("-n", str(options.n)) if find_spec("xdist") is not None and options.n > 1 else ()
+    jobs = {
+        "units": Job("units", (*several, *slow, "--ignore", RANK_TESTS), {"OMP_NUM_THREADS": "1"}),
+        "ranks": Job("ranks", (*slow, RANK_TESTS)),
+        "setup": Job("setup", ("-m", "slow", SETUP_TESTS)),
+    }
+    return [jobs[part] for part in options.parts]
+
+
+def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
+    """Jobs of one file each, in groups that run one after the other; beside each group how many run at once."""
+    slow = ("-m", "slow or not slow") if options.all else ()
+
+    def jobs(paths: Sequence[Path]) -> list[Job]:
+        names = [str(path.relative_to(ROOT)) for path in paths]
+        return [Job(name, (*slow, name), {"OMP_NUM_THREADS": "1"}) for name in names if name != SETUP_TESTS]
+
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    ranks = [path for path in files if path.is_relative_to(ROOT / RANK_TESTS)]
+    gpu = [path for path in files if path.is_relative_to(ROOT / "tests" / "gpu")]
+    units = [path for path in files if path not in ranks and path not in gpu]
+    groups = []
+    if "units" in options.parts:
+        groups += [(jobs(units), options.n), (jobs(gpu), 1)]  # they share a GPU, and some measure its memory
+    if "ranks" in options.parts:
+        groups.append((jobs(ranks), max(1, options.n // CORES_PER_RANK_TEST)))
+    if "setup" in options.parts:
+        groups.append(([Job("setup", ("-m", "slow", SETUP_TESTS))], 1))
+    return groups
+
+
+def command(job: Job, folder: Path) -> list[str]:
+    report_of(job, folder).unlink(missing_ok=True)  # of an earlier run
+    line = [sys.executable, "-m", "pytest", "-o", "junit_family=xunit1", f"--junit-xml={report_of(job, folder)}"]
+    if find_spec("pytest_timeout") is None:  # the configuration names its option and its mark
+        line += ["-o", "addopts=--import-mode=importlib -ra", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
+        line += ["-W", "ignore::pytest.PytestConfigWarning"]
+        line += [] if "-m" in job.arguments else ["-m", "not slow"]
+    return [*line, *job.arguments]
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Ours, with this checkout's source first; what the job wants holds unless the user decided."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return job.environment | os.environ | {"PYTHONPATH": path}
+
+
+def report_of(job: Job, folder: Path) -> Path:
+    return folder / f"{job.name.replace('/', '_')}.xml"
+
+
+def run(job: Job, folder: Path) -> int:
+    """With its output on ours."""
+    return subprocess.run(command(job, folder), cwd=ROOT, env=environment(job), check=False).returncode
+
+
+def run_logged(job: Job, folder: Path, limit_s: float) -> int:
+    """With its output in a file, and a bound on its time."""
+    began = time.monotonic()
+    line = [*command(job, folder), "-q", "-p", "no:cacheprovider", "--durations=10"]
+    with report_of(job, folder).with_suffix(".txt").open("wb") as log:
+        child = subprocess.Popen(
+            line, cwd=ROOT, env=environment(job), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
+    print(f"{code:>4} {time.monotonic() - began:6.0f} s  {job.name}", flush=True)
+    return code
+
+
+def retry(totals: Totals, folder: Path) -> list[str]:
+    """Run the failed tests once more, one after the other; those that pass move to `passed` and are returned."""
+    again, second = Job("again", tuple(name for name in totals.failed if "::" in name)), Totals()
+    if not again.arguments:
+        return []
+    print("\nonce more, alone:", flush=True)
+    second.read(again, report_of(again, folder), run(again, folder))
+    alone = [name for name in again.arguments if name not in second.failed] if second.passed else []
+    for name in alone:
+        del totals.failed[name]
+    totals.passed += len(alone)
+    return alone
+
+
+def test_id(case: ET.Element) -> str:
+    """What pytest takes to run this test again: tests/cpu/test_x.py::Class::test_y[1]."""
+    file, name = case.get("file"), case.get("name", "")
+    if file is None:  # a file that could not be imported
+        return name
+    module = file.removesuffix(".py").replace("/", ".")
+    classes = case.get("classname", "").removeprefix(module).strip(".").split(".")
+    return "::".join(filter(None, [file, *classes, name]))
+
+
+def say(totals: Totals, alone: Sequence[str], seconds: float, slowest: int) -> None:
+    print()
+    for time_s, name in sorted(totals.seconds, reverse=True)[:slowest]:
+        print(f"{time_s:8.1f} s  {name}")
+    for name in alone:
+        print(f"PASSED ALONE {name}: it depends on the load, or on other tests")
+    for name, why in totals.failed.items():
+        print(f"FAILED {name}{f' - {why}' if why else ''}")
+    print(f"tests took {seconds:.0f} s")
+    print(totals.closing_line(), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
