@@ -168,7 +168,7 @@ def test_no_difference_hides_behind_the_length_of_a_call(monkeypatch: pytest.Mon
         counts = [1_000_000 * rank for rank in range(ranks)]
         counts[-1 if comm.rank == 5 else -2] += 1
         with pytest.raises(UsageError) as caught:
-            comm._caller.engine.run(
+            comm.engine.run(
                 Running(compare_calls(comm.transport, f"all_gather(float32, {counts})", 2_000_000), lambda: None)
             )
         return str(caught.value)
@@ -285,7 +285,7 @@ def test_a_closed_communicator_says_so_and_leaves_the_others_open() -> None:
         assert group.label not in comm.watch.process.watches
         assert inner.all_reduce(np.ones(1))[0] == inner.size
         handle = comm.all_reduce(np.ones(300), algorithm="ring", wait=False)
-        if comm._caller.under_way:
+        if comm.under_way:
             with pytest.raises(UsageError, match=r"close\(\) of world with 1 calls under way"):
                 comm.close()
         assert handle.wait()[0] == comm.size

@@ -159,7 +159,7 @@ def test_a_group_knows_its_nodes_from_its_parent() -> None:
         x = np.ones(3)
         for group in (rows, columns, pairs):
             assert group.all_reduce(x, algorithm="hierarchical")[0] == group.size
-        return tuple(group._caller.planner.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
+        return tuple(group.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
 
     assert run_threads(8, main, node_size=2) == [(2, 2, 1, 2, 2)] * 8
 

@@ -83,6 +83,11 @@ class Ready(NamedTuple):
     def name(self) -> str:
         return self.choice.algorithm
 
+    @property
+    def used(self) -> str:
+        """The algorithm as an observer is told of it: on GPU memory the library's own, whatever was chosen."""
+        return "native" if self.device is not None else self.choice.algorithm
+
 
 @dataclass(frozen=True)
 class Scatter:

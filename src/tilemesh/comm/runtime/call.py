@@ -16,12 +16,13 @@ from tilemesh.comm.runtime.arena import Shape as Placing
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
 from tilemesh.comm.runtime.asked import Call, Made, Ready, Scatter
-from tilemesh.comm.runtime.choose import Choice, Request, choose
+from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose
 from tilemesh.comm.runtime.fast import ReadyCalls, native_codes, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
-from tilemesh.comm.runtime.handle import Handle
+from tilemesh.comm.runtime.handle import Handle, ObservedHandle
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
+from tilemesh.comm.runtime.observe import BEGIN, CALL, Observers, Stopwatch, clock
 from tilemesh.comm.runtime.plan import Planner, Shape
 from tilemesh.comm.runtime.run import Engine, Running, Turns
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
@@ -35,6 +36,7 @@ from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 T = TypeVar("T")
+Tell = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -50,10 +52,15 @@ def flattened(array: Array, axis: int = 0) -> Array:
 class Caller:
     """Carries out the calls of one communicator."""
 
-    def __init__(self, transport: Transport, engine: Engine, watch: Watch, node_size: int | None = None) -> None:
+    def __init__(
+        self, transport: Transport, engine: Engine, watch: Watch, observers: Observers, node_size: int | None = None
+    ) -> None:
         self.transport = transport
         self.engine = engine
         self.watch = watch
+        self.observers = observers
+        self.choices: tuple[Choices, str] | None = None  # what `auto` keeps to, and this group's name in it
+        self.stopwatch: Stopwatch | None = None
         self.planner = Planner(transport, node_size)
         self.is_debugging = debug.is_on()
         self.turns = Turns()
@@ -66,6 +73,7 @@ class Caller:
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
+        began_s = clock() if self.observers else 0.0
         ready = self._ready(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
         is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
@@ -74,17 +82,46 @@ class Caller:
             running = self._later(first, lambda _: self._running(ready, sequence))
         else:
             running = self._running(ready, sequence)
-        if key is not None and wait and ready.device is None:
-            self.kept.keep(key, ready_call(self, call, x, ready.choice))
+        if key is not None and wait and ready.device is None and self.stopwatch is None:
+            self._keep(key, ready)
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
-            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
-        return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
+            result = self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
+        else:
+            result = self._carried_out(running, (sequence, call.collective, call.nbytes), wait, ready.used)
+        if self.observers:
+            self.observers.tell(began_s, call.collective, CALL if wait else BEGIN, call.nbytes, ready.used)
+        return result
+
+    def _keep(self, key: tuple[Any, ...], ready: Ready) -> None:
+        """Keep the quick way for calls like this one, where there is one; observed, if this communicator is."""
+        quick, call = ready_call(self, ready.call, ready.x, ready.choice), ready.call
+        if quick is not None and self.observers:
+            quick = self.observers.wrapped(quick, call.collective, call.nbytes, ready.name)
+        self.kept.keep(key, quick)
+
+    def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds by part inside one blocking call. It goes the ordinary way: ready calls have no parts to time."""
+        ready, stopwatch = dict(self.kept), Stopwatch()
+        self.kept.clear()
+        self.stopwatch = stopwatch
+        if self.sharing is not None:
+            self.sharing.stopwatch = stopwatch
+        try:
+            call()
+        finally:
+            self.stopwatch = None
+            if self.sharing is not None:
+                self.sharing.stopwatch = None
+            self.kept.update(ready)
+        return stopwatch.seconds
 
     def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
         """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
+        began_s = clock()
         self.watch.sequence += 1
         sequence = self.watch.sequence
+        known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
 
         def first() -> Steps[str]:
             if self.is_debugging:
@@ -93,11 +130,26 @@ class Caller:
             return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
 
         def running(text: str) -> Running:
+            nonlocal known
             call, x, refusal = made(text)
-            running = self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+            ready = self._ready(call, x, given.algorithm, given.wait)
+            known = (call.nbytes, ready.used)
+            running = self._running(ready, sequence)
             return running if refusal is None else running.ending_in(refusal)
 
-        return self._carried_out(self._later(first(), running), (sequence, "scatter", 0), given.wait)
+        def tell(began_s: float, phase: str) -> None:
+            self.observers.tell(began_s, "scatter", phase, *known)
+
+        later, doing = self._later(first(), running), (sequence, "scatter", 0)
+        is_observed = bool(self.observers)
+        result = (
+            self._carried_out(later, doing, wait=True)
+            if given.wait
+            else self._start(later, doing, tell if is_observed else None)
+        )
+        if is_observed:
+            tell(began_s, CALL if given.wait else BEGIN)
+        return result
 
     def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
         """All that can be refused has been when this returns, and nothing has been sent."""
@@ -107,8 +159,14 @@ class Caller:
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        choice = choose(request, algorithm, self.transport, self.fit)
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
+        # What the device's library does is its own, and private sizes must not matter: neither is kept to.
+        if algorithm == "auto" and self.choices is not None and device is None and not call.private:
+            choices, group = self.choices
+            algorithm = choices.pick(
+                group, request, lambda: choose(request, "auto", self.transport, self.fit).algorithm
+            )
+        choice = choose(request, algorithm, self.transport, self.fit)
         return Ready(call, x, choice, device, target, has_result, wait)
 
     def _running(self, ready: Ready, sequence: int) -> Running:
@@ -136,9 +194,9 @@ class Caller:
             return self._native(ready, given)
         return self._scheduled(ready, given, self._tag(1, sequence))
 
-    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool) -> Any:
+    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool, algorithm: str = "") -> Any:
         if not wait:
-            return self._start(running, doing)
+            return self._start(running, doing, self._tells(doing[1], doing[2], algorithm))
         self.watch.enter(*doing)
         try:
             return self.engine.run(running)
@@ -181,11 +239,22 @@ class Caller:
         tags = self.transport.tags
         return kind * tags + sequence % tags
 
-    def _start(self, running: Running, doing: tuple[int, str, int]) -> Handle:
+    def _start(
+        self, running: Running, doing: tuple[int, str, int], tell: Callable[[float, str], None] | None
+    ) -> Handle:
         running.owner = self
         running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
         self.engine.start(running)
-        return Handle(self.engine, running, self.watch, doing)
+        if tell is None:
+            return Handle(self.engine, running, self.watch, doing)
+        return ObservedHandle(self.engine, running, self.watch, doing, tell)
+
+    def _tells(self, operation: str, nbytes: int, algorithm: str = "", peer: int = -1) -> Tell | None:
+        """What the handle of an observed call tells the observers by; None: there are none."""
+        observers = self.observers
+        if not observers:
+            return None
+        return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
 
     @property
     def under_way(self) -> int:
@@ -208,6 +277,8 @@ class Caller:
             given = given.copy()
         native = native_of(call, given, result)
         steps = native_steps(self.transport, native, call.wire.dtype)
+        if self.stopwatch is not None:
+            steps = _as_wire(steps, self.stopwatch)
         return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
 
     def _scheduled(self, ready: Ready, given: Array, tag: int) -> Running:
@@ -231,7 +302,7 @@ class Caller:
             self.planner.done(shape, bound)
             return self._finish(call, result)
 
-        return Running(bound.steps(tag), finish)
+        return Running(bound.steps(tag, self.stopwatch), finish)
 
     def _goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
@@ -259,7 +330,8 @@ class Caller:
             if np.may_share_memory(given, result) and given.size:
                 given = given.copy()
             native = native_of(call, given, result)
-            return native_steps(self.transport, native, dtype)
+            steps = native_steps(self.transport, native, dtype)
+            return steps if self.stopwatch is None else _as_wire(steps, self.stopwatch)
 
         return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
 
@@ -334,7 +406,13 @@ class Caller:
             steps = self._plain_message(message, tag)
         else:
             steps = self._sized_send(message, tag) if message.is_send else self._sized_receive(message, tag)
-        return self._start(Running(steps, finish), (-1, name, message.nbytes))
+        operation = "send" if message.is_send else "recv"
+        began_s = clock() if self.observers else 0.0
+        tell = self._tells(operation, message.nbytes, peer=message.peer)
+        handle = self._start(Running(steps, finish), (-1, name, message.nbytes), tell)
+        if tell is not None:
+            tell(began_s, BEGIN)
+        return handle
 
     def _plain_message(self, message: Message, tag: int) -> Iterator[Token]:
         yield self.transport.post([message], tag, exact=True)
@@ -397,6 +475,13 @@ class Caller:
         """A transport among the members, for which they wait for one another."""
         with self.watch.during(self.watch.sequence, "split", 0):  # all have been heard of: nobody is waited for long
             return self.transport.split(members, label)
+
+
+def _as_wire(steps: Iterator[Token], stopwatch: Stopwatch) -> Iterator[Token]:
+    """The library's own collective, timed as a whole: it does not say what it does."""
+    stopwatch.begin("wire")
+    yield from steps
+    stopwatch.begin(None)
 
 
 def _at_once() -> Steps[None]:

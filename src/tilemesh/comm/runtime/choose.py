@@ -7,6 +7,7 @@ one rank has read for all): ranks that disagreed here would wait for one another
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +68,25 @@ class Choice:
         if not in_arena or self.direct is None:
             return self.algorithm
         return "direct_slices" if self.direct == "direct+" else self.direct
+
+
+class Choices:
+    """What `auto` picked for each kind of call, and repeats, so that a run which goes on adds in the same order.
+
+    `earlier`: the table of an earlier run, whose picks are kept to; `table`: what was picked (or repeated) now. Both
+    are plain JSON: algorithms by "group collective bytes dtype operation".
+    """
+
+    def __init__(self, earlier: Mapping[str, str] | None = None) -> None:
+        self.earlier = dict(earlier or {})
+        self.table: dict[str, str] = {}
+
+    def pick(self, group: str, request: Request, now: Callable[[], str]) -> str:
+        """The algorithm for this kind of call: as it was picked before, else what `now()` says."""
+        key = f"{group} {request.collective} {request.nbytes} {request.dtype} {request.op}"
+        if key not in self.table:
+            self.table[key] = self.earlier.get(key) or now()
+        return self.table[key]
 
 
 def choose(request: Request, algorithm: str, transport: Transport, fit: Fit | None = None) -> Choice:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from tilemesh.comm.runtime.observe import TEST, WAIT, clock
 from tilemesh.comm.runtime.run import Engine, Running
 from tilemesh.comm.runtime.watch import Watch
 
@@ -38,3 +40,30 @@ class Handle:
         sequence, name, _ = self._doing
         what = f"{name} #{sequence}" if sequence >= 0 else name
         return f"<{what} of {self._watch.label}: {'done' if self._running.is_done else 'under way; call wait()'}>"
+
+
+class ObservedHandle(Handle):
+    """The handle of an observed call. `tell(began_s, phase)`: a test or a wait that began then is over."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        running: Running,
+        watch: Watch,
+        doing: tuple[int, str, int],
+        tell: Callable[[float, str], None],
+    ) -> None:
+        super().__init__(engine, running, watch, doing)
+        self._tell = tell
+
+    def test(self) -> bool:
+        began_s = clock()
+        is_done = super().test()
+        self._tell(began_s, TEST)
+        return is_done
+
+    def wait(self) -> Any:
+        began_s = clock()
+        result = super().wait()
+        self._tell(began_s, WAIT)
+        return result

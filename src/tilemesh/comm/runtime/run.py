@@ -16,11 +16,13 @@ import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import Combine
 from tilemesh.comm.runtime.lower import LANDING, Instruction, Local, Post, Program, Span, Wait
+from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 from tilemesh.core.errors import RunError
 
 _POST, _WAIT, _COPY, _REDUCE = range(4)
+_PARTS = ("wire", "wire", "copy", "reduce")  # of a stopwatch, by instruction
 
 
 class Bound:
@@ -53,11 +55,13 @@ class Bound:
         region = as_bytes(self.memory.view(span))
         return Message(is_send, peer, self.transport.view(region), region.nbytes)
 
-    def steps(self, tag: int) -> Iterator[Token]:
+    def steps(self, tag: int, stopwatch: Stopwatch | None = None) -> Iterator[Token]:
         """Carry the program out, yielding what must be done before it can go on."""
         post, combine, copy = self.transport.post, self.combine, np.copyto
         tokens: list[Token] = [None] * self.posts  # type: ignore[list-item]
         for code, first, second in self.code:
+            if stopwatch is not None:
+                stopwatch.begin(_PARTS[code])
             if code == _POST:
                 tokens[first] = post(second, tag)
             elif code == _WAIT:
@@ -66,6 +70,8 @@ class Bound:
                 combine(first, second)  # type: ignore[misc]
             else:
                 copy(first, second)
+        if stopwatch is not None:
+            stopwatch.begin(None)
 
 
 class Memory:

@@ -17,11 +17,13 @@ import numpy as np
 from tilemesh.comm.runtime.arena import Arena, Meeting, Published
 from tilemesh.comm.runtime.arithmetic import BF16, UFUNCS, combiner, is_floating
 from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
+from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.runs import runs_of
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
 _MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE, _ADD_TO_OWN = range(7)
+_PARTS = ("wait", "copy", "copy", "copy", "reduce", "reduce", "reduce")  # of a stopwatch, by instruction
 
 PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
 MOST_ROWS = 4  # up to as many arrays are combined one by one
@@ -61,16 +63,22 @@ class Bound:
         runs = runs_of(program)
         self.code = [[entry for run in runs for entry in self._bind(run, half)] for half in range(2)]
 
-    def steps(self, given: Array, data: Array, *, is_met: bool = False) -> Iterator[Token]:
+    def steps(
+        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+    ) -> Iterator[Token]:
         """Carry the program out. `is_met`: the ranks have just met, so its first meeting is behind it."""
         half = self.arena.half() if self.uses_stage else 0
         for code, one, two in self.code[half]:
+            if stopwatch is not None:
+                stopwatch.begin(_PARTS[code])
             if code == _MEET:
                 if not is_met:
                     yield Meeting(self.arena)
                 is_met = False
             else:
                 self._do(code, one, two, given, data)
+        if stopwatch is not None:
+            stopwatch.begin(None)
 
     def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         """The same, blocking."""
@@ -229,14 +237,22 @@ class ByLast:
         self.add_up = [stack_adder(function, self.rows[half], carrier) for half in range(2)]
         self.result = result
 
-    def steps(self, given: Array, data: Array) -> Iterator[Token]:
+    def steps(
+        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+    ) -> Iterator[Token]:
         flags, half = self.arena.flags, self.arena.half()
+        begin = _ignored if stopwatch is None else stopwatch.begin
+        begin("copy")
         self.mine[half][:] = given
+        begin("wait")
         if flags.is_last():
+            begin("reduce")
             self.add(half)
         else:
             yield Published(self.arena)
+        begin("copy")
         data[:] = self.parts[half][flags.published()]
+        begin(None)
 
     def add(self, half: int) -> None:
         self.add_up[half](self.own[half])
@@ -245,6 +261,10 @@ class ByLast:
     def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         for token in self.steps(given, data):
             token.wait()
+
+
+def _ignored(part: str | None) -> None:
+    return None
 
 
 def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[[Array], object]:

@@ -19,6 +19,7 @@ import numpy as np
 from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
 from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
 from tilemesh.comm.runtime.lower import Program
+from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.plan import Shape
 from tilemesh.comm.runtime.shared import STACK_BYTES, Bound, ByLast, Reducer, ufunc_of
 from tilemesh.comm.runtime.transport import Array, Token
@@ -51,6 +52,7 @@ class Sharing:
         self.arena = arena
         self.program = program
         self.kept: OrderedDict[tuple[Shape, int, Places], Bound | ByLast] = OrderedDict()
+        self.stopwatch: Stopwatch | None = None  # of the call whose parts are timed: see `Caller.breakdown`
 
     def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
@@ -85,7 +87,7 @@ class Sharing:
         in_place = shape.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
         if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
             given = given.copy()  # the result grows while later segments are still to be put on the stage
-        yield from bound.steps(given, data)
+        yield from bound.steps(given, data, self.stopwatch)
 
     def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """Tell the others where this rank's arrays lie, and go the way that is open to all."""
@@ -102,7 +104,7 @@ class Sharing:
             shape = shape._replace(algorithm=name)
             bound = self.bound(shape, call.lo, places)
             assert isinstance(bound, Bound)
-            yield from bound.steps(given, data, is_met=arena.ranks > 1)
+            yield from bound.steps(given, data, self.stopwatch, is_met=arena.ranks > 1)
             return
         yield from self._refused(call, places, given, data)
 
