@@ -18,7 +18,7 @@ from tilemesh.comm.bench_job import Job
 from tilemesh.comm.cells import Cell
 from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
-from tilemesh.comm.native_calls import native_call
+from tilemesh.comm.peer_calls import peer_call
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.book import is_direct
@@ -96,7 +96,7 @@ class Bench:
         missing = {}
         x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory
         try:
-            native = native_call(comm, cell.collective, x0, out0)
+            native = peer_call(comm, cell.collective, x0, out0)
             calls["native"] = lambda _: native()
         except UsageError as error:
             missing["native"] = str(error)

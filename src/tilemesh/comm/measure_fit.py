@@ -71,7 +71,7 @@ def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callab
     return lambda _: call(x, out=out, algorithm=name)
 
 
-class Meeting:
+class FlagBarrier:
     """What timing needs of the ranks. They leave a meeting by flags closer together than a barrier of messages."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -81,7 +81,7 @@ class Meeting:
 
 def timer_of(comm: Communicator) -> LoopTimer:
     """Readings so long that it does not matter how far apart ranks begin that share cores."""
-    return rank_timer(Meeting(comm), min_reading_s=READING_S)
+    return rank_timer(FlagBarrier(comm), min_reading_s=READING_S)
 
 
 def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
@@ -94,7 +94,7 @@ def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
 
 
 def _meeting(comm: Communicator, seconds: float) -> float:
-    meet = Meeting(comm).barrier
+    meet = FlagBarrier(comm).barrier
     found = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
     return found["meet"].median
 

@@ -108,7 +108,7 @@ def groups(mesh: Mesh) -> dict[str, Communicator]:
 def observe_mesh(mesh: Mesh, recorder: Recorder) -> None:
     """Record what this mesh's communicators do from now on."""
     for name, comm in groups(mesh).items():
-        comm.observe(recorder.observer(name))
+        comm.observe(recorder.observer(name), every=1)
 
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:

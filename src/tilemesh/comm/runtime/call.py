@@ -10,23 +10,20 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from tilemesh.comm.runtime import debug
-from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
-from tilemesh.comm.runtime.arena import Shape as Placing
+from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_arena
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
-from tilemesh.comm.runtime.asked import Call, Made, Ready, Scatter
+from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose
+from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fast import ReadyCalls, native_codes, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
-from tilemesh.comm.runtime.handle import Handle, ObservedHandle
+from tilemesh.comm.runtime.lower import Planner, ProgramKey
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
 from tilemesh.comm.runtime.observe import BEGIN, CALL, Observers, Stopwatch, clock
-from tilemesh.comm.runtime.plan import Planner, Shape
-from tilemesh.comm.runtime.run import Engine, Running, Turns
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
-from tilemesh.comm.runtime.texts import Steps, exchange, spread
+from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debugging, spread
 from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
@@ -62,7 +59,7 @@ class Caller:
         self.choices: tuple[Choices, str] | None = None  # what `auto` keeps to, and this group's name in it
         self.stopwatch: Stopwatch | None = None
         self.planner = Planner(transport, node_size)
-        self.is_debugging = debug.is_on()
+        self.is_debugging = is_debugging()
         self.turns = Turns()
         self.receipts: dict[tuple[int, int], Turns] = {}
         transport.names = watch.members
@@ -74,35 +71,35 @@ class Caller:
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
         began_s = clock() if self.observers else 0.0
-        ready = self._ready(call, x, algorithm, wait)
+        decided = self._decide(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
-        is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
+        is_native = (decided.name == "native" and not self._goes_shared(decided.choice)) or decided.device is not None
         if self.is_debugging or not self.turns.is_free:
             first = self._compared(call, algorithm, sequence)
-            running = self._later(first, lambda _: self._running(ready, sequence))
+            running = self._later(first, lambda _: self._running(decided, sequence))
         else:
-            running = self._running(ready, sequence)
-        if key is not None and wait and ready.device is None and self.stopwatch is None:
-            self._keep(key, ready)
+            running = self._running(decided, sequence)
+        if key is not None and wait and decided.device is None and self.stopwatch is None:
+            self._keep(key, decided)
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
-            result = self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
+            result = self.engine.run(running)  # the watchdog knows of it from this frame: see `watched_call`
         else:
-            result = self._carried_out(running, (sequence, call.collective, call.nbytes), wait, ready.used)
+            result = self._carried_out(running, (sequence, call.collective, call.nbytes), wait, decided.used)
         if self.observers:
-            self.observers.tell(began_s, call.collective, CALL if wait else BEGIN, call.nbytes, ready.used)
+            self.observers.tell(began_s, call.collective, CALL if wait else BEGIN, call.nbytes, decided.used)
         return result
 
-    def _keep(self, key: tuple[Any, ...], ready: Ready) -> None:
+    def _keep(self, key: tuple[Any, ...], decided: Decided) -> None:
         """Keep the quick way for calls like this one, where there is one; observed, if this communicator is."""
-        quick, call = ready_call(self, ready.call, ready.x, ready.choice), ready.call
+        quick, call = ready_call(self, decided.call, decided.x, decided.choice), decided.call
         if quick is not None and self.observers:
-            quick = self.observers.wrapped(quick, call.collective, call.nbytes, ready.name)
+            quick = self.observers.wrapped(quick, call.collective, call.nbytes, decided.name)
         self.kept.keep(key, quick)
 
     def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
         """Seconds by part inside one blocking call. It goes the ordinary way: ready calls have no parts to time."""
-        ready, stopwatch = dict(self.kept), Stopwatch()
+        decided, stopwatch = dict(self.kept), Stopwatch()
         self.kept.clear()
         self.stopwatch = stopwatch
         if self.sharing is not None:
@@ -113,7 +110,7 @@ class Caller:
             self.stopwatch = None
             if self.sharing is not None:
                 self.sharing.stopwatch = None
-            self.kept.update(ready)
+            self.kept.update(decided)
         return stopwatch.seconds
 
     def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
@@ -132,9 +129,9 @@ class Caller:
         def running(text: str) -> Running:
             nonlocal known
             call, x, refusal = made(text)
-            ready = self._ready(call, x, given.algorithm, given.wait)
-            known = (call.nbytes, ready.used)
-            running = self._running(ready, sequence)
+            decided = self._decide(call, x, given.algorithm, given.wait)
+            known = (call.nbytes, decided.used)
+            running = self._running(decided, sequence)
             return running if refusal is None else running.ending_in(refusal)
 
         def tell(began_s: float, phase: str) -> None:
@@ -151,7 +148,7 @@ class Caller:
             tell(began_s, CALL if given.wait else BEGIN)
         return result
 
-    def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
+    def _decide(self, call: Call, x: Any, algorithm: str, wait: bool) -> Decided:
         """All that can be refused has been when this returns, and nothing has been sent."""
         has_result = call.collective not in ("reduce", "gather") or self.transport.rank == call.root
         target = self._target(call) if has_result else None
@@ -167,32 +164,32 @@ class Caller:
                 group, request, lambda: choose(request, "auto", self.transport, self.fit).algorithm
             )
         choice = choose(request, algorithm, self.transport, self.fit)
-        return Ready(call, x, choice, device, target, has_result, wait)
+        return Decided(call, x, choice, device, target, has_result, wait)
 
-    def _running(self, ready: Ready, sequence: int) -> Running:
+    def _running(self, decided: Decided, sequence: int) -> Running:
         """Memory is taken, and nothing sent."""
         try:
-            return self._with_memory(ready, sequence)
+            return self._with_memory(decided, sequence)
         except (MemoryError, ValueError, OverflowError) as error:
             if isinstance(error, UsageError):
                 raise
-            call = ready.call
+            call = decided.call
             words = f"{call.collective} with a result of {call.length:,} elements of {call.like.dtype}"
             raise UsageError(f"{words}: no memory for it here ({error})") from None
 
-    def _with_memory(self, ready: Ready, sequence: int) -> Running:
-        call = ready.call
-        if ready.device is not None:
-            running: Running = ready.device.running(call, ready.x, ready.has_result)
+    def _with_memory(self, decided: Decided, sequence: int) -> Running:
+        call = decided.call
+        if decided.device is not None:
+            running: Running = decided.device.running(call, decided.x, decided.has_result)
             return running
-        given = np.empty(0, call.like.carrier) if ready.x is None else flattened(opened(ready.x)[0], call.axis)
+        given = np.empty(0, call.like.carrier) if decided.x is None else flattened(opened(decided.x)[0], call.axis)
         if call.wire is not call.like:
             given = widened(given, call.like.dtype)
-        if self._goes_shared(ready.choice):
-            return self._shared(ready, given)
-        if ready.name == "native":
-            return self._native(ready, given)
-        return self._scheduled(ready, given, self._tag(1, sequence))
+        if self._goes_shared(decided.choice):
+            return self._shared(decided, given)
+        if decided.name == "native":
+            return self._native(decided, given)
+        return self._scheduled(decided, given, self._tag(1, sequence))
 
     def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool, algorithm: str = "") -> Any:
         if not wait:
@@ -211,7 +208,7 @@ class Caller:
         yield from self._agree(call.words(algorithm), sequence, *counts)
 
     def _agree(self, words: str, sequence: int, sent: Sequence[int] = (), expected: Sequence[int] = ()) -> Steps[None]:
-        yield from debug.compare_calls(self.transport, words, self._tag(2, sequence), sent, expected)
+        yield from compare_calls(self.transport, words, self._tag(2, sequence), sent, expected)
 
     def _later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
         """A call that begins when `first` is through and those made before it have begun."""
@@ -269,9 +266,9 @@ class Caller:
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(self, ready: Ready, given: Array) -> Running:
-        call, target = ready.call, ready.target
-        length = call.length if ready.has_result else 0
+    def _native(self, decided: Decided, given: Array) -> Running:
+        call, target = decided.call, decided.target
+        length = call.length if decided.has_result else 0
         result = target if target is not None else np.empty(length, call.wire.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
@@ -279,27 +276,27 @@ class Caller:
         steps = native_steps(self.transport, native, call.wire.dtype)
         if self.stopwatch is not None:
             steps = _as_wire(steps, self.stopwatch)
-        return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
+        return Running(steps, lambda: self._finish(call, result if decided.has_result else None))
 
-    def _scheduled(self, ready: Ready, given: Array, tag: int) -> Running:
-        call, target = ready.call, ready.target
-        shape = Shape(call.collective, ready.name, call.root, call.sizes, call.received, call.wire, call.op)
+    def _scheduled(self, decided: Decided, given: Array, tag: int) -> Running:
+        call, target = decided.call, decided.target
+        key = ProgramKey(call.collective, decided.name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
-        bound = self.planner.bound(shape, given, None if is_block else target)
-        data = bound.memory.spaces[DATA]
-        is_ours = target is None and not is_block and shape not in self.planner.free
+        bound = self.planner.bound(key, given, None if is_block else target)
+        data = bound.spaces.arrays[DATA]
+        is_ours = target is None and not is_block and key not in self.planner.free
 
         def finish() -> Any:
             result = None
-            if ready.has_result:
+            if decided.has_result:
                 part = data[lo : lo + call.length]
                 result = part if is_ours else target
                 if result is None:
                     result = part.copy()
                 elif result is not part and result.__array_interface__ != part.__array_interface__:
                     np.copyto(result, part)
-            self.planner.done(shape, bound)
+            self.planner.done(key, bound)
             return self._finish(call, result)
 
         return Running(bound.steps(tag, self.stopwatch), finish)
@@ -310,19 +307,19 @@ class Caller:
             return False
         return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
 
-    def _shared(self, ready: Ready, given: Array) -> Running:
+    def _shared(self, decided: Decided, given: Array) -> Running:
         assert self.sharing is not None
-        call, has_result = ready.call, ready.has_result
-        result = ready.target
+        call, has_result = decided.call, decided.has_result
+        result = decided.target
         if result is None:
             result = np.empty(call.length if has_result else 0, call.wire.carrier)
-        steps = self.sharing.steps(self.shared_call(call, ready.choice), given, result)
+        steps = self.sharing.steps(self.shared_call(call, decided.choice), given, result)
         return Running(steps, lambda: self._finish(call, result if has_result else None))
 
     def shared_call(self, call: Call, choice: Choice) -> SharedCall:
         """What all calls like this one have in common."""
         name, dtype = choice.algorithm, call.wire.dtype
-        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
+        key = ProgramKey(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
 
@@ -333,7 +330,7 @@ class Caller:
             steps = native_steps(self.transport, native, dtype)
             return steps if self.stopwatch is None else _as_wire(steps, self.stopwatch)
 
-        return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
+        return SharedCall(key, lo, choice.direct, natively if name == "native" else None)
 
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""
@@ -354,7 +351,7 @@ class Caller:
     def _arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
-        common = transport.common(Placing(transport.size, _THREADS_BYTES).nbytes)
+        common = transport.common(Regions(transport.size, _THREADS_BYTES).nbytes)
         if common is not None:
             return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
         arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
@@ -493,7 +490,7 @@ def native_of(call: Call, given: Array, result: Array) -> NativeCall:
     return NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received, call.private)
 
 
-def native_call(frame: FrameType) -> tuple[Watch, str, int] | None:
+def watched_call(frame: FrameType) -> tuple[Watch, str, int] | None:
     """What the watchdog makes of a frame: `Caller.run`, or a ready call, inside one of the library's collectives.
 
     These calls then cost nothing for being watched, which for one of a few microseconds is worth reading locals for.

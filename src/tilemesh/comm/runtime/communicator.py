@@ -18,13 +18,11 @@ from tilemesh.comm.runtime.arena import Arena
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.asked import Call, Made, Scatter
 from tilemesh.comm.runtime.call import Caller, Closed, flattened
-from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose
-from tilemesh.comm.runtime.explain import explanation
+from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
+from tilemesh.comm.runtime.engine import Engine, Handle
 from tilemesh.comm.runtime.fit import Fit
-from tilemesh.comm.runtime.handle import Handle
 from tilemesh.comm.runtime.memory import Like, described, here, opened, store
 from tilemesh.comm.runtime.observe import Observer, Observers
-from tilemesh.comm.runtime.run import Engine
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
@@ -409,11 +407,12 @@ class Communicator:
 
     # Looking on ---------------------------------------------------------------------------------------------------
 
-    def observe(self, observer: Observer, *, every: int = 1) -> Callable[[], None]:
+    def observe(self, observer: Observer, *, every: int = 16) -> Callable[[], None]:
         """Tell the observer of all that passes through this communicator and groups split from it from now on.
 
-        See `observe.py` for what it is asked and told. `every`: of so many repeated calls that are kept ready, one is
-        timed and told of. Returns what detaches it from this communicator. Each rank does this by itself.
+        See `observe.py` for what it is asked and told. `every`: where the same call comes again and again, one of so
+        many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs instead of 0.15).
+        Returns what detaches the observer from this communicator. Each rank does this by itself.
         """
         if check.whole(every, "every") < 1:
             raise UsageError(f"every {every}: expected at least 1")
