@@ -529,8 +529,10 @@ def test_what_suits_a_gpu_is_the_same_model(name: str) -> None:
         found.append({"logits": logits.detach()} | {key: one.grad for key, one in model.named_parameters()})
     plain, suited_one = found
     assert plain.keys() == suited_one.keys()
+    largest = max(float(value.norm()) for value in plain.values())
     for key, value in plain.items():
-        torch.testing.assert_close(suited_one[key], value, rtol=1e-11, atol=1e-15, msg=key)
+        # Of whole tensors: what is near zero (a key's bias is zero but for rounding) is a difference of large terms.
+        assert (suited_one[key] - value).norm() <= 1e-11 * value.norm() + 1e-14 * largest, key
 
 
 def test_a_peer_of_the_bench_trains_the_same_model_alike(text: str) -> None:
