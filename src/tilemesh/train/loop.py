@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.matmul.choice import picks
+from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
 from tilemesh.train import checkpoint
 from tilemesh.train.config import TrainConfig
@@ -225,7 +225,7 @@ class Loop:
             "collectives": {**self.earlier.get("collectives", {}), **self.recorder.choices},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
-            "matmul": {**self.earlier.get("matmul", {}), **picks()},
+            "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
         }
         if made != self._choices:
             self.journal.write(CHOICES, made)
