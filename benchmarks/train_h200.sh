@@ -31,9 +31,9 @@ timeout 100 $python - <<'PY' 2>&1 | tee "$out/resume.txt"
 import shutil
 from pathlib import Path
 from tilemesh.train.config import load
-from tilemesh.train.folder import CHECKPOINTS
+from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.train.job import fit
-from tilemesh.train.manifest import Manifest, folder_name
+from tilemesh.runs.manifest import Manifest, folder_name
 base = "model.layers=3,model.width=256,model.heads=4,model.context=128,train.steps=12,train.batch=8,plan.microbatch=4"
 base += ",checkpoint.every=6,evaluate.every=0,sample.tokens=0,train.deterministic=true"
 for sets in ("plan.precision=bf16", "plan.precision=bf16-master", "plan.precision=bf16,train.compile=true"):

@@ -18,14 +18,15 @@ MAY_IMPORT = {
     "core": [],
     "measure": ["core"],
     "launch": ["core"],
+    "runs": ["core", "measure"],
     "data": ["core"],
     "kernels": ["core", "measure"],
     "comm": ["core", "measure"],
     "model": ["core", "kernels"],
-    "plan": ["core", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
+    "plan": ["core", "runs", "model.config", "kernels", "comm.schedules"],  # of kernels only */cost.py: see below
     "parallel": ["core", "measure", "kernels", "comm", "model"],
-    "train": ["core", "measure", "launch", "data", "kernels", "comm", "model", "parallel"],
-    "report": ["core", "measure", "plan", "comm.schedules"],
+    "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel"],
+    "report": ["core", "measure", "runs", "plan", "comm.schedules"],
     "cli": [""],
 }
 # Folders inside a folder that may use less than it.
@@ -94,11 +95,18 @@ def test_the_lowest_floors_use_the_standard_library_alone(path: Path) -> None:
         assert outside == set()
 
 
+def test_of_runs_and_data_only_one_file_loads_torch() -> None:
+    own = [path for path in modules() if dotted(path).split(".")[0] in ("runs", "data")]
+    assert {dotted(path) for path in own if any(within(name, "torch") for name in imports(path))} == {"runs.tensors"}
+
+
 @pytest.mark.parametrize(
     ("name", "imported"),
     [
         ("core.plan", "tilemesh.measure.row"),
         ("measure.row", "tilemesh.launch.job"),
+        ("runs.folder", "tilemesh.train.config"),
+        ("runs.checkpoint", "tilemesh.parallel.shard"),
         ("data.corpus", "tilemesh.train.config"),
         ("kernels.matmul.op", "tilemesh.comm.minimal"),
         ("comm.schedules.ring", "tilemesh.measure.row"),
@@ -128,6 +136,8 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.plan.choose",
         "tilemesh.model.config",
         "tilemesh.data.config",
+        "tilemesh.runs.contents",
+        "tilemesh.runs.journal",
         "tilemesh.train.config",
         "tilemesh.cli.train_run",
         "tilemesh.report.run_page",

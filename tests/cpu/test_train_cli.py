@@ -14,8 +14,8 @@ from tilemesh.cli.train_rows import TAKING_TURNS, rows
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
 from tilemesh.plan.local import Local
+from tilemesh.runs.files import read_object
 from tilemesh.train.config import load
-from tilemesh.train.folder import read_json
 from tilemesh.train.progress import Shown, step_words
 
 SMALL = (
@@ -112,7 +112,7 @@ def test_a_run_is_not_stopped_at_a_step_that_is_past(run: Path, capsys: pytest.C
 
 
 def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
-    found = read_json(run / "summary.json")
+    found = read_object(run / "summary.json")
     made = rows(found, {"missing": "nobody asked"})
     names = ["step time", "throughput", "MFU", "HFU", "peak memory a rank"]  # one rank has nothing to exchange
     assert [row.name for row in made] == names
@@ -137,7 +137,7 @@ def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pyte
 def test_the_exchange_share_is_that_of_the_rank_that_waited_least(run: Path) -> None:
     """The planner predicts the exchange itself; a rank that comes early to it waits, and that is not foreseen."""
     # On a busy machine all of so short a run's steps may fall beside a checkpoint's writing, and none be timed.
-    found = read_json(run / "summary.json") | {"step_time_s": {"median": 1.0, "p20": 1.0, "p80": 1.0, "n": 5}}
+    found = read_object(run / "summary.json") | {"step_time_s": {"median": 1.0, "p20": 1.0, "p80": 1.0, "n": 5}}
     ranks = [{"step_s": 1.0, "exchange_s": one, "data_s": 0.0, "idle_s": 0.01} for one in (0.3, 0.1)]
     told = {"step_time_s": 1.0, "exchange_share": 0.08}
     share = next(r for r in rows({**found, "ranks": ranks, "cores": 2, "world": 2}, told) if r.name == "exchange share")

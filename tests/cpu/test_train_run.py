@@ -34,19 +34,25 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
-from tilemesh.train import bench_rank, checkpoint, graph, optimizer, sampling
+from tilemesh.runs import checkpoint
+from tilemesh.runs.files import read_object
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import checkpoints, digest
+from tilemesh.runs.metrics import latest
+from tilemesh.runs.names import CHECKPOINTS
+from tilemesh.runs.reader import Reader, open_checkpoint
+from tilemesh.runs.tensors import read_tensors, write_tensors
+from tilemesh.train import bench_rank, graph, optimizer, sampling
 from tilemesh.train.alone import AHEAD, LateStep, Pace
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.folder import CHECKPOINTS, metrics, new_run, read_json
 from tilemesh.train.graph import StepGraph
-from tilemesh.train.manifest import checkpoints, digest
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.steps import Stepper, read
-from tilemesh.train.tensors import read_tensors, write_tensors
 
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
@@ -72,7 +78,7 @@ def trained(config: TrainConfig, folder: Path, **options: Any) -> tuple[Result, 
     """The run on thread ranks, and what rank 0 said."""
     said: list[str] = []
     if not (folder / "config.toml").exists():
-        new_run(config, folder)
+        new_run(TRAIN, config.to_toml(), folder)
 
     def main(comm: Any) -> Result:
         def emit(event: Any) -> None:
@@ -85,12 +91,12 @@ def trained(config: TrainConfig, folder: Path, **options: Any) -> tuple[Result, 
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    reader = checkpoint.Reader(folder / CHECKPOINTS / f"step-{step:08d}")
+    reader = Reader(folder / CHECKPOINTS / f"step-{step:08d}")
     return {name: reader.whole(name) for name in reader.names}
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics(folder) if line["kind"] == "step"}
+    return {line["step"]: line["loss"] for line in latest(folder) if line["kind"] == "step"}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +117,8 @@ class TestResume:
     def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
         shutil.copytree(whole, tmp_path / "run")
         again, said = trained(made(text), tmp_path / "run", resume=True)
-        told = read_json(whole / "summary.json")
-        assert read_json(tmp_path / "run" / "summary.json") == told
+        told = read_object(whole / "summary.json")
+        assert read_object(tmp_path / "run" / "summary.json") == told
         assert (again.step, again.held_out) == (10, told["held_out"])
         assert "nothing left to do: all 10 steps are done; for more, set train.steps" in said
 
@@ -193,7 +199,7 @@ def test_tokens_that_the_model_does_not_have_are_named(text: str, tmp_path: Path
 
 class TestFiles:
     def test_what_a_run_leaves(self, text: str, whole: Path) -> None:
-        found = read_json(whole / "summary.json")
+        found = read_object(whole / "summary.json")
         assert found["step"] == 10
         assert found["world"] == 4
         assert sum(found["shares"].values()) == pytest.approx(1)
@@ -201,15 +207,15 @@ class TestFiles:
         assert found["exchanges"]["tp"]["all_reduce"] > 0
         assert len(found["peak_memory_bytes"]) == 4
         assert [step for step, _ in checkpoints(whole / CHECKPOINTS)] == [10, 5]
-        lines = [line for line in metrics(whole) if line["kind"] == "step"]
+        lines = [line for line in latest(whole) if line["kind"] == "step"]
         # What a sample and held-out text exchange is no step's.
         assert found["exchange_steps"] == 10
         assert 0 < sum(found["exchange_seconds"].values()) <= sum(line["exchange_s"] for line in lines) + 1e-6
-        written = [line for line in metrics(whole) if line["kind"] == "checkpoint"]
+        written = [line for line in latest(whole) if line["kind"] == "checkpoint"]
         assert [(line["step"], line["ok"]) for line in written] == [(5, True), (10, True)]
         assert [line["step"] for line in lines] == list(range(1, 11))
         assert [line["step"] for line in lines if "held_out" in line] == [5, 10]
-        assert read_json(whole / "choices.json")["collectives"]
+        assert read_object(whole / "choices.json")["collectives"]
         trace = json.loads((whole / "trace.json").read_text())["traceEvents"]
         assert {event["pid"] for event in trace} == {0, 1, 2, 3}
         names = {event["name"] for event in trace}
@@ -223,7 +229,7 @@ class TestFiles:
         folder = tmp_path / "run"
         config = made(text, "dp=1,tp=2", "train.kernels=tilemesh,train.steps=4,sample.tokens=0")
         trained(config, folder, stop_after=2)
-        first = read_json(folder / "choices.json")
+        first = read_object(folder / "choices.json")
         assert first["kernels"] == "tilemesh"
         assert first["graph"] is False
         assert first["matmul"]
@@ -233,10 +239,10 @@ class TestFiles:
         ours = {key: "tree" if value != "tree" else "ring" for key, value in first["collectives"].items()}
         (folder / "choices.json").write_text(json.dumps({**first, "collectives": ours}))
         trained(config, folder, resume=True)
-        assert read_json(folder / "choices.json")["collectives"].items() >= ours.items()
+        assert read_object(folder / "choices.json")["collectives"].items() >= ours.items()
 
     def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:
-        found = read_json(whole / "summary.json") | {"step_time_s": None}
+        found = read_object(whole / "summary.json") | {"step_time_s": None}
         found["shares"] = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "idle": 0.0}
         predicted = {"step_time_s": 1.0, "exchange_share": 0.1, "memory_bytes": 1e6, "mfu": 0.1, "hfu": 0.1}
         shown = io.StringIO()
@@ -247,7 +253,7 @@ class TestFiles:
         assert (nothing.prediction_error, nothing.of_limit) == (None, None)
 
     def test_utilisation_of_a_gpu_is_of_its_datasheet_as_the_planners_is(self, whole: Path) -> None:
-        found = read_json(whole / "summary.json")
+        found = read_object(whole / "summary.json")
         model, plan = ModelConfig(**found["model"]), ParallelPlan(microbatch=8, precision="bf16")
         planned = predict(model, parse_cluster("1xh200"), plan, found["context"])
         step = {"median": planned.step_time_s, "p20": planned.step_time_s, "p80": planned.step_time_s, "n": 3}
@@ -295,7 +301,7 @@ class TestFiles:
 
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         assert sampling.export(whole, tmp_path / "hf") == 10
-        ours = sampling.read_model(made(text).model, sampling.open_run(whole)[1])
+        ours = sampling.read_model(made(text).model, open_checkpoint(whole))
         theirs = huggingface.load(tmp_path / "hf")
         tokens = torch.arange(12)[None]
         assert torch.equal(ours(tokens), theirs.eval()(tokens))
@@ -319,11 +325,11 @@ class TestFiles:
             sampling.generate(tmp_path, "x")
         with pytest.raises(UsageError, match="no checkpoint of step 7"):
             sampling.generate(whole, "x", step=7)
-        new_run(made(text), tmp_path / "empty")
+        new_run(TRAIN, made(text).to_toml(), tmp_path / "empty")
         with pytest.raises(RunError, match="has no checkpoint yet"):
             sampling.generate(tmp_path / "empty", "x")
         with pytest.raises(UsageError, match="has a run already"):
-            new_run(made(text), whole)
+            new_run(TRAIN, made(text).to_toml(), whole)
         with pytest.raises(UsageError, match="empty prompt"):
             sampling.generate(whole, "")
 
@@ -511,7 +517,7 @@ class TestMemory:
     @pytest.mark.parametrize(("precision", "state"), [("fp32", 8), ("bf16-master", 12)])
     def test_a_summary_tells_memory_by_kind(self, text: str, tmp_path: Path, precision: str, state: int) -> None:
         trained(made(text, "dp=1,tp=2", f"plan.precision={precision}", "train.steps=2"), tmp_path / "run")
-        found = read_json(tmp_path / "run" / "summary.json")
+        found = read_object(tmp_path / "run" / "summary.json")
         kinds = found["memory_bytes"]
         assert list(kinds) == ["weights", "gradients", "optimizer", "activations", "other"]
         assert "autograd" in found["memory_how"]
@@ -529,7 +535,7 @@ class TestMemory:
         kept = []
         for name in ("none", "full"):
             trained(made(text, "dp=1,tp=1", f"plan.recompute={name}", "train.steps=1"), tmp_path / name)
-            kept.append(read_json(tmp_path / name / "summary.json")["memory_bytes"]["activations"][0])
+            kept.append(read_object(tmp_path / name / "summary.json")["memory_bytes"]["activations"][0])
         assert kept[1] < kept[0] / 2
 
 
@@ -588,7 +594,7 @@ class TestFaults:
         assert result.step == 10
         assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
         assert losses(tmp_path / "run") == losses(whole)
-        kept = {(line["kind"], line["step"]): line for line in metrics(tmp_path / "run")}
+        kept = {(line["kind"], line["step"]): line for line in latest(tmp_path / "run")}
         assert not kept["checkpoint", 10]["ok"]
         assert kept["checkpoint", 10]["why"] == "another rank could not write its part"
         assert ("warning", 10) not in kept  # one line for one failure
@@ -599,7 +605,7 @@ class TestFaults:
         """A real one: there is room for one checkpoint and no more."""
         config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6")
         folder = small_disk / "run"
-        new_run(config, folder)
+        new_run(TRAIN, config.to_toml(), folder)
         (small_disk / "filler").write_bytes(bytes(_room(small_disk) - 300_000))
         result, said = trained(config, folder)
         assert result.step == 6

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tilemesh.core.errors import RunError
+from tilemesh.runs.files import read_object
+from tilemesh.runs.manifest import Manifest, folder_name
+from tilemesh.runs.metrics import latest
+from tilemesh.runs.names import CHECKPOINTS, CHOICES, SUMMARY
 from tilemesh.train import graph
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.folder import CHECKPOINTS, CHOICES, SUMMARY, metrics, read_json
 from tilemesh.train.job import fit
-from tilemesh.train.manifest import Manifest, folder_name
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,7 +54,7 @@ def test_stopped_and_resumed_is_never_stopped(sets: str, tmp_path: Path) -> None
     assert (whole.step, parts.step) == (12, 12)
     assert digests(tmp_path / "whole", 12) == digests(tmp_path / "parts", 12)
     ours, theirs = (
-        [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "step"] for name in ("whole", "parts")
+        [line["loss"] for line in latest(tmp_path / name) if line["kind"] == "step"] for name in ("whole", "parts")
     )
     assert ours == theirs
     assert whole.loss < 5.0
@@ -75,7 +77,7 @@ def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", _counted(torch.cuda.CUDAGraph.replay, replays))
     fit(config, run=tmp_path / "replayed")
     assert len(replays) == 8 - graph.PLAIN_STEPS
-    assert read_json(tmp_path / "replayed" / CHOICES)["graph"] is True
+    assert read_object(tmp_path / "replayed" / CHOICES)["graph"] is True
     monkeypatch.setattr(graph, "PLAIN_STEPS", 100)
     torch.compiler.reset()  # what was compiled before decides what is compiled anew, and so the rounding
     fit(config, run=tmp_path / "launched")
@@ -84,7 +86,7 @@ def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypa
     ours, theirs = (
         [
             (line["loss"], line["norm"], line.get("held_out"))
-            for line in metrics(tmp_path / name)
+            for line in latest(tmp_path / name)
             if line["kind"] == "step"
         ]
         for name in ("replayed", "launched")
@@ -115,14 +117,14 @@ def test_a_gpu_that_is_nearly_full_keeps_the_graph_that_was_asked_for(
 ) -> None:
     monkeypatch.setattr(graph, "REPLAY_ROOM", 0.0)
     fit(made("plan.precision=bf16,train.steps=4,train.graph=true"), run=tmp_path / "run")
-    assert read_json(tmp_path / "run" / CHOICES)["graph"] is True
+    assert read_object(tmp_path / "run" / CHOICES)["graph"] is True
 
 
 def test_a_second_run_in_a_process_counts_its_own_memory(tmp_path: Path) -> None:
     peaks = []
     for name, width in (("large", 1024), ("small", 256)):
         fit(made(f"plan.precision=bf16,train.steps=4,model.width={width}"), run=tmp_path / name)
-        peaks += read_json(tmp_path / name / SUMMARY)["peak_memory_bytes"]
+        peaks += read_object(tmp_path / name / SUMMARY)["peak_memory_bytes"]
     assert peaks[1] < peaks[0] / 2
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paged_cache import through_pages, through_rows
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,8 +27,9 @@ from tilemesh.comm.schedules.cost import count
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.launch.job import launch
+from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import IGNORED, Cache, Transformer, loss_sum
+from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffic
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.data import Gradients
@@ -142,8 +144,8 @@ def sharding(comm: Communicator) -> None:
             start = 0
             for name, value in state.items():
                 here = written[start : start + value.numel()].reshape(value.shape)
-                for _, there in laid.shards[name].pieces() if laid.shards[name].writes else ():
-                    here[there] += 1
+                for _, there in laid.shards[name].boxes if laid.shards[name].writes else ():
+                    here[there.slices] += 1
                 start += value.numel()
             assert (comm.all_reduce(written) == 1).all()
     # What is wrong with the one state there is, every rank hears: none waits for a tensor that never comes.
@@ -228,10 +230,29 @@ def forward(comm: Communicator) -> None:
     whole.eval()
     with torch.no_grad():
         close(laid.logits(tokens_BT), whole(tokens_BT))
-        cache, wanted_cache = Cache(10), Cache(10)
-        for part in tokens_BT[:2].split([4, 1, 1, 4], dim=1):
-            close(laid.logits(part, cache=cache), whole(part, cache=wanted_cache))
     assert laid.module.training
+
+
+def cached(comm: Communicator) -> None:
+    """Generation over ranks, each with a cache of its own heads, for sequences of different lengths in one pass."""
+    for model in MODELS:
+        whole = whole_of(model).eval()
+        tokens_BT, _ = alone.batch(whole.config, 0)
+        sequences = [tokens_T[:length] for tokens_T, length in zip(tokens_BT, (7, 10, 1, 5), strict=False)]
+        laid = laid_of(comm, model, 1, comm.size, sequence=comm.size > 1)
+
+        def logits(tokens_BT: Tensor, cache: KeyValueCache, laid: Laid = laid) -> Tensor:
+            return laid.logits(tokens_BT, cache=cache)
+
+        capacity = whole.config.context
+        for made in (
+            through_pages(logits, sequences, capacity, "packed", seed=1),
+            through_pages(logits, sequences, capacity, "left", seed=2),
+            through_rows(logits, sequences, capacity, seed=3),
+        ):
+            for tokens_T, logits_TV in zip(sequences, made, strict=True):
+                with torch.no_grad():
+                    close(logits_TV, whole(tokens_T[None])[0])
 
 
 # Backward ---------------------------------------------------------------------------------------------------------
@@ -411,7 +432,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
     mesh = laid.mesh
     assert isinstance(laid.gradients, Gradients)
     counted = {"tp": mesh.tp.comm, "dp": mesh.dp.comm, "mesh": comm}
-    counted |= {f"copies {c}": group for c, group in laid.gradients._copies.items() if c < mesh.tp.size}
+    counted |= {
+        f"tp {blocks[0][1]}": group
+        for blocks, group in laid.gradients._copies.items()
+        if group is not mesh.tp.comm and blocks
+    }
     before = {axis: group.sent.nbytes for axis, group in counted.items()}
     tokens_BT = torch.arange(rows * tokens).reshape(rows, tokens) % config.vocabulary
     for turn in range(turns):
@@ -423,11 +448,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
     )
     itemsize = laid.gradients.buffers[0].element_size()
-    found = [(b.flat.numel(), b.copies, b.partial) for b in laid.gradients.buckets]
+    found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
     made += traffic.step_end(found, mesh.dp.size, itemsize)
     wanted = dict.fromkeys(counted, 0)
     for one in made:
-        axis = "tp" if one.axis == f"copies {mesh.tp.size}" else one.axis
+        axis = "tp" if one.axis == f"tp {mesh.tp.size}" else one.axis
         wanted[axis] += _ring_bytes(counted[axis], one)
     assert sent == wanted, (laid.plan.describe(), sent, wanted)
     # And the closed form of the whole: activations cost every block the same, with sequence parallelism or without.
@@ -435,7 +460,8 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         share = (mesh.tp.size - 1) / mesh.tp.size
         activations = rows * tokens * config.width * 8
         by_hand = turns * share * (2 * activations * (4 * config.layers + 2) + 2 * 3 * rows * tokens * 8)
-        partial = sum(b.flat.numel() for b in laid.gradients.buckets if b.partial and b.copies == mesh.tp.size)
+        whole = (("tp", mesh.tp.size),)
+        partial = sum(b.flat.numel() for b in laid.gradients.buckets if b.copies_summed == whole)
         assert partial % mesh.tp.size == 0
         assert sent["tp"] == by_hand + 2 * share * partial * 8
 
@@ -480,7 +506,7 @@ def _status(key: str) -> int:
 PARTS: dict[str, Callable[[Communicator], None]] = {
     part.__name__: part
     for part in (
-        groups, configurations_differ, sharding, exchanges, forward, own_module, buckets, readiness_differs,
+        groups, configurations_differ, sharding, exchanges, forward, cached, own_module, buckets, readiness_differs,
         bytes_on_the_wire, loss_memory,
     )
 }  # fmt: skip

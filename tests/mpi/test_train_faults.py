@@ -21,9 +21,12 @@ import pytest
 from tilemesh.comm import run_threads
 from tilemesh.launch.job import Outcome
 from tilemesh.launch.start import find_mpiexec
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import WRITING, checkpoints
+from tilemesh.runs.metrics import latest
+from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.train.config import TrainConfig, load
-from tilemesh.train.folder import CHECKPOINTS, metrics, new_run
-from tilemesh.train.manifest import WRITING, checkpoints
 from tilemesh.train.rank import train_here
 from tilemesh.train.start import start
 
@@ -48,13 +51,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="module")
 def undisturbed(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run that nothing happened to. Two replicas: a sum of two is the same in any order."""
-    folder = new_run(config, tmp_path_factory.mktemp("undisturbed") / "run")
+    folder = new_run(TRAIN, config.to_toml(), tmp_path_factory.mktemp("undisturbed") / "run")
     run_threads(2, lambda comm: train_here(config, folder, comm, emit=lambda event: None))
     return losses(folder)
 
 
 def losses(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics(folder) if line["kind"] == "step"}
+    return {line["step"]: line["loss"] for line in latest(folder) if line["kind"] == "step"}
 
 
 def rank_pids(folder: Path) -> dict[int, int]:
@@ -126,7 +129,7 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
     config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     """Once in the middle of steps, once while a checkpoint is being written."""
-    folder = new_run(config, tmp_path / "run")
+    folder = new_run(TRAIN, config.to_toml(), tmp_path / "run")
     run = Started(config, folder, restarts=2)
     first = kill_when(run, 1, lambda: run.reached(5))
     until(lambda: run.said)
@@ -153,7 +156,7 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
 def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
     """Anywhere: while ranks start, between steps, inside a checkpoint's writing, at the end."""
     draw = random.Random(seed)
-    folder = new_run(config, tmp_path / "run")
+    folder = new_run(TRAIN, config.to_toml(), tmp_path / "run")
     run = Started(config, folder, restarts=1, transport="torch" if seed % 4 == 3 else "auto")
     victim, moment = draw.randrange(2), draw.random()
     if moment < 0.2:
@@ -176,7 +179,7 @@ def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float
 @NEEDS_MPI
 def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
     quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=6"])
-    folder = new_run(quick, tmp_path / "run")
+    folder = new_run(TRAIN, quick.to_toml(), tmp_path / "run")
     run = Started(quick, folder)
     until(lambda: run.reached(3))
     pid = until(lambda: rank_pids(folder).get(1))

@@ -12,8 +12,11 @@ import pytest
 
 import tilemesh
 from tilemesh.comm import run_threads
+from tilemesh.runs.files import read_object
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.metrics import latest
 from tilemesh.train.config import load
-from tilemesh.train.folder import metrics, new_run, read_json
 from tilemesh.train.rank import train_here
 
 SETS = (
@@ -77,12 +80,12 @@ def test_two_hosts_by_torchrun_learn_what_one_machine_learns(hosts: list[str], t
     said = [process.communicate(timeout=200)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     assert "to improve:" in said[0]
-    found = read_json(tmp_path / "run" / "summary.json")
+    found = read_object(tmp_path / "run" / "summary.json")
     assert (found["world"], found["backend"], found["step"]) == (2, "torch", 6)
     config = load(mesh="dp=2", sets=[sets])
-    alone = new_run(config, tmp_path / "alone")
+    alone = new_run(TRAIN, config.to_toml(), tmp_path / "alone")
     run_threads(2, lambda comm: train_here(config, alone, comm, emit=lambda event: None))
     ours, theirs = (
-        [line["loss"] for line in metrics(folder) if line["kind"] == "step"] for folder in (tmp_path / "run", alone)
+        [line["loss"] for line in latest(folder) if line["kind"] == "step"] for folder in (tmp_path / "run", alone)
     )
     assert ours == theirs  # a sum of two has one order

@@ -137,7 +137,9 @@ def test_a_prediction_made_before_the_run_is_the_one_graded(tmp_path: Path) -> N
     [
         (None, r"has no summary\.json: give the folder of a run that has ended"),
         ("{", "cannot be read"),
-        ("[]", "has schema None"),
+        ("[]", "not a JSON object"),
+        ("{}", "has schema None"),
+        ('{"schema": 1, "kind": "dice"}', "of a run of kind 'dice': expected 'train'"),
         ('{"schema": 1, "plan": {}, "cluster": "1xh100"}', "has no 'model'"),
         ('{"schema": 1, "plan": {}, "cluster": "1xh100", "model": {"layer": 1}}', "did you mean 'layers'"),
     ],

@@ -20,7 +20,7 @@ import pytest
 from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
 from tilemesh.cli.report_run import expected_memory
-from tilemesh.cli.train_run import write_environment, write_page
+from tilemesh.cli.train_run import write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Problem
@@ -29,6 +29,7 @@ from tilemesh.kernels.tuning.tuner import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.report import memory_part, run, serve
+from tilemesh.runs.folder import write_environment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MakeRun = Callable[..., Path]

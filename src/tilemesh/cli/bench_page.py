@@ -10,9 +10,9 @@ from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.report import collective_page, kernel_page
-from tilemesh.report.files import Unread, read_lines
 from tilemesh.report.html import write
 from tilemesh.report.kernel_page import Trial, Work
+from tilemesh.runs.files import Unread, read_lines
 
 
 def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:

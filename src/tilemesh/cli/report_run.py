@@ -18,9 +18,8 @@ from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
 from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside
-from tilemesh.report.values import number, section
-
-PAGE = "report.html"
+from tilemesh.runs.names import CONFIG, PAGE
+from tilemesh.runs.values import number, section
 
 
 def make(what: Sequence[str], html: str | None) -> list[str]:
@@ -86,8 +85,8 @@ def expected_memory(found: Run) -> dict[str, float]:
     told: Mapping[str, object] = section(found.predicted, "memory")
     if not told:
         try:
-            model = from_dict(ModelConfig, dict(section(found.config, "model")), "config.toml")
-            plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), "config.toml")
+            model = from_dict(ModelConfig, dict(section(found.config, "model")), CONFIG)
+            plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), CONFIG)
             context = section(found.config, "train").get("context") or model.context
             name = str(found.summary.get("cluster", "")).partition("x")[2]
             device = device_for(name) if name != "local" else None

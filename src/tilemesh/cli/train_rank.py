@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli.train_rows import predict_run
-from tilemesh.cli.train_run import Asked, _folder, configuration, program, show, write_environment, write_page
+from tilemesh.cli.train_run import Asked, _folder, configuration, program, show, write_page
 from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.measure.machine import gpu_names
 from tilemesh.parallel.agree import tell
-from tilemesh.train import folder as folders
+from tilemesh.runs import folder as folders
 from tilemesh.train.rank import train_here
 
 
@@ -27,8 +27,8 @@ def main(text: str) -> int:
     if comm.rank == 0:
         folder = _folder(asked, config)
         predicted = predict_run(config, gpu_names())
-        folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
-        write_environment(folder, asked.typed)
+        folders.write_prediction(folder, predicted)
+        folders.write_environment(folder, asked.typed)
         print(f"run: {folder}", flush=True)
         made = str(folder.resolve())
     folder = Path(tell(comm, made))

@@ -26,9 +26,10 @@ from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
-from tilemesh.report.run import ENVIRONMENT
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import PREDICTED, ROWS, SAMPLE, SUMMARY
 from tilemesh.train import config as configs
-from tilemesh.train import folder as folders
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.progress import Shown
 from tilemesh.train.start import start
@@ -71,8 +72,8 @@ def run(asked: Asked) -> int:
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
     folder = _folder(asked, config)
     predicted = predict_run(config, gpu_names())
-    folders.write_text(folder / folders.PREDICTED, json.dumps(predicted, indent=1) + "\n")
-    write_environment(folder)
+    folders.write_prediction(folder, predicted)
+    folders.write_environment(folder)
     console.print(f"run: {folder}", soft_wrap=True)
     shown = Shown(console)
     try:
@@ -107,7 +108,7 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
     for name in ("config", "run", "init"):
         if getattr(asked, name) is not None:
             raise UsageError(f"--resume goes on with a run as it is: leave {name} out")
-    before = folders.read_config(asked.resume)
+    before = configs.of_run(asked.resume)
     made = before
     if asked.sets:
         # The run's own values as a preset: settings over them are checked and converted as anywhere.
@@ -134,13 +135,10 @@ def _check(asked: Asked, config: TrainConfig) -> None:
 
 def _folder(asked: Asked, config: TrainConfig) -> Path:
     if asked.resume is None:
-        return folders.new_run(config, asked.run, Path(asked.config or configs.DEFAULT_PRESET).stem)
+        return folders.new_run(TRAIN, config.to_toml(), asked.run, Path(asked.config or configs.DEFAULT_PRESET).stem)
     folder = Path(asked.resume)
-    before = folders.read_config(folder)
-    if before != config:  # what it said until now stays beside it
-        step = folders.newest_checkpoint(folder) or 0
-        shutil.copy(folder / folders.CONFIG, folder / f"config.until-step-{step}.toml")
-        folders.write_text(folder / folders.CONFIG, config.to_toml())
+    if configs.of_run(folder) != config:
+        folders.change_config(folder, config.to_toml())
     return folder
 
 
@@ -176,16 +174,16 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
 
 def show(folder: Path, console: Console, json_file: str | None) -> None:
     """The sample, the rows, where the time went, and where everything is."""
-    found = folders.read_json(folder / folders.SUMMARY)
+    found = folders.read_small(folder, SUMMARY)
     if not found:
-        raise RunError(f"{folder} has no {folders.SUMMARY}: was the disk full?")
-    sample = folder / folders.SAMPLE
+        raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
+    sample = folder / SAMPLE
     if sample.exists() and not found["interrupted"]:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
-    made = rows(found, folders.read_json(folder / folders.PREDICTED))
+    made = rows(found, folders.read_small(folder, PREDICTED))
     print_rows(made, console)
     with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
-        write_rows(made, folder / "rows.jsonl")
+        write_rows(made, folder / ROWS)
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
     if found["step_time_s"] is None:
@@ -228,15 +226,6 @@ def write_page(folder: Path) -> str:
         return f"look:    {report_run.make([str(folder)], None)[0]}"
     except (OSError, RunError, UsageError) as error:
         return f"no page: {error}"
-
-
-def write_environment(folder: Path, typed: str = "") -> None:
-    """Machine, versions, code and the commands that made this run, first one first."""
-    before = folders.read_json(folder / ENVIRONMENT).get("commands")
-    found = stamp()
-    commands = [*(before if isinstance(before, list) else []), typed or found["command"]]
-    text = json.dumps({**found, "commands": commands}, indent=1) + "\n"
-    folders.write_text(folder / ENVIRONMENT, text)
 
 
 def _stopped(folder: Path, console: Console, sentence: str) -> None:

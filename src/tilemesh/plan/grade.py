@@ -7,7 +7,6 @@ made now, from the same model, layout and calibration, without looking at the me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,9 @@ from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.passes import Code
 from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import Prediction, predict
+from tilemesh.runs.folder import read_summary
+from tilemesh.runs.kind import TRAIN
 
-SUMMARY = "summary.json"
-SCHEMA = 1
 BOUNDS = {"step time": 0.15, "peak memory": 0.05}
 """What a prediction is meant to keep to; everything else is meant to be exact."""
 FOLLOWS = ("tokens/s",)
@@ -95,27 +94,15 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """The run in a folder (or in a summary file itself); RunError says what is wrong with it."""
-    file = path / SUMMARY if path.is_dir() else path
+    data = read_summary(path, TRAIN)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
-    except (OSError, ValueError) as error:
-        raise RunError(f"'{file}' cannot be read: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else None
-        raise RunError(f"'{file}' has schema {found!r}, this version reads {SCHEMA}")
-    for key in ("model", "plan", "cluster"):
-        if key not in data:
-            raise RunError(f"'{file}' has no '{key}': nothing can be predicted for it")
-    try:
-        model = config.from_dict(ModelConfig, data["model"], f"{file}: model")
-        plan = config.from_dict(ParallelPlan, data["plan"], f"{file}: plan")
+        model = config.from_dict(ModelConfig, data["model"], f"{path}: model")
+        plan = config.from_dict(ParallelPlan, data["plan"], f"{path}: plan")
     except (UsageError, TypeError, AttributeError) as error:
-        raise RunError(f"'{file}' cannot be used: {error}") from None
+        raise RunError(f"the summary of '{path}' cannot be used: {error}") from None
     context = data.get("context", model.context)
     if not isinstance(context, int):
-        raise RunError(f"'{file}' has context {context!r}, expected a whole number")
+        raise RunError(f"the summary of '{path}' has context {context!r}, expected a whole number")
     return Run(str(path), model, plan, context, str(data["cluster"]), data)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tilemesh.measure.row import Row, higher_is_better
 from tilemesh.measure.sample import Sample, equal
 from tilemesh.report.run import Run
-from tilemesh.report.values import number
+from tilemesh.runs.values import number
 
 SAME, BETTER, WORSE, UNSURE = "within noise", "better", "worse", "measured once"
 

@@ -15,7 +15,7 @@ from tilemesh.report.html import Child, Html, el
 from tilemesh.report.rows import error_cell
 from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
-from tilemesh.report.values import number, numbers, section
+from tilemesh.runs.values import number, numbers, section
 
 KINDS = {"weights": 0, "gradients": 1, "optimizer": 2, "activations": 3, "other": 6}
 COLOURS = {**KINDS, "logits": 5, "working": 4, "reserved": 6}

@@ -15,9 +15,11 @@ from tilemesh.report.draw import Table, grid, numbers
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
-from tilemesh.report.values import number, section
-from tilemesh.report.values import numbers as figures
 from tilemesh.report.verdict import Verdict, improve, judge
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG
+from tilemesh.runs.values import number, section
+from tilemesh.runs.values import numbers as figures
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,33 @@ class Beside:
 
 def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
     """The whole page; `live` is the folder's version when the page is to follow it."""
-    body = join(
+    body = _training(run, beside, live) if run.kind in (TRAIN.name, "") else _other(run, beside, live)
+    return page(f"{run.name}: tilemesh", body, live=live)
+
+
+def _other(run: Run, beside: Beside, live: str | None) -> Html:
+    """A run of a kind that has no page of its own: its summary beside its prediction, its events, its environment."""
+    predicted = flat(run.predicted)
+    figures = [[key, str(value), str(predicted.get(key, "-"))] for key, value in flat(run.summary).items()]
+    table = Table(["figure", "value", "predicted"], figures, words=True)
+    return join(
+        el(
+            "header",
+            el("h1", run.name),
+            el("p", f"A run of kind '{run.kind}': {run.state}, step {run.last_step:,}.", class_="quiet"),
+            el("p", _watching(run, live), class_="quiet", id="state") if live is not None else None,
+            _missing(run),
+        ),
+        _section(
+            "summary", "What it came to", grid(table) if figures else run_parts.absent("a summary", "not there yet")
+        ),
+        _section("events", "Checkpoints, restarts and warnings", run_parts.events(run)),
+        _section("again", "To run it again", _again(run, beside)),
+    )
+
+
+def _training(run: Run, beside: Beside, live: str | None) -> Html:
+    return join(
         _header(run, beside, live),
         _section(
             "learning",
@@ -49,7 +77,6 @@ def render(run: Run, beside: Beside, *, live: str | None = None) -> str:
         _section("events", "Checkpoints, restarts and warnings", run_parts.events(run)),
         _section("again", "To run it again", _again(run, beside)),
     )
-    return page(f"{run.name}: tilemesh", body, live=live)
 
 
 def _section(name: str, title: str, *parts: Child) -> Html:
@@ -178,7 +205,7 @@ def _rows(beside: Beside) -> Html:
 def _again(run: Run, beside: Beside) -> Html:
     told = run.environment.get("commands")
     commands = [str(one) for one in told] if isinstance(told, list) and told else []
-    guess = f"tilemesh train {run.folder.rstrip('/')}/config.toml"
+    guess = f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}"
     shown = join(
         el("p", "What was typed:" if commands else "The command was not kept; this runs the same configuration:"),
         el("pre", "\n".join(commands) or guess),

@@ -12,7 +12,7 @@ from tilemesh.report.bars import mesh_picture
 from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.run import Run
-from tilemesh.report.values import count, number, section
+from tilemesh.runs.values import count, number, section
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.report import run
+from tilemesh.runs import contents
 
 LOOPBACK = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -59,7 +59,7 @@ class Server:
         looking at a run must not slow it."""
         if self._made is not None and self._clock() < self._fresh_until:
             return self._made[0]
-        return run.version(self.folder)
+        return contents.version(self.folder)
 
     def page(self) -> bytes:
         """The page as the folder is now; one is made at a time, and kept until the folder changes."""

@@ -7,16 +7,12 @@ that covers it, except that whatever happens inside waiting is waiting.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
-from tilemesh.core.errors import RunError
-from tilemesh.measure.trace import MERGED_FILE, merge
-from tilemesh.report.files import Unread, names_in, read_object
-from tilemesh.report.values import MOST
+from tilemesh.runs.files import Unread
+from tilemesh.runs.values import MOST
 
 COMPUTE, EXCHANGE, IDLE, DATA, EVALUATE, CHECKPOINT, OTHER = (
     "compute", "exchange", "idle", "data", "evaluate", "checkpoint", "other"
@@ -65,35 +61,12 @@ class Timeline:
     steps: Sequence[Step]
 
 
-def read(folder: Path) -> Timeline:
-    """The trace of a run: the merged one, or what its ranks have written so far; `Unread` says why there is none."""
-    try:
-        body = read_object(folder / MERGED_FILE)
-    except Unread as why:
-        if str(why) != "not there":
-            raise
-        body = _merged(folder / "trace")
-    events = body.get("traceEvents")
-    if not isinstance(events, list):
-        raise Unread("holds no events")
+def with_steps(events: Iterable[Any]) -> Timeline:
+    """The timeline of a run's trace; `Unread` where it has no steps."""
     found = timeline(events)
     if not found.steps:
         raise Unread("holds no steps")
     return found
-
-
-def _merged(parts: Path) -> dict[str, Any]:
-    """Ranks' files joined, written beside nothing of the run's: a page leaves the folder as it was."""
-    names = [name for name in names_in(parts) if name.startswith("trace-rank")]
-    if not names:
-        raise Unread("not there: nothing was traced (train.trace_steps)")
-    if any((parts / name).is_symlink() or not (parts / name).is_file() for name in names):
-        raise Unread("a link, which is not followed")
-    with tempfile.TemporaryDirectory(prefix="tilemesh-report-") as place:
-        try:
-            return read_object(merge(parts, Path(place) / MERGED_FILE))
-        except (RunError, OSError, ValueError) as error:
-            raise Unread(f"ranks' files cannot be joined: {error}") from None
 
 
 def timeline(events: Iterable[Any]) -> Timeline:

@@ -12,9 +12,9 @@ from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
-from tilemesh.report.values import number, section
 from tilemesh.report.verdict import savings as find_savings
 from tilemesh.report.verdict import shares_of
+from tilemesh.runs.values import number, section
 
 MOST_SPANS = 40_000
 MOST_STEPS = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilemesh.core import advice
 from tilemesh.core.units import format_seconds
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
-from tilemesh.report.values import count, number, section
+from tilemesh.runs.values import count, number, section
 
 _NAMES = {
     "exchange": "exchanges that hide behind compute",

@@ -21,8 +21,9 @@ from typing import Any
 from tilemesh.core.errors import RunError
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.measure.sample import Sample
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import new_run
 
 PEERS = {"eager": "PyTorch eager", "compile": "PyTorch + torch.compile", "ddp": "DDP over gloo"}
 TURN_FILE = "turn.json"
@@ -97,7 +98,7 @@ def compare(
     `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
     """
     with tempfile.TemporaryDirectory(prefix="tilemesh-bench-") as place:
-        folder = new_run(config, Path(place) / "bench")
+        folder = new_run(TRAIN, config.to_toml(), Path(place) / "bench")
         all_of_them = [Contender("ours", config.plan.world, transport, folder)]
         for name in peers:
             ranks = config.plan.world if name == "ddp" else 1

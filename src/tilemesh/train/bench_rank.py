@@ -18,21 +18,22 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.data.corpus import open_corpus
 from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import batch
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train import checkpoint
-from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import Journal, read_config
+from tilemesh.runs import checkpoint
+from tilemesh.runs.journal import Journal
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.peers import PlainStep
 from tilemesh.train.rank import choose_device, lay_model
-from tilemesh.train.record import Recorder, watch_mesh
+from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
 from tilemesh.train.steps import Stepper
 
 TURN_FILE = "turn.json"
@@ -42,7 +43,7 @@ _PROFILED_STEPS = 3
 
 
 def main(name: str, folder: Path) -> int:
-    config = read_config(folder)
+    config = of_run(folder)
     comm = connect(timeout_s=600)  # a contender waits for its turn, not for a rank
     device = choose_device(config, comm)
     step = ours(config, comm, device) if name == "ours" else peer(name, config, comm, device)
@@ -83,7 +84,8 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
     """What `tilemesh train` does in a step, its bookkeeping included."""
     recorder = Recorder(Trace(None))
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    watch_mesh(mesh, recorder, {})
+    keep_collectives(mesh, Choices())
+    observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
     nowhere = Path(os.devnull)

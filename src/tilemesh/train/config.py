@@ -20,6 +20,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
 
 DEFAULT_PRESET = "default"
 
@@ -287,6 +289,11 @@ def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
     if different:
         told = "; ".join(different)
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+
+
+def of_run(folder: str | Path) -> TrainConfig:
+    """What the run in a folder is, as it was written down."""
+    return from_toml(*folders.read_config(folder, TRAIN))
 
 
 def from_toml(text: str, source: str = "config.toml") -> TrainConfig:

@@ -12,8 +12,11 @@ from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.parallel.agree import tell
-from tilemesh.train.config import TrainConfig, check_resumed, settled
-from tilemesh.train.folder import SUMMARY, metrics, new_run, read_config, read_json
+from tilemesh.runs.folder import new_run, read_small
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.metrics import STEP, latest
+from tilemesh.runs.names import SUMMARY
+from tilemesh.train.config import TrainConfig, check_resumed, of_run, settled
 from tilemesh.train.progress import Shown
 from tilemesh.train.rank import Result, train_here
 from tilemesh.train.start import start
@@ -40,20 +43,20 @@ def fit(
     if config is None:
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
-        config = read_config(resume)
+        config = of_run(resume)
     config = settled(config)
     if resume is not None:
-        check_resumed(read_config(resume), config)
+        check_resumed(of_run(resume), config)
     member = membership()
     if member is not None or config.plan.world == 1:
         size = 1 if member is None else member.size
         if size != config.plan.world:
             raise UsageError(f"a plan of {config.plan.world} ranks ({config.plan.describe()}) in a job of {size}")
         comm = connect(timeout_s=config.train.timeout_s)
-        made = new_run(config, run) if resume is None and comm.rank == 0 else resume
+        made = new_run(TRAIN, config.to_toml(), run) if resume is None and comm.rank == 0 else resume
         folder = Path(tell(comm, str(made)))
         return train_here(config, folder, comm, resume=resume is not None, init=init, stop_after=stop_after)
-    folder = Path(resume) if resume is not None else new_run(config, run)
+    folder = Path(resume) if resume is not None else new_run(TRAIN, config.to_toml(), run)
     shown = Shown()
     outcome = start(
         folder,
@@ -73,8 +76,8 @@ def fit(
 
 def result_of(folder: Path) -> Result:
     """What a finished run's files say it came to."""
-    found = read_json(folder / SUMMARY)
-    steps = [line for line in metrics(folder) if line["kind"] == "step"]
+    found = read_small(folder, SUMMARY)
+    steps = [line for line in latest(folder) if line["kind"] == STEP]
     if not found or not steps:
         raise RunError(f"{folder} has no {SUMMARY}: the run has not come to its end")
     return Result(folder, int(found["step"]), float(found["loss"]), found["held_out"], bool(found["interrupted"]))

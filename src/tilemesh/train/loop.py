@@ -20,18 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
-from tilemesh.train import checkpoint
+from tilemesh.runs import checkpoint
+from tilemesh.runs.journal import Journal
+from tilemesh.runs.metrics import STEP, STOPPED
+from tilemesh.runs.names import CHOICES, bad_batch
+from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import CHOICES, Journal
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Done, Stepper, read
-from tilemesh.train.tensors import write_tensors
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
 
@@ -105,9 +108,11 @@ class Loop:
         folder: Path,
         emit: Callable[[Mapping[str, Any]], None],
         earlier: Mapping[str, Any] | None = None,
+        collectives: Choices | None = None,
     ) -> None:
-        """`earlier`: the choices of the run's earlier part, where this goes on with one."""
+        """`earlier`: the choices of the run's earlier part, if any; `collectives`: what `auto` picks now."""
         self.earlier = dict(earlier or {})
+        self.collectives = collectives or Choices()
         self._choices: dict[str, Any] = {}
         self.config, self.stepper, self.writer, self.journal = config, stepper, writer, journal
         self.folder, self.emit = folder, emit
@@ -213,7 +218,7 @@ class Loop:
             parts = [
                 part
                 for kind, name, tensor in self.optimizer.tensors()
-                for part in checkpoint.parts_of(f"{kind}:{name}", self.laid.shards[name], tensor)
+                for part in parts_of(f"{kind}:{name}", self.laid.shards[name], tensor)
             ]
             values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
@@ -222,7 +227,7 @@ class Loop:
     def write_choices(self) -> None:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""
         made = {
-            "collectives": {**self.earlier.get("collectives", {}), **self.recorder.choices},
+            "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
             "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
@@ -266,32 +271,32 @@ class Loop:
         first = len(self._recent) == 1
         for step, loss, norm in values:
             line = {
-                "kind": "step", "step": step, "loss": loss, "norm": norm if math.isfinite(norm) else None,
+                "loss": loss, "norm": norm if math.isfinite(norm) else None,
                 "rate": rate(step - 1, config.train.steps, config.optimizer), "seconds": seconds,
                 "tokens_per_s": config.tokens_per_step / median, "exchange_s": exchange, "data_s": waited,
                 "memory_bytes": memory,
             }  # fmt: skip
             if progress.held_out is not None and step == progress.step:
                 line["held_out"] = progress.held_out
-            self.journal.add(**line)
+            self.journal.add(STEP, step, **line)
             self.recorder.trace.counter("loss", loss)
         left = (config.train.steps - progress.step) * median
-        self.emit({**line, "steps": config.train.steps, "left_s": left, "first": first})
+        self.emit({"kind": STEP, "step": step, **line, "steps": config.train.steps, "left_s": left, "first": first})
 
     def _refuse(self, step: int, loss: float, norm: float) -> None:
         """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
-        name = f"bad-batch-step-{step:08d}-replica-{self.mesh.dp.index}.safetensors"
+        name = bad_batch(step, self.mesh.dp.index)
         if self.mesh.tp.index == 0:
             tokens, targets, _ = zip(*self.stepper.fetch(step), strict=True)
             whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
             write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         advice = "a smaller optimizer.lr or optimizer.clip may help"
-        self.journal.add(kind="stopped", step=step, why=f"{what}; the batch is kept beside the metrics; {advice}")
+        self.journal.add(STOPPED, step, why=f"{what}; the batch is kept beside the metrics; {advice}")
         if self.mesh.comm.rank:
             time.sleep(1.0)  # rank 0 speaks for all; this one is only heard if it cannot
         raise RunError(
-            f"step {step}: {what}; stopped, the batch is kept in {self.folder}/bad-batch-step-{step:08d}-*; {advice}"
+            f"step {step}: {what}; stopped, the batch is kept in {self.folder / bad_batch(step, '*')}; {advice}"
         )
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
+from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
 
-WEIGHT = "weight"
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
 STORED = {"bf16-master": torch.bfloat16, "fp64": torch.float64}

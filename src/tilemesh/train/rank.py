@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
@@ -41,26 +42,22 @@ from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import take
-from tilemesh.train import checkpoint, summary
-from tilemesh.train.config import TrainConfig, unlike
-from tilemesh.train.folder import (
-    CHECKPOINTS,
-    CHOICES,
-    PREDICTED,
-    SAMPLE,
-    SUMMARY,
-    TRACE,
-    Journal,
-    read_config,
-    read_json,
-)
+from tilemesh.runs import checkpoint
+from tilemesh.runs.folder import read_small
+from tilemesh.runs.journal import Journal
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
+from tilemesh.runs.metrics import RESUMED, STOPPED, WARNING
+from tilemesh.runs.names import CHECKPOINTS, CHOICES, DAMAGED, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
+from tilemesh.runs.reader import Reader
+from tilemesh.train import summary
+from tilemesh.train.config import TrainConfig, of_run, unlike
 from tilemesh.train.loop import Interrupt, Loop
-from tilemesh.train.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import WEIGHT, Optimizer, stored_dtype, warning
+from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.progress import emitter
-from tilemesh.train.record import Recorder, watch_mesh
+from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
 from tilemesh.train.sampling import sample
 from tilemesh.train.steps import Stepper
 
@@ -82,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     """A rank as the launcher starts it. `resume` also where the launcher starts it again after a fault."""
     folder, *rest = argv
     options = dict(zip(rest[::2], rest[1::2], strict=True))
-    config = read_config(folder)
+    config = of_run(folder)
     my_status().at("connecting")
     comm = connect(timeout_s=config.train.timeout_s)
     again = int(os.environ.get(ATTEMPT_VARIABLE, "0")) > 0
@@ -122,7 +119,7 @@ def train_here(
         emit({"kind": "say", "text": text})
         # What is shouted is kept; a checkpoint that failed has a line of its own.
         if text.split(" ", 1)[0].isupper() and not text.startswith("CHECKPOINT"):
-            journal.add(kind="warning", step=recorder.step, text=text)
+            journal.add(WARNING, recorder.step, text=text)
 
     status.at("step 0: reading the data")
     device = choose_device(config, comm)
@@ -134,7 +131,7 @@ def train_here(
     check_tokens(corpus, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
-    trace = Trace(folder / TRACE if config.train.trace_steps else None, rank=comm.rank, resume=resume)
+    trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)
 
     def at(text: str) -> None:
         status.at(text)
@@ -143,8 +140,10 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    earlier = read_json(folder / CHOICES)
-    watch_mesh(mesh, recorder, earlier.get("collectives", {}))
+    earlier = read_small(folder, CHOICES)
+    collectives = Choices(earlier.get("collectives"))
+    keep_collectives(mesh, collectives)
+    observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
@@ -158,7 +157,7 @@ def train_here(
         note=journal.add,
     )
     stepper = Stepper(config, laid, corpus, optimizer, recorder)
-    loop = Loop(config, stepper, writer, journal, folder, emit, earlier)
+    loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
@@ -177,7 +176,7 @@ def train_here(
         interrupt.close()
         trace.close()
     if loop.interrupted:
-        journal.add(kind="stopped", step=loop.progress.step, why="asked to stop")
+        journal.add(STOPPED, loop.progress.step, why="asked to stop")
     return _finish(loop, recorder, journal, baseline, began)
 
 
@@ -202,8 +201,8 @@ def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: C
     comm = loop.mesh.comm
     found = sound_checkpoint(loop.folder / CHECKPOINTS, comm, say) if resume else None
     if found is not None:
-        restore(loop, checkpoint.Reader(found))
-        loop.journal.add(kind="resumed", step=loop.progress.step, plan=loop.config.plan.to_dict())
+        restore(loop, Reader(found))
+        loop.journal.add(RESUMED, loop.progress.step, plan=loop.config.plan.to_dict())
         if comm.rank == 0:
             say(f"going on from step {loop.progress.step} ({found})")
     elif init is not None:
@@ -214,7 +213,7 @@ def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: C
         say("no checkpoint yet: beginning at step 1")
 
 
-def restore(loop: Loop, reader: checkpoint.Reader) -> None:
+def restore(loop: Loop, reader: Reader) -> None:
     """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
     values, step = reader.manifest.values, reader.manifest.step
     more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
@@ -260,7 +259,7 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
         comm.barrier()
         if comm.rank == 0:  # out of the way, and kept for whoever wants to know what happened to it
             with contextlib.suppress(OSError):
-                os.rename(path, folder / f"damaged-{name}")
+                os.rename(path, folder / f"{DAMAGED}{name}")
     return None
 
 
@@ -279,7 +278,7 @@ def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
 
 def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
-    told = {} if loop.steps_done else read_json(loop.folder / SUMMARY)
+    told = {} if loop.steps_done else read_small(loop.folder, SUMMARY)
     # Where nothing was left to do, what the steps came to when they were done stays as it was told then.
     stays = (told.get("step"), told.get("interrupted")) == (progress.step, loop.interrupted)
     if stays:
@@ -291,18 +290,18 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
         text = _sample(loop)
     recorder.at("summary")
-    predicted = read_json(loop.folder / PREDICTED) if comm.rank == 0 else {}
+    predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
     comm.barrier()
     if comm.rank == 0:
         if not stays:
-            journal.write(SUMMARY, {**found, "predicted": predicted} if predicted else found)
+            journal.summarize(TRAIN, {**found, "predicted": predicted} if predicted else found)
             loop.write_choices()
         if text is not None:
             journal.write(SAMPLE, text)
         if config.train.trace_steps:
             with contextlib.suppress(OSError, UsageError):
-                merge(loop.folder / TRACE, loop.folder / "trace.json")
+                merge(loop.folder / TRACE_PARTS, loop.folder / TRACE)
     loop.emit({"kind": "end"})
     return Result(loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted)
 

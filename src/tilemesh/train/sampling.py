@@ -12,18 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.model.cache import DenseCache, KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Cache, Transformer
-from tilemesh.train.checkpoint import Reader
-from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import CHECKPOINTS, read_config
-from tilemesh.train.manifest import checkpoints, damage, folder_name
-from tilemesh.train.optimizer import WEIGHT
+from tilemesh.model.transformer import Transformer
+from tilemesh.runs.reader import Reader, open_checkpoint
+from tilemesh.train.config import of_run
 
-Logits = Callable[[Tensor, Cache], Tensor]
+Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
 
 def sample(
@@ -48,13 +46,13 @@ def sample(
         raise UsageError(f"temperature is {temperature}: expected 0 or more")
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
-    cache = Cache(context)
+    cache = DenseCache(1, context, device)
     pending = whole[-context:]
     for _ in range(tokens):
-        if cache.length + len(pending) > context:
-            cache, pending = Cache(context), whole[-max(1, context // 2) :]
+        if cache.lengths[0] + len(pending) > context:
+            cache, pending = DenseCache(1, context, device), whole[-max(1, context // 2) :]
         with torch.no_grad():
-            found = logits(torch.tensor([pending], device=device), cache)[0, -1]
+            found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
         scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
         if temperature == 0:
             token = int(scores.argmax())
@@ -77,7 +75,7 @@ def generate(
     device: str = "cpu",
 ) -> str:
     """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
-    config, reader = open_run(run, step)
+    config, reader = of_run(run), open_checkpoint(run, step)
     model = read_model(config.model, reader, device)
     tokenizer = tokenizer_of(config.data)
     ids = sample(
@@ -92,35 +90,9 @@ def generate(
     return tokenizer.decode(ids)
 
 
-def open_run(run: str | Path, step: int | None = None) -> tuple[TrainConfig, Reader]:
-    """A run's configuration and a checkpoint whose files are what was written."""
-    config = read_config(run)
-    folder = Path(run) / CHECKPOINTS
-    found = checkpoints(folder)
-    if step is not None:
-        found = [(number, path) for number, path in found if number == step]
-        if not found:
-            known = ", ".join(str(number) for number, _ in reversed(checkpoints(folder))) or "none"
-            raise UsageError(f"{run} has no checkpoint of step {step} ({folder_name(step)}): there are {known}")
-    problems: list[str] = []
-    for _, path in found:
-        try:
-            reader = Reader(path)
-        except RunError as error:
-            problems.append(str(error))
-            continue
-        bad = list(damage(path, reader.manifest.files))
-        if not bad:
-            return config, reader
-        problems += bad
-    if problems:
-        raise RunError(f"no checkpoint of {run} is whole: {'; '.join(problems)}")
-    raise RunError(f"{run} has no checkpoint yet: nothing was written under {folder}")
-
-
 def read_model(config: ModelConfig, reader: Reader, device: str = "cpu") -> Transformer:
     """The whole model in one process, for reading: no dropout, no gradients."""
-    weights = {name: reader.whole(f"{WEIGHT}:{name}") for name in _names(config)}
+    weights = {name: reader.weight(name) for name in _names(config)}
     dtype = next(iter(weights.values())).dtype
     model = Transformer(config, device="meta", dtype=dtype)
     model.to_empty(device=device)
@@ -134,8 +106,8 @@ def export(run: str | Path, folder: str | Path, step: int | None = None) -> int:
     """Write a run's checkpoint as a Hugging Face folder; returns its step."""
     from tilemesh.model import huggingface
 
-    config, reader = open_run(run, step)
-    weights = {name: reader.whole(f"{WEIGHT}:{name}") for name in _names(config.model)}
+    config, reader = of_run(run), open_checkpoint(run, step)
+    weights = {name: reader.weight(name) for name in _names(config.model)}
     huggingface.save_parameters(config.model, weights, folder)
     return reader.manifest.step
 

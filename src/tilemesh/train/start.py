@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.output import Sink
+from tilemesh.runs.journal import Journal
+from tilemesh.runs.metrics import FAILED, RESTART, STOPPED, last_line, last_step
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.folder import Journal, last_line, last_step
 
 INTERRUPT_GRACE_S = 120.0  # after Ctrl-C: a step has to end and a checkpoint to be written
 
@@ -37,7 +38,7 @@ def start(
 
     def note(kind: str, why: str) -> None:
         journal = Journal(folder, True, say or (lambda text: None))
-        journal.add(kind=kind, step=last_step(folder), why=why)
+        journal.add(kind, last_step(folder), why=why)
 
     outcome = launch(
         command,
@@ -47,9 +48,9 @@ def start(
         sink=sink,
         interrupt_grace_s=INTERRUPT_GRACE_S,
         say=say,
-        again=lambda failure: note("restart", failure.sentence()),
+        again=lambda failure: note(RESTART, failure.sentence()),
     )
     # A run that stopped itself has said why.
-    if outcome.failure is not None and not outcome.interrupted and last_line(folder).get("kind") != "stopped":
-        note("failed", outcome.failure.sentence())
+    if outcome.failure is not None and not outcome.interrupted and last_line(folder).get("kind") != STOPPED:
+        note(FAILED, outcome.failure.sentence())
     return outcome

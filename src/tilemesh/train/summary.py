@@ -22,7 +22,6 @@ from tilemesh.train.record import Recorder
 if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
 
-SCHEMA = 1
 _PARTS = ("step_s", "exchange_s", "data_s", "idle_s")
 HELD = ("weights", "gradients", "optimizer", "activations")
 HOW = (
@@ -58,7 +57,6 @@ def gather(
     }
     cluster = f"{comm.size}xlocal" if loop.device.type == "cpu" else f"{comm.size}x{_gpu()}"
     return {
-        "schema": SCHEMA,
         "model": to_dict(config.model),
         "plan": config.plan.to_dict(),
         "context": config.context,

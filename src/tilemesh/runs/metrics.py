@@ -1,17 +1,29 @@
-"""The lines of metrics.jsonl as steps and events, read in the order in which they were written.
+"""The lines of metrics.jsonl: what they may say, and reading them as steps and events in the order they were written.
 
-The order matters: a run that went back to a checkpoint has undone what came after it, and a run that has ended may
-have been taken up again.
+A line is a JSON object with `kind`, `step` and `at` (seconds since 1970, which `Journal.add` fills in). `kind` is
+`step` for one step's figures, else the name of an event. The order matters: a run that went back to a checkpoint has
+undone what came after it, and a run that has ended may have been resumed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tilemesh.report.values import MOST, number, section
+from tilemesh.runs.files import Unread, read_lines
+from tilemesh.runs.names import METRICS
+from tilemesh.runs.values import MOST, number, section
+
+STEP = "step"
+STARTED, RESUMED, RESTART, CHECKPOINT, WARNING, STOPPED, FAILED = (
+    "started", "resumed", "restart", "checkpoint", "warning", "stopped", "failed"
+)  # fmt: skip
+"""Events: begun; resumed from a checkpoint; ranks died and are started again; a checkpoint was written or was not; a
+warning; the run stopped itself or was asked to; ranks died and are not started again. A kind of run may add its own:
+readers that do not know one show its `text` or `why`."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +57,17 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
             continue
         at = number(one.get("at"))
         when = at if math.isfinite(at) else None
-        kind = one.get("kind", "step")
-        told.is_over = kind in ("stopped", "failed")
-        if kind == "step":
+        kind = one.get("kind", STEP)
+        told.is_over = kind in (STOPPED, FAILED)
+        if kind == STEP:
             told.steps[step], told.at_step = dict(one), step
             if when is not None:
                 told.clock.append((when, step))
             continue
+        if kind == STARTED:
+            continue
         told.events.append(_event(kind, step, one, when, told.at_step))
-        if kind == "resumed":
+        if kind == RESUMED:
             # What was done after this checkpoint is undone: it will be done again.
             told.steps = {number: line for number, line in told.steps.items() if number <= step}
             told.resumed_at, told.at_step = when if when is not None else told.resumed_at, step
@@ -67,17 +81,17 @@ def _event(kind: str, step: int, one: Mapping[str, Any], when: float | None, bef
     """A line of metrics that is no step; `before`: the step that had been done."""
     why = str(one.get("text") or one.get("why") or "")
     after = f": {why}" if why else ""
-    if kind == "resumed":
+    if kind == RESUMED:
         return Event(step, "restart", _resumed_words(one, before) + after, when)
-    if kind == "restart":
+    if kind == RESTART:
         return Event(step, "restart", f"failed at step {step} and was started again{after}", when)
-    if kind == "checkpoint":
+    if kind == CHECKPOINT:
         failed = one.get("ok") is False or one.get("failed") is True
         words = f"checkpoint of step {step} failed{after}" if failed else f"checkpoint of step {step}"
         return Event(step, "warning" if failed else "checkpoint", words, when)
-    if kind == "failed":
+    if kind == FAILED:
         return Event(step, "stopped", f"failed at step {step}{after}", when)
-    if kind == "stopped":
+    if kind == STOPPED:
         return Event(step, "stopped", f"stopped at step {step}{after}", when)
     return Event(step, "warning", why or str(kind), when)
 
@@ -87,3 +101,37 @@ def _resumed_words(one: Mapping[str, Any], before: int) -> str:
     axes = ", ".join(f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp") if plan.get(axis, 1) != 1)
     again = f"; {before - step:,} step{'s' * (before > step + 1)} done again" if before > step else ""
     return f"went on after step {step}{f' on {axes}' if axes else ''}{again}"
+
+
+# ---- from a folder ---------------------------------------------------------------------------------------------
+
+
+def lines_of(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics in the order written, without damaged ones; none where there is no such file."""
+    try:
+        return read_lines(Path(folder) / METRICS)[0]
+    except Unread:
+        return []
+
+
+def latest(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics, later ones replacing what an interrupted attempt wrote of the same step."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in lines_of(folder):
+        if isinstance(line.get("step"), int) and "kind" in line:
+            found[str(line["kind"]), line["step"]] = line
+    yield from sorted(found.values(), key=lambda line: int(line["step"]))
+
+
+def last_line(folder: str | Path) -> dict[str, Any]:
+    """What a run's metrics say last; empty where they say nothing."""
+    return next(_backwards(folder), {})
+
+
+def last_step(folder: str | Path) -> int:
+    """The step a run had done last when its metrics end: not the highest one, where it went back."""
+    return next((int(line["step"]) for line in _backwards(folder) if line.get("kind") == STEP), 0)
+
+
+def _backwards(folder: str | Path) -> Iterator[dict[str, Any]]:
+    return (line for line in reversed(lines_of(folder)) if isinstance(line.get("step"), int))

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError
+from tilemesh.core.shard import Box
 
 SCHEMA = 1
+WEIGHT = "weight"
+"""Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
-_STEP = re.compile(r"step-(\d{8})")
+_STEP = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (begin, shape) in the whole
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Piece:
     whole: tuple[int, ...]
     """Shape of the tensor it is a part of."""
     dtype: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.begin, self.shape)
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,17 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder by its name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every finished checkpoint, newest first; whether they are sound is another question."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path.name)) is not None]
     return sorted(found, reverse=True)
 
 
@@ -136,19 +147,3 @@ def damage(folder: Path, files: Sequence[StoredFile]) -> Iterator[str]:
                 yield f"{path} is not what was written: its SHA-256 differs from the manifest's"
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"
-
-
-# ---- boxes -----------------------------------------------------------------------------------------------------
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share."""
-    begin = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    end = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
-    shape = tuple(e - s for s, e in zip(begin, end, strict=True))
-    return None if any(length <= 0 for length in shape) else (begin, shape)
-
-
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Slices that index a box inside an array that holds the outer box."""
-    return tuple(slice(b - o, b - o + n) for b, n, o in zip(box[0], box[1], outer[0], strict=True))

@@ -1,6 +1,7 @@
-"""Tensors in a safetensors file, written with its digest and read as memory.
+"""What of a run's folder needs torch: safetensors files, and the copies that a checkpoint is written from.
 
-Written here rather than by the library: tensor by tensor, without the interpreter's lock, and read only once.
+Files are written here rather than by the library: tensor by tensor, without the interpreter's lock, the digest made on
+the way. They are read as mapped memory.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tilemesh.train.manifest import StoredFile
+from tilemesh.core.shard import Shard
+from tilemesh.runs.manifest import StoredFile
+
+Tensor = torch.Tensor
 
 DTYPES = {
     torch.float64: "F64",
@@ -77,3 +81,49 @@ def _raw(tensor: Tensor) -> Any:
     if tensor.numel() == 0:
         return b""
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def empty(shape: Sequence[int], dtype: str) -> Tensor:
+    """By a file's name for its dtype."""
+    return torch.empty(tuple(shape), dtype=torch_dtype(dtype))
+
+
+# ---- what a rank writes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One box of a tensor that this rank writes."""
+
+    name: str
+    key: str
+    begin: tuple[int, ...]
+    whole: tuple[int, ...]
+    tensor: Tensor
+
+
+def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
+    """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
+    if not mine.writes:
+        return []
+    made = []
+    for number, (here, there) in enumerate(mine.boxes):
+        key = name if len(mine.boxes) == 1 else f"{name}#{number}"
+        made.append(Part(name, key, there.begin, mine.whole, local.detach()[here.slices]))
+    return made
+
+
+def snapshot(parts: Iterable[Part]) -> list[tuple[Part, Tensor]]:
+    """Copies in this machine's memory that training does not change."""
+    copies = [(part, _copied(part.tensor)) for part in parts]
+    if copies and copies[0][1].is_pinned():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy in this machine's memory that nobody else changes."""
+    if tensor.is_cuda:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return target.copy_(tensor, non_blocking=True)
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Reading somebody's folder: only plain files inside it, as they are at this moment, and a reason where that fails.
+"""Single files of a folder: written whole or not at all, read as they are now, with a reason where that fails.
 
-A link is not followed, a pipe is not waited for, and a file that is still being written gives what is whole in it. So
-a page can be made of a folder in any state, and serving one reaches nothing outside it.
+Reading takes only plain files: a link is not followed, a pipe is not waited for, and a file that is still being written
+gives what is whole in it. So a page can be made of a folder in any state, and serving one reaches nothing outside it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,18 @@ def names_in(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    """Under another name first: a reader sees the old file or the new one, never half of one."""
+    other = path.with_name(f".{path.name}.new")
+    other.write_text(text, encoding="utf-8")
+    os.replace(other, path)
+
+
+def write_object(path: Path, value: Mapping[str, Any]) -> None:
+    """A JSON object."""
+    write_text(path, json.dumps(value, indent=1) + "\n")

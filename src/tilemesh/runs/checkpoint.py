@@ -1,4 +1,4 @@
-"""Checkpoints: every rank writes its own boxes from a snapshot, in the background, and nothing counts until all have.
+"""Writing checkpoints: each rank writes its own boxes from a snapshot, in the background; none counts until all have.
 
 The one idea: three steps that a crash may fall between without harm. Each rank copies its tensors and a thread writes
 them into a folder whose name says "being written", flushed to the disk, with a digest made on the way. When all ranks
@@ -15,56 +15,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tilemesh.core.errors import RunError
-from tilemesh.parallel.shard import Shard
-from tilemesh.train.manifest import (
+from tilemesh.runs.manifest import (
     MANIFEST_FILE,
     REMOVING,
     WRITING,
-    Box,
-    DamagedError,
     Manifest,
     Piece,
     StoredFile,
     checkpoints,
     folder_name,
     left_over,
-    overlap,
-    within,
 )
-from tilemesh.train.tensors import DTYPES, read_tensors, torch_dtype, write_tensors
+from tilemesh.runs.metrics import CHECKPOINT
+from tilemesh.runs.tensors import DTYPES, Part, Tensor, snapshot, write_tensors
 
 IDLE, WRITTEN, FAILED, BUSY = "idle", "written", "failed", "busy"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One box of a tensor that this rank writes."""
-
-    name: str
-    key: str
-    begin: tuple[int, ...]
-    whole: tuple[int, ...]
-    tensor: Tensor
-
-
-def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
-    """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
-    if not mine.writes:
-        return []
-    boxes = mine.pieces()
-    made = []
-    for number, (here, there) in enumerate(boxes):
-        key = name if len(boxes) == 1 else f"{name}#{number}"
-        made.append(Part(name, key, tuple(one.start for one in there), mine.whole, local.detach()[here]))
-    return made
 
 
 class Writer:
@@ -111,10 +81,8 @@ class Writer:
         self._wait_ending()
         self.step, self._error, self._values = step, None, dict(values)
         self._began = time.monotonic()
-        snapshot = [(part, _copied(part.tensor)) for part in parts]
-        if snapshot and snapshot[0][1].is_pinned():
-            torch.cuda.synchronize()
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot), name="checkpoint", daemon=True)
+        copies = snapshot(parts)
+        self._thread = threading.Thread(target=self._write, args=(step, copies), name="checkpoint", daemon=True)
         self._thread.start()
         if not self.background:
             self._thread.join()
@@ -149,16 +117,16 @@ class Writer:
     def _place(self, step: int) -> Path:
         return self.folder / (WRITING + folder_name(step))
 
-    def _write(self, step: int, snapshot: Sequence[tuple[Part, Tensor]]) -> None:
+    def _write(self, step: int, copies: Sequence[tuple[Part, Tensor]]) -> None:
         try:
             place = self._place(step)
             place.mkdir(parents=True, exist_ok=True)
             stem = f"shard-{self.rank:05d}"
             record: dict[str, Any] = {"files": [], "pieces": []}
-            if snapshot:
-                stored = write_tensors(place / f"{stem}.safetensors", {part.key: copy for part, copy in snapshot})
+            if copies:
+                stored = write_tensors(place / f"{stem}.safetensors", {part.key: copy for part, copy in copies})
                 record["files"] = [asdict(stored)]
-                for part, copy in snapshot:
+                for part, copy in copies:
                     shape, dtype = tuple(copy.shape), DTYPES[copy.dtype]
                     piece = Piece(part.name, stored.file, part.key, part.begin, shape, part.whole, dtype)
                     record["pieces"].append(asdict(piece))
@@ -172,9 +140,7 @@ class Writer:
         place = self._place(step)
         if failed:
             shutil.rmtree(place, ignore_errors=True)
-            self.note(
-                kind="checkpoint", step=step, ok=False, why=self._error or "another rank could not write its part"
-            )
+            self.note(kind=CHECKPOINT, step=step, ok=False, why=self._error or "another rank could not write its part")
             return
         try:
             nbytes = self._commit(step, place)
@@ -184,9 +150,9 @@ class Writer:
             why = f"{error.filename or place}: {error.strerror or error}"
             self.say(f"CHECKPOINT OF STEP {step} FAILED: {why}")
             shutil.rmtree(place, ignore_errors=True)
-            self.note(kind="checkpoint", step=step, ok=False, why=why)
+            self.note(kind=CHECKPOINT, step=step, ok=False, why=why)
             return
-        self.note(kind="checkpoint", step=step, ok=True, bytes=nbytes, seconds=time.monotonic() - self._began)
+        self.note(kind=CHECKPOINT, step=step, ok=True, bytes=nbytes, seconds=time.monotonic() - self._began)
         for _, old in checkpoints(self.folder)[self.keep :]:
             _remove(old)
 
@@ -230,14 +196,6 @@ def sweep(folder: Path) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy in this machine's memory that nobody else changes."""
-    if tensor.is_cuda:
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return target.copy_(tensor, non_blocking=True)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -251,82 +209,3 @@ def _flush_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """A checkpoint, read box by box by any layout. Files are opened when first needed."""
-
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        self.folder = folder
-        self.manifest = manifest or Manifest.read(folder)
-        self._tensors = self.manifest.tensors()
-        self._open: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def local(self, name: str, mine: Shard, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of a tensor in its own layout; zeros where there is padding."""
-        found = self._pieces(name)
-        if found[0].whole != mine.whole:
-            raise RunError(
-                f"{name} in {self.folder} has shape {found[0].whole} and this model's has {mine.whole}: "
-                "it is another model's checkpoint"
-            )
-        boxes = mine.pieces()
-        whole_box = len(boxes) == 1 and not mine.padding
-        local = None if whole_box else torch.zeros(mine.shape, dtype=torch_dtype(found[0].dtype))
-        for here, there in boxes:
-            box = tuple(one.start for one in there), tuple(one.stop - one.start for one in there)
-            value = self.box(name, box)
-            if local is None:
-                local = value
-            else:
-                local[here] = value
-        assert local is not None
-        return local if dtype is None else local.to(dtype)
-
-    def whole(self, name: str) -> Tensor:
-        shape = self._pieces(name)[0].whole
-        return self.box(name, (tuple(0 for _ in shape), shape))
-
-    def box(self, name: str, box: Box) -> Tensor:
-        """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
-        pieces = self._pieces(name)
-        out = torch.empty(box[1], dtype=torch_dtype(pieces[0].dtype))
-        filled = 0
-        for piece in pieces:
-            stored = (piece.begin, piece.shape)
-            shared = overlap(box, stored)
-            if shared is not None:
-                out[within(shared, box)] = self._stored(piece)[within(shared, stored)]
-                filled += _size(shared)
-        if filled != out.numel():
-            raise DamagedError(f"{self.folder}: {name} is not all there, {out.numel() - filled} values are missing")
-        return out
-
-    def _pieces(self, name: str) -> list[Piece]:
-        if name not in self._tensors:
-            raise DamagedError(f"{self.folder} has no {name}: it is another model's or optimizer's checkpoint")
-        return self._tensors[name]
-
-    def _stored(self, piece: Piece) -> Tensor:
-        if piece.file not in self._open:
-            try:
-                self._open[piece.file] = read_tensors(self.folder / piece.file)
-            except (OSError, ValueError, KeyError, RuntimeError) as error:
-                raise DamagedError(f"{self.folder / piece.file} is damaged: {error!r}") from None
-        if piece.key not in self._open[piece.file]:
-            raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
-        return self._open[piece.file][piece.key]
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for length in box[1]:
-        size *= length
-    return size

@@ -1,0 +1,193 @@
+"""Everything a run's folder holds, as plain values: whatever is there, and for whatever is not, why.
+
+The folder may be of a run that has ended, died, is still running or was made by an older version; reading never fails
+over its contents. What the values mean is for the report to say.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.row import Row
+from tilemesh.measure.trace import RANK_FILE, merge
+from tilemesh.runs.files import Unread, names_in, read_lines, read_object, read_text, read_toml
+from tilemesh.runs.folder import kind_of, read_small
+from tilemesh.runs.manifest import step_of
+from tilemesh.runs.metrics import CHECKPOINT, STOPPED, WARNING, Event, Told, read_metrics
+from tilemesh.runs.names import (
+    ABOUT,
+    BAD_BATCH,
+    CHECKPOINTS,
+    CONFIG,
+    DAMAGED,
+    ENVIRONMENT,
+    METRICS,
+    PREDICTED,
+    ROWS,
+    SAMPLE,
+    SUMMARY,
+    TRACE,
+    TRACE_PARTS,
+)
+
+QUIET_S = 60.0
+"""A run that has written nothing for so long (and for ten steps) is taken for dead."""
+_READ = (CONFIG, METRICS, SUMMARY, PREDICTED, SAMPLE, ENVIRONMENT, ROWS, TRACE, CHECKPOINTS, TRACE_PARTS)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A folder as it is now."""
+
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
+    """The metrics, with the events that only the folder itself shows."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    trace: Sequence[Any] | None = None
+    """Events of the Trace Event Format."""
+    sample: str = ""
+    rows: Sequence[Row] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What a page of a whole run would show, by words that name the file, and why it is not here."""
+    written_at: float | None = None
+    """When the metrics were last written to."""
+    summed_at: float | None = None
+    """When the summary was."""
+    is_unread: bool = False
+    """Whether there are lines of metrics and none of them can be read."""
+
+
+def read_contents(folder: str | Path) -> Contents:
+    """What a folder holds. UsageError only when there is no such folder, or nothing of a run in it."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise UsageError(f"{folder} is no folder: expected a run's, such as one under runs/")
+    names = names_in(place)
+    if not {CONFIG, METRICS, SUMMARY} & set(names):
+        raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
+    missing: dict[str, str] = {}
+
+    def take(name: str, why_it_matters: str, reader: Any) -> Any:
+        try:
+            return reader(place / name)
+        except Unread as why:
+            missing[f"{why_it_matters} ({name})"] = str(why)
+            return None
+
+    config = take(CONFIG, "configuration", read_toml) or {}
+    lines, damaged = take(METRICS, "loss and speed, step by step", read_lines) or ([], 0)
+    if damaged:
+        missing[f"{damaged} lines of {METRICS}"] = "damaged"
+    told = read_metrics(lines)
+    told.events += _from_folder(place, names, {(event.step, event.kind) for event in told.events})
+    summary = take(SUMMARY, "the run's own summary", read_object) or {}
+    return Contents(
+        kind=_kind(place, missing),
+        config=config,
+        told=told,
+        summary=summary,
+        environment=read_small(place, ENVIRONMENT),
+        predicted=take(PREDICTED, "predictions", read_object) or {},
+        trace=take(TRACE, "time by kind and the timeline", lambda _: read_trace(place)),
+        sample=take(SAMPLE, "the text it wrote", read_text) or "",
+        rows=_rows(place),
+        missing=missing,
+        written_at=_written_at(place / METRICS),
+        summed_at=_written_at(place / SUMMARY),
+        is_unread=bool(damaged) and not lines,
+    )
+
+
+def comes_last(what: str) -> bool:
+    """Whether what is missing is a file that is written when the run ends."""
+    return any(f"({name})" in what for name in (SUMMARY, SAMPLE))
+
+
+def version(folder: str | Path) -> str:
+    """Changes when a file that a page is made of does, and now and then while nothing does: a run that is silent for
+    long is dead, and the page has to say so."""
+    written = _written_at(Path(folder) / METRICS)
+    silent = 0.0 if written is None else max(0.0, time.time() - written)
+    marks = [f"{math.floor(math.log2(1 + silent / QUIET_S))}"]
+    for name in _READ:
+        try:
+            found = (Path(folder) / name).lstat()
+            marks.append(f"{found.st_mtime_ns:x}.{found.st_size:x}")
+        except OSError:
+            marks.append("-")
+    return "_".join(marks)
+
+
+def read_trace(folder: Path) -> Sequence[Any]:
+    """The trace of a run: the merged one, or what its ranks have written so far; `Unread` says why there is none."""
+    try:
+        body = read_object(folder / TRACE)
+    except Unread as why:
+        if str(why) != "not there":
+            raise
+        body = _merged(folder / TRACE_PARTS)
+    events = body.get("traceEvents")
+    if not isinstance(events, list):
+        raise Unread("holds no events")
+    return events
+
+
+def _merged(parts: Path) -> dict[str, Any]:
+    """Ranks' files joined, written beside nothing of the run's: a page leaves the folder as it was."""
+    names = [name for name in names_in(parts) if name.startswith(RANK_FILE.partition("{")[0])]
+    if not names:
+        raise Unread("not there: nothing was traced (train.trace_steps)")
+    if any((parts / name).is_symlink() or not (parts / name).is_file() for name in names):
+        raise Unread("a link, which is not followed")
+    with tempfile.TemporaryDirectory(prefix="tilemesh-report-") as place:
+        try:
+            return read_object(merge(parts, Path(place) / TRACE))
+        except (RunError, OSError, ValueError) as error:
+            raise Unread(f"ranks' files cannot be joined: {error}") from None
+
+
+def _kind(place: Path, missing: dict[str, str]) -> str:
+    try:
+        return kind_of(place)
+    except RunError as error:
+        missing[f"the kind of run ({ABOUT})"] = str(error)
+        return ""
+
+
+def _from_folder(place: Path, names: Sequence[str], known: set[tuple[int, str]]) -> list[Event]:
+    """Checkpoints that are on disk, and batches kept because of a loss that was NaN or infinite."""
+    made = []
+    for name in names_in(place / CHECKPOINTS):
+        if (step := step_of(name)) is not None and (step, CHECKPOINT) not in known:
+            made.append(Event(step, CHECKPOINT, f"checkpoint of step {step}"))
+        elif name.startswith(DAMAGED) and (step := step_of(name.removeprefix(DAMAGED))) is not None:
+            made.append(Event(step, WARNING, f"the checkpoint of step {step} was damaged"))
+    bad = {int(match[1]) for name in names if (match := BAD_BATCH.match(name))}
+    words = "stopped at step {}: it came to no number; the batch is kept"
+    made += [Event(step, STOPPED, words.format(step)) for step in sorted(bad) if (step, STOPPED) not in known]
+    return made
+
+
+def _rows(place: Path) -> list[Row]:
+    """Rows the run wrote of itself; none where there are none, or another version's."""
+    try:
+        return [Row.from_json(line) for line in read_text(place / ROWS).split("\n") if line.strip()]
+    except (Unread, UsageError, TypeError):
+        return []
+
+
+def _written_at(path: Path) -> float | None:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,150 @@
+"""A run's folder and the small files in it: made when a run begins, changed when it is resumed, read by anybody.
+
+The one idea: `run.json` says what kind of run this is, so that whoever opens a folder knows what to expect in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.machine import stamp
+from tilemesh.runs.files import Unread, read_object, write_object, write_text
+from tilemesh.runs.kind import TRAIN, Kind
+from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.names import (
+    ABOUT,
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    PREDICTED,
+    RUNS,
+    SCHEMA,
+    SUMMARY,
+    earlier_config,
+)
+
+
+def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str = "run") -> Path:
+    """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/."""
+    folder = Path(path) if path is not None else _fresh(Path(RUNS), name)
+    if (folder / CONFIG).exists():
+        raise UsageError(f"{folder} has a run already: go on with --resume {folder}, or name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
+        write_text(folder / CONFIG, config)
+    except OSError as error:
+        raise RunError(f"run folder {folder}: {error.strerror}") from None
+    return folder
+
+
+def _fresh(base: Path, name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(100):
+        folder = base / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"run folder {folder}: {error.strerror}") from None
+        return folder
+    raise RunError(f"no free name for a run under {base}")
+
+
+def kind_of(folder: str | Path) -> str:
+    """The name of the kind of run in a folder. One without run.json is from before there were kinds: "train"."""
+    path = Path(folder) / ABOUT
+    try:
+        about = read_object(path)
+    except Unread as why:
+        if not path.exists():
+            return TRAIN.name
+        raise RunError(f"{path} cannot be read: {why}") from None
+    if about.get("schema") != SCHEMA or not isinstance(about.get("kind"), str):
+        raise RunError(f"{path} has schema {about.get('schema')!r}, this version reads {SCHEMA}")
+    return str(about["kind"])
+
+
+def require_kind(folder: str | Path, kind: Kind) -> None:
+    """Refuse a run of another kind."""
+    found = kind_of(folder)
+    if found != kind.name:
+        raise UsageError(f"{folder} is a run of kind '{found}': expected one of kind '{kind.name}'")
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------
+
+
+def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
+    """(text, path) of the configuration of a run of this kind."""
+    path = Path(folder) / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        runs = sorted(Path(RUNS).glob(f"*/{CONFIG}"))
+        hint = f"; the newest here is {runs[-1].parent}" if runs else ""
+        raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    require_kind(folder, kind)
+    return text, str(path)
+
+
+def change_config(folder: Path, config: str) -> None:
+    """Another configuration from now on; what it was until now stays beside it."""
+    before = (folder / CONFIG).read_text(encoding="utf-8")
+    write_text(folder / earlier_config(newest_checkpoint(folder) or 0), before)
+    write_text(folder / CONFIG, config)
+
+
+# ---- what is known before and after ----------------------------------------------------------------------------
+
+
+def read_small(folder: str | Path, name: str) -> dict[str, Any]:
+    """A JSON file of this folder; empty when it is not there or damaged."""
+    try:
+        return read_object(Path(folder) / name)
+    except Unread:
+        return {}
+
+
+def write_prediction(folder: Path, prediction: Mapping[str, Any]) -> None:
+    """What is expected of the run, written before it begins."""
+    write_object(folder / PREDICTED, prediction)
+
+
+def write_environment(folder: Path, command: str | None = None) -> None:
+    """Machine, versions, code and the commands that made this run, first one first."""
+    before = read_small(folder, ENVIRONMENT).get("commands")
+    found = stamp()
+    commands = [*(before if isinstance(before, list) else []), command or found["command"]]
+    write_object(folder / ENVIRONMENT, {**found, "commands": commands})
+
+
+def read_summary(path: Path, kind: Kind) -> dict[str, Any]:
+    """The summary of a run of this kind, from its folder or from the file itself; RunError says what is wrong."""
+    file = path / SUMMARY if path.is_dir() else path
+    try:
+        found = read_object(file)
+    except Unread as why:
+        if not file.exists():
+            raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
+        raise RunError(f"'{file}' cannot be read: {why}") from None
+    if found.get("schema") != SCHEMA:
+        raise RunError(f"'{file}' has schema {found.get('schema')!r}, this version reads {SCHEMA}")
+    told = found.get("kind", TRAIN.name)
+    if told != kind.name:
+        raise RunError(f"'{file}' is of a run of kind {told!r}: expected '{kind.name}'")
+    kind.check_summary(found, str(file))
+    return found
+
+
+def newest_checkpoint(folder: str | Path) -> int | None:
+    """The step of the newest finished checkpoint."""
+    found = checkpoints(Path(folder) / CHECKPOINTS)
+    return found[0][0] if found else None

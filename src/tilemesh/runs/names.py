@@ -1,0 +1,48 @@
+"""What the files in a run's folder are called. Nobody else spells these names.
+
+run.json         the kind of run and the schema       metrics.jsonl     one object a line, appended as it happens
+config.toml      what was run                         summary.json      what it came to
+environment.json machine, versions, commands          rows.jsonl        its rows: predicted, measured, limit
+predicted.json   what the planner said before         sample.txt        text it wrote at the end
+choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto
+checkpoints/     step-00000050/, newest last          report.html       the page
+"""
+
+from __future__ import annotations
+
+import re
+
+from tilemesh.measure.trace import MERGED_FILE
+
+SCHEMA = 1
+"""Of run.json and summary.json. It goes up when an older reader would misread what is written."""
+
+ABOUT = "run.json"
+CONFIG = "config.toml"
+ENVIRONMENT = "environment.json"
+PREDICTED = "predicted.json"
+CHOICES = "choices.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+ROWS = "rows.jsonl"
+SAMPLE = "sample.txt"
+TRACE = MERGED_FILE
+TRACE_PARTS = "trace"
+CHECKPOINTS = "checkpoints"
+PAGE = "report.html"
+
+RUNS = "runs"
+"""Where runs go that were given no folder."""
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint that is not what was written: kept, and not used."""
+BAD_BATCH = re.compile(r"bad-batch-step-(\d+)-")
+
+
+def bad_batch(step: int, replica: int | str) -> str:
+    """The batch of a step whose loss was NaN or infinite; one file per replica."""
+    return f"bad-batch-step-{step:08d}-replica-{replica}.safetensors"
+
+
+def earlier_config(step: int) -> str:
+    """The configuration that a run had until this step, when it was resumed with another."""
+    return f"config.until-step-{step}.toml"
