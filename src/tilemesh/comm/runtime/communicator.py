@@ -17,11 +17,13 @@ from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arena import Arena
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.asked import Call, Made, Scatter
-from tilemesh.comm.runtime.call import Caller, Closed, flattened
+from tilemesh.comm.runtime.call import Caller
 from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
 from tilemesh.comm.runtime.engine import Engine, Handle
 from tilemesh.comm.runtime.fit import Fit
-from tilemesh.comm.runtime.memory import Like, described, here, opened, store
+from tilemesh.comm.runtime.group import Closed
+from tilemesh.comm.runtime.memory import Like, described, flattened, here, opened, store
+from tilemesh.comm.runtime.messages import Messages
 from tilemesh.comm.runtime.observe import Observer, Observers
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
@@ -58,7 +60,8 @@ class Communicator:
         self.label = watch.label
         self._observers = Observers(watch.label, observers)
         self._caller = Caller(transport, engine, watch, self._observers, node_size)
-        self._ready = self._caller.kept
+        self._messages = Messages(self._caller)
+        self._ready = self._caller.ready
         self._splits = 0
         self._is_closed = False
 
@@ -362,8 +365,7 @@ class Communicator:
             raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
         region = as_bytes(flat)
         message = Message(is_send, peer, self.transport.view(region), region.nbytes)
-        name = f"{'send to' if is_send else 'recv from'} rank {self.watch.members[peer]}"
-        return self._caller.start_message(name, message, tag, finish)
+        return self._messages.start(message, tag, finish)
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 
@@ -456,7 +458,7 @@ class Communicator:
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
         self._ready.clear()
-        self._caller = cast(Any, Closed(self.label))
+        self._caller = self._messages = cast(Any, Closed(self.label))
         self.watch.forget()
         self.transport.close()
 
