@@ -296,8 +296,7 @@ def _outer(frame: FrameType) -> FrameType | None:
 
 def _is_program(file: str) -> bool:
     if file.startswith(_TILEMESH):
-        # A training loop of tilemesh is the program, too; what records its calls is not.
-        return not file.startswith((str(Path(_TILEMESH, "comm")), str(Path(_TILEMESH, "train", "record.py"))))
+        return not file.startswith(str(Path(_TILEMESH, "comm")))  # a training loop of tilemesh is the program, too
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
 
 
