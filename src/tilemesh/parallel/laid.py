@@ -15,12 +15,13 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
+from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, Place
-from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
+from tilemesh.model.transformer import Pass, Transformer, draw, loss_sum
 from tilemesh.parallel.agree import tell
-from tilemesh.parallel.data import Gradients, NaiveGradients
+from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import join, take
+from tilemesh.parallel.shard import Held, join, take
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
@@ -28,7 +29,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Laid:
-    """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange."""
+    """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
+
+    `held`: the parameters that are trained, by name, each with its shard.
+    """
 
     def __init__(
         self,
@@ -36,17 +40,24 @@ class Laid:
         mesh: Mesh,
         plan: ParallelPlan,
         shards: Mapping[str, Shard],
+        held: Mapping[str, Held],
         seams: Seams,
-        gradients: Gradients | NaiveGradients,
+        gradients: Gradients,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.plan = plan
         self.shards = shards
+        self.held = held
         self.seams = seams
         self.gradients = gradients
         self.recompute_every = 1 if plan.recompute == "full" else 0
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
+
+    @property
+    def loss_copies(self) -> int:
+        """How many ranks have the same loss: a sum over all ranks of the mesh counts it so many times."""
+        return loss_shard(self.mesh).alike
 
     # Forward ------------------------------------------------------------------------------------------------------
 
@@ -69,8 +80,8 @@ class Laid:
             return loss_sum(logits_BTV, targets_BT)
         return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
 
-    def logits(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
-        """Whole logits on every rank, nothing dropped: for evaluation and for generation with a cache."""
+    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
         model = self._transformer()
         was_training, sequence = model.training, self.seams.sequence
         model.eval()
@@ -81,8 +92,6 @@ class Laid:
         finally:
             model.train(was_training)
             self.seams.sequence = sequence
-        if cache is not None:
-            cache.length += tokens_BT.shape[1]
         if self.mesh.tp.size == 1:
             return logits_BTV
         return self.seams.join_features(logits_BTV, model.config.vocabulary)
@@ -99,7 +108,7 @@ class Laid:
         tokens_BT: Tensor,
         dropout_seed: int | Tensor | None,
         place: Place,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """This rank's part of the logits."""
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
