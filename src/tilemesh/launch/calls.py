@@ -96,6 +96,7 @@ class Ranks:
         self._raised: dict[int, dict[str, str]] = {}  # the same, in the order in which they came
         self._raised_at = float("inf")
         self._hear: Hear | None = None
+        self._failure: Failure | None = None
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(job_folder())
             programs = start.processes(
@@ -110,7 +111,6 @@ class Ranks:
             self._job.selector.register(self._answers, selectors.EVENT_READ, self._read_answers)
             self._job.begin()
             self._stack = stack.pop_all()
-        self._failure: Failure | None = None
 
     def call(
         self,
