@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 import tilemesh as tm
-from tilemesh.cli import train_rows
 from tilemesh.cli.main import main
-from tilemesh.cli.train_rows import TAKING_TURNS, rows
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
-from tilemesh.plan.local import Local
+from tilemesh.plan.local import Local, Machine
 from tilemesh.runs.files import read_object
+from tilemesh.train import predict
 from tilemesh.train.config import load
+from tilemesh.train.events import sink_to
 from tilemesh.train.progress import Shown, step_words
+from tilemesh.train.rows import TAKING_TURNS, rows
 
 SMALL = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=6,"
@@ -125,11 +126,11 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
 
-    def no_calibration(name: str) -> Local:
+    def no_calibration(name: str, machine: Machine) -> Local:
         raise UsageError(f"{name} was not calibrated")
 
-    monkeypatch.setattr(train_rows, "local_machine", no_calibration)
-    told = train_rows.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
+    monkeypatch.setattr(predict, "local_machine", no_calibration)
+    told = predict.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
     assert told["memory"]["reserved_bytes"] > 0
     assert told["memory_bytes"] == told["memory"]["total_bytes"] - told["memory"]["reserved_bytes"]
 
@@ -170,11 +171,11 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "held-out 2.7500" in words
     assert "4.1k tokens/s" in words
     assert "12 s left" in words
-    shown = Shown()
-    shown.line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
-    shown.line(1, "out", b"plain")
-    shown.line(0, "out", b"\x1e{half")
-    shown.line(1, "err", b"bad")
+    line = sink_to(Shown())
+    line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
+    line(1, "out", b"plain")
+    line(0, "out", b"\x1e{half")
+    line(1, "err", b"bad")
     said = capsys.readouterr()
     assert said.out == "hello\n[1] plain\n"
     assert said.err == "[1] bad\n"

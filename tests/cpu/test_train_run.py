@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from tilemesh.cli.train_rows import rows
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
@@ -50,8 +49,10 @@ from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.rank import Result, lay_model, train_here
+from tilemesh.train.rank import lay_model, train_here
 from tilemesh.train.record import Recorder
+from tilemesh.train.result import Result
+from tilemesh.train.rows import rows
 from tilemesh.train.steps import Stepper, read
 
 SMALL = (
