@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,10 @@ from tilemesh.cli.main import main
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
 from tilemesh.plan.local import Local, Machine
+from tilemesh.runs import names
 from tilemesh.runs.files import read_object
+from tilemesh.runs.folder import kind_of
+from tilemesh.runs.metrics import STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
 from tilemesh.train.config import load
 from tilemesh.train.events import sink_to
@@ -35,7 +40,57 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = tm.train.fit(config, run=place / "run")
     assert (result.step, result.interrupted) == (6, False)
     assert result.held_out is not None
+    assert "step time" in [row.name for row in result.rows]
     return place / "run"
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_fit_writes_what_the_command_writes_except_the_page(run: Path, tmp_path: Path) -> None:
+    """The command starts a rank through the launcher, `fit` trained in this process: the folders are alike."""
+    other, source = tmp_path / "run", f"data.source={run.parent / 'text.txt'}"
+    assert main(["train", "--set", SMALL, "--set", source, "--out", str(other)]) == 0
+    assert files_of(other) == {*files_of(run), names.PAGE}
+    assert {names.PREDICTED, names.ENVIRONMENT, names.SUMMARY, names.ROWS, names.ABOUT, names.SAMPLE} <= files_of(run)
+    assert kind_of(run) == kind_of(other) == "train"
+    for name in (names.PREDICTED, names.ENVIRONMENT, names.SUMMARY):
+        assert read_object(run / name).keys() == read_object(other / name).keys()
+    assert read_object(run / names.SUMMARY)["loss"] == read_object(other / names.SUMMARY)["loss"]
+    steps = [[line["loss"] for line in latest(place) if line["kind"] == STEP] for place in (run, other)]
+    assert steps[0] == steps[1]
+
+
+def test_fit_tells_its_listener_and_prints_nothing(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Mapping[str, Any]] = []
+    source = f"data.source={run.parent / 'text.txt'}"
+    config = tm.train.load_config(sets=[SMALL, source, "evaluate.every=0,sample.tokens=0"])
+    result = tm.train.fit(config, run=tmp_path / "run", stop_after=2, on_event=events.append)
+    assert (result.step, result.interrupted) == (2, True)
+    assert events[0] == {"kind": "run", "folder": str(tmp_path / "run")}
+    assert [event["step"] for event in events if event["kind"] == STEP] == [1, 2]
+    assert events[-1] == {"kind": "end"}
+    assert capfd.readouterr() == ("", "")
+    # Another number of steps: what the run was until then stays beside it.
+    longer = tm.train.load_config(sets=[SMALL, source, "evaluate.every=0,sample.tokens=0,train.steps=4"])
+    assert tm.train.fit(longer, resume=tmp_path / "run").step == 4
+    assert (tmp_path / "run" / names.earlier_config(2)).exists()
+    assert len(read_object(tmp_path / "run" / names.ENVIRONMENT)["commands"]) == 2
+
+
+def test_ranks_that_fail_are_an_error_that_names_the_folder(run: Path, tmp_path: Path) -> None:
+    sets = [SMALL, f"data.source={run.parent / 'text.txt'}", "optimizer.lr=1e30,optimizer.clip=0,sample.tokens=0"]
+    with pytest.raises(tm.train.RanksFailedError, match=r"rank 0.*step \d") as raised:
+        tm.train.fit(tm.train.load_config(sets=sets), run=tmp_path / "run", in_process=False)
+    assert (raised.value.folder, raised.value.interrupted) == (tmp_path / "run", False)
+    assert last_line(tmp_path / "run")["kind"] == STOPPED
+    two = tm.train.load_config(sets=[SMALL, "plan.dp=2"])
+    with pytest.raises(ValueError, match="one process is one rank"):
+        tm.train.fit(two, run=tmp_path / "two", in_process=True)
+    assert not (tmp_path / "two").exists()
 
 
 def test_generate_export_and_what_they_refuse(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,8 +170,8 @@ def test_a_run_is_not_stopped_at_a_step_that_is_past(run: Path, capsys: pytest.C
 def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     found = read_object(run / "summary.json")
     made = rows(found, {"missing": "nobody asked"})
-    names = ["step time", "throughput", "MFU", "HFU", "peak memory a rank"]  # one rank has nothing to exchange
-    assert [row.name for row in made] == names
+    shown = ["step time", "throughput", "MFU", "HFU", "peak memory a rank"]  # one rank has nothing to exchange
+    assert [row.name for row in made] == shown
     assert made[0].missing["predicted"] == "nobody asked"
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5

@@ -156,7 +156,6 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
         sink=sink_to(asked.listener),
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
-    asked.listener({"kind": "end"})
     sentence = outcome.sentence(config.plan.world)
     # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
     is_silent = outcome.interrupted and _summary_written_at(folder) == before
