@@ -16,7 +16,7 @@ from pathlib import Path
 from tilemesh.comm.cells import Cell
 from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, timer_of
-from tilemesh.comm.native_calls import native_call
+from tilemesh.comm.peer_calls import peer_call
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.measure.machine import granted_cores, stamp
 from tilemesh.measure.ranks import ranks_case
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def added(comm: Communicator, cell: Cell) -> Row:
     x, out = arrays(comm, cell)
-    native, ours = native_call(comm, cell.collective, x, out), getattr(comm, cell.collective)
+    native, ours = peer_call(comm, cell.collective, x, out), getattr(comm, cell.collective)
     result = compare(
         {"ours": lambda _: ours(x, out=out, algorithm="native"), "native": lambda _: native()},
         timer=timer_of(comm),

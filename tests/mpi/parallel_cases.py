@@ -142,8 +142,8 @@ def sharding(comm: Communicator) -> None:
             start = 0
             for name, value in state.items():
                 here = written[start : start + value.numel()].reshape(value.shape)
-                for _, there in laid.shards[name].pieces() if laid.shards[name].writes else ():
-                    here[there] += 1
+                for _, there in laid.shards[name].boxes if laid.shards[name].writes else ():
+                    here[there.slices] += 1
                 start += value.numel()
             assert (comm.all_reduce(written) == 1).all()
     # What is wrong with the one state there is, every rank hears: none waits for a tensor that never comes.
@@ -411,7 +411,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
     mesh = laid.mesh
     assert isinstance(laid.gradients, Gradients)
     counted = {"tp": mesh.tp.comm, "dp": mesh.dp.comm, "mesh": comm}
-    counted |= {f"copies {c}": group for c, group in laid.gradients._copies.items() if c < mesh.tp.size}
+    counted |= {
+        f"tp {blocks[0][1]}": group
+        for blocks, group in laid.gradients._copies.items()
+        if group is not mesh.tp.comm and blocks
+    }
     before = {axis: group.sent.nbytes for axis, group in counted.items()}
     tokens_BT = torch.arange(rows * tokens).reshape(rows, tokens) % config.vocabulary
     for turn in range(turns):
@@ -423,11 +427,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
     )
     itemsize = laid.gradients.buffers[0].element_size()
-    found = [(b.flat.numel(), b.copies, b.partial) for b in laid.gradients.buckets]
+    found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
     made += traffic.step_end(found, mesh.dp.size, itemsize)
     wanted = dict.fromkeys(counted, 0)
     for one in made:
-        axis = "tp" if one.axis == f"copies {mesh.tp.size}" else one.axis
+        axis = "tp" if one.axis == f"tp {mesh.tp.size}" else one.axis
         wanted[axis] += _ring_bytes(counted[axis], one)
     assert sent == wanted, (laid.plan.describe(), sent, wanted)
     # And the closed form of the whole: activations cost every block the same, with sequence parallelism or without.
@@ -435,7 +439,8 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         share = (mesh.tp.size - 1) / mesh.tp.size
         activations = rows * tokens * config.width * 8
         by_hand = turns * share * (2 * activations * (4 * config.layers + 2) + 2 * 3 * rows * tokens * 8)
-        partial = sum(b.flat.numel() for b in laid.gradients.buckets if b.partial and b.copies == mesh.tp.size)
+        whole = (("tp", mesh.tp.size),)
+        partial = sum(b.flat.numel() for b in laid.gradients.buckets if b.copies_summed == whole)
         assert partial % mesh.tp.size == 0
         assert sent["tp"] == by_hand + 2 * share * partial * 8
 

@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parallel_cases
 import torch
 
-from tilemesh.comm import connect, run_threads
+from tilemesh.comm import Communicator, connect, run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import share
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
@@ -59,21 +60,31 @@ def test_a_second_backward_through_the_loss_is_refused() -> None:
         total.backward()
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_loss_is_torchs(dtype: torch.dtype) -> None:
-    """One rank with padding: value and gradient of cross_entropy, in at least float32."""
-    torch.manual_seed(1)
-    logits = (torch.randn(2, 7, 11) * 5).to(dtype)
-    targets = torch.randint(0, 9, (2, 7))
+def test_the_loss_is_torchs(dtype: torch.dtype, ranks: int) -> None:
+    """A vocabulary that ranks cut unevenly: value and gradient of cross_entropy, in at least float32."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(2, 7, 9, generator=generator) * 5).to(dtype)
+    targets = torch.randint(0, 9, (2, 7), generator=generator)
     targets[0, :3] = -100
-    mine = logits.clone().requires_grad_()
-    total, count = vocabulary_loss(mine, targets, Seams(connect("alone")), 9)
-    total.backward()
-    whole = logits[..., :9].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    whole = logits.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
     wanted = torch.nn.functional.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="sum")
     wanted.backward()
-    assert total.dtype == wanted.dtype
-    torch.testing.assert_close(total, wanted)
-    assert count == 11
-    torch.testing.assert_close(mine.grad[..., :9], whole.grad.to(dtype))
-    assert not mine.grad[..., 9:].any()
+
+    def main(comm: Communicator) -> None:
+        first, count = share(9, comm.size, comm.rank)
+        mine = logits[..., first : first + count].clone().requires_grad_()
+        total, counted = vocabulary_loss(mine, targets, Seams(comm), 9)
+        total.backward()
+        assert total.dtype == wanted.dtype
+        torch.testing.assert_close(total, wanted)
+        assert counted == 11
+        torch.testing.assert_close(mine.grad, whole.grad[..., first : first + count].to(dtype))
+
+    run_threads(ranks, main)
+
+
+def test_logits_that_are_not_this_ranks_part_are_refused() -> None:
+    with pytest.raises(UsageError, match="logits of 4 tokens: this rank's part of 5 is 5"):
+        vocabulary_loss(torch.zeros(1, 3, 4), torch.zeros(1, 3), Seams(connect("alone")), 5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -12,13 +15,13 @@ import parallel_cases
 import torch
 
 from tilemesh.comm import Communicator, connect, run_threads
+from tilemesh.core.axes import coordinates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.gate.cases import MODELS
-from tilemesh.parallel.mesh import coordinates, members, rank_at
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
 
@@ -38,13 +41,82 @@ def test_configurations_that_differ_are_named_on_every_rank() -> None:
     run_threads(3, parallel_cases.configurations_differ)
 
 
-def test_places_follow_from_rank_and_shape_alone() -> None:
-    shape = {"tp": 4, "dp": 3}
-    for rank in range(12):
-        assert rank_at(coordinates(rank, shape), shape) == rank
-    assert coordinates(6, shape) == {"tp": 2, "dp": 1}
-    assert members(6, "tp", shape) == (4, 5, 6, 7)
-    assert members(6, "dp", shape) == (2, 6, 10)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"dp": 2, "tp": 2, "cp": 2, "pp": 2},
+        {"ep": 2, "pp": 1, "dp": 3},
+        {"tp": 2, "expert": 2, "node": 2},
+    ],
+    ids=str,
+)
+def test_any_number_of_axes(sizes: dict[str, int]) -> None:
+    """Each group, of one axis or of several, is the ranks that differ along these axes alone."""
+    ranks = math.prod(sizes.values())
+
+    def main(comm: Communicator) -> None:
+        mesh = Mesh(comm, **sizes)
+        places = [coordinates(rank, mesh.shape) for rank in range(ranks)]
+        mine = places[comm.rank]
+        assert {name: axis.index for name, axis in mesh.axes.items()} == mine
+        assert [mesh.axis(name).size for name in sizes] == list(sizes.values())
+        assert (mesh.axis("nobody").size, mesh.axis("nobody").index) == (1, 0)
+        for count in range(1, len(sizes) + 1):
+            for names in itertools.combinations(sizes, count):
+                group = mesh.group(*names)
+                wanted = [
+                    rank
+                    for rank, place in enumerate(places)
+                    if all(place[name] == mine[name] for name in place if name not in names)
+                ]
+                assert group.all_gather(np.array([comm.rank])).tolist() == wanted == list(mesh.members(*names))
+                assert mesh.group(*names) is group
+        mesh.close()
+
+    run_threads(ranks, main)
+
+
+def test_blocks_of_an_axis() -> None:
+    """What holds the same kv heads: consecutive ranks of tp, within one replica or over all replicas."""
+
+    def main(comm: Communicator) -> tuple[list[int], list[int]]:
+        mesh = Mesh(comm, dp=2, tp=4)
+        groups = (mesh.among((("tp", 2),)), mesh.among((("tp", 2), ("dp", 2))))
+        found = [group.all_gather(np.array([comm.rank])).tolist() for group in groups]
+        return found[0], found[1]
+
+    found = run_threads(8, main)
+    assert found[3] == ([2, 3], [2, 3, 6, 7])
+    assert found[4] == ([4, 5], [0, 1, 4, 5])
+
+
+def test_a_mesh_of_three_axes_is_drawn_as_grids() -> None:
+    texts = run_threads(8, lambda comm: Mesh(comm, pp=2, dp=2, tp=2).describe())
+    assert texts[5].splitlines() == [
+        "mesh pp=2 × dp=2 × tp=2, 8 ranks over threads; this is rank 5: pp 1, dp 0, tp 1",
+        "pp 0",
+        "        tp 0  tp 1",
+        "  dp 0     0     1",
+        "  dp 1     2     3",
+        "pp 1",
+        "        tp 0  tp 1",
+        "  dp 0     4     5",
+        "  dp 1     6     7",
+    ]
+
+
+def test_a_group_along_an_axis_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="unknown axis 'pd'"):
+        Mesh(connect("alone"), dp=1).group("pd")
+
+
+def test_a_model_is_not_laid_over_an_axis_it_knows_nothing_of() -> None:
+    def main(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="cp is 2: a model is laid over dp and tp; set cp to 1"):
+            lay(Transformer(MODELS["gpt"], device="meta"), Mesh(comm, cp=2), ParallelPlan(precision="fp32"))
+
+    run_threads(2, main)
 
 
 def test_the_grid_is_drawn() -> None:

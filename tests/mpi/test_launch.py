@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from started import is_running, wait_until
 
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.cores import available_cores, threads_for
@@ -56,22 +57,6 @@ def job(
     command = [SCRIPT, transport, behaviour, *rest]
     outcome = launch(command, ranks=ranks, transport=transport, restarts=restarts, sink=said, say=words.append)
     return outcome, said, words
-
-
-def is_running(pid: int) -> bool:
-    """Alive and not merely waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(true: object, seconds: float = 60.0) -> None:
-    assert callable(true)
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

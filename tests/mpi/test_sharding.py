@@ -17,25 +17,16 @@ import parallel_cases
 
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Shard
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import transformer_splits
-from tilemesh.parallel.shard import (
-    Column,
-    Shard,
-    Split,
-    Vocabulary,
-    elements,
-    everyones,
-    join,
-    shard,
-    split_data,
-    take,
-)  # fmt: skip
+from tilemesh.parallel.shard import Column, Split, Vocabulary, elements, join, shard, split_data, take
 from tilemesh.plan.shards import shard_parameters
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+TP2, TP4 = (("tp", 2),), (("tp", 4),)
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 
 
@@ -103,45 +94,46 @@ def test_every_split_has_its_inverse(tp: int, times: int, split: str | Split, is
     name = "layer.bias" if is_bias else "layer.weight"
     whole = np.random.default_rng(times).normal(size=shape)
     given_ = torch.from_numpy(whole) if is_torch else whole
-    shards = [shard(name, shape, split, tp, index) for index in range(tp)]
+    shards = [shard(name, shape, split, (("tp", tp), ("dp", 2)), rank) for rank in range(2 * tp)]
     parts = [take(mine, given_) for mine in shards]
     assert [tuple(part.shape) for part in parts] == [mine.shape for mine in shards]
     assert type(parts[0]) is type(given_)
     assert np.array_equal(np.asarray(join(shards, parts)), whole)
-    assert everyones(shards[-1]) == shards
+    assert [shards[-1].on(rank) for rank in range(2 * tp)] == shards
     owners = [mine for mine in shards if mine.writes]
-    assert sum(math.prod(mine.shape) - mine.padding * math.prod(mine.shape[1:]) for mine in owners) == whole.size
-    assert all(mine.writes == (mine.copy == 0) for mine in shards)
-    assert not any(shard(name, shape, split, tp, index, dp_index=1).writes for index in range(tp))
+    assert sum(math.prod(mine.shape) for mine in owners) == whole.size
+    assert all(mine.rank < tp for mine in owners)
 
 
 def test_kv_heads_fewer_than_ranks_are_held_by_several() -> None:
-    shards = [shard("fc_k.weight", (6, 4), Column(units=2, repeats=True), 4, index) for index in range(4)]
-    assert [(mine.spans[0].whole, mine.copies, mine.copy, mine.partial) for mine in shards] == [
-        (0, 2, 0, True), (0, 2, 1, True), (3, 2, 0, True), (3, 2, 1, True),
+    split = Column(units=2, repeats=True)
+    shards = [shard("fc_k.weight", (6, 4), split, (("tp", 4),), rank) for rank in range(4)]
+    assert [(mine.boxes[0][1].begin, mine.copies, mine.writes, mine.summed) for mine in shards] == [
+        ((0, 0), 2, True, (("tp", 2),)), ((0, 0), 2, False, (("tp", 2),)),
+        ((3, 0), 2, True, (("tp", 2),)), ((3, 0), 2, False, (("tp", 2),)),
     ]  # fmt: skip
 
 
-def test_a_vocabulary_smaller_than_the_ranks_leaves_some_with_padding_alone() -> None:
-    shards = [shard("t.weight", (3, 2), Vocabulary(), 4, index) for index in range(4)]
-    assert [mine.padding for mine in shards] == [0, 0, 0, 1]
-    whole = np.arange(6.0).reshape(3, 2)
-    assert take(shards[3], whole).tolist() == [[0, 0]]
+def test_a_vocabulary_that_tp_does_not_divide_is_cut_unevenly_without_padding() -> None:
+    shards = [shard("t.weight", (10, 2), Vocabulary(), (("tp", 4),), rank) for rank in range(4)]
+    assert [mine.shape for mine in shards] == [(3, 2), (3, 2), (2, 2), (2, 2)]
+    whole = np.arange(20.0).reshape(10, 2)
     assert np.array_equal(join(shards, [take(mine, whole) for mine in shards]), whole)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shard("a.weight", (6, 4), "column", 4, 0), "a.weight: its output of 6 is not divisible by 4 ranks"),
-        (lambda: shard("a.weight", (6, 5), "row", 2, 0), "a.weight: its input of 5 is not divisible by 2 ranks of tp"),
-        (lambda: shard("a.weight", (6, 4), "colum", 2, 0), "unknown split 'colum': did you mean 'column'?"),
-        (lambda: shard("a.weight", (6, 4), Column(units=3), 2, 0), "the 3 units of a.weight cannot be split evenly"),
+        (lambda: shard("a.weight", (6, 4), "column", TP4), "a.weight: its output of 6 is not divisible by 4 ranks"),
+        (lambda: shard("a.weight", (6, 5), "row", TP2), "a.weight: its input of 5 is not divisible by 2 ranks of tp"),
+        (lambda: shard("a.weight", (6, 4), "colum", TP2), "unknown split 'colum': did you mean 'column'?"),
+        (lambda: shard("a.weight", (6, 4), Column(units=3), TP2), "the 3 units of a.weight cannot be split evenly"),
         (
-            lambda: shard("a.weight", (6, 4), Column(units=3, repeats=True), 4, 0),
+            lambda: shard("a.weight", (6, 4), Column(units=3, repeats=True), TP4),
             "the 3 units of a.weight cannot be split nor repeated evenly over it",
         ),
-        (lambda: shard("a.weight", (6, 4), Column(units=2), 4, 0), "tp is 4: the 2 units of a.weight"),
+        (lambda: shard("a.weight", (6, 4), Column(units=2), TP4), "tp is 4: the 2 units of a.weight"),
+        (lambda: shard("t.weight", (3, 2), Vocabulary(), TP4), "t.weight has 3 rows: every rank needs at least one"),
         (lambda: take(Shard("a.weight", (2, 2)), np.ones((2, 3))), "the whole array has shape (2, 3), expected (2, 2)"),
     ],
 )
@@ -163,7 +155,9 @@ def test_a_rank_holds_what_the_planner_counts(name: str, tp: int) -> None:
     model = Transformer(config, device="meta")
     found = _matched(model, kinds)
     held = {
-        key: shard(key, value.shape, found.get(key.rpartition(".")[0], "whole"), tp, tp - 1)
+        key: shard(
+            key, value.shape, found.get(key.rpartition(".")[0], "whole"), (("tp", tp),)
+        )  # of the first: the largest
         for key, value in model.named_parameters()
     }
     assert elements(held) == wanted

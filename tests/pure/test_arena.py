@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilemesh.comm.runtime import arena as arenas
-from tilemesh.comm.runtime.arena import HALF_BYTES, SMALL_BYTES, STAGE_BYTES, Arena, Shape, Turn, open_arena
+from tilemesh.comm.runtime.arena import HALF_BYTES, SMALL_BYTES, STAGE_BYTES, Arena, ArenaTurn, Regions, open_arena
 from tilemesh.comm.runtime.flags import LINE, Flags, can_fence, make_fence
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
@@ -60,7 +60,7 @@ def test_ranks_of_two_machines_share_nothing() -> None:
 
 def test_a_path_that_leads_to_another_file_is_not_taken(tmp_path: Path) -> None:
     """Process numbers repeat between containers: what lies at the path must be what the first rank meant."""
-    shape = Shape(1, MIB)
+    shape = Regions(1, MIB)
     other = tmp_path / "other"
     other.write_bytes(b"")
     os.truncate(other, shape.nbytes)
@@ -146,7 +146,7 @@ def test_arrays_are_found_by_their_place() -> None:
 
 
 def test_stages_do_not_overlap() -> None:
-    shape = Shape(3, MIB)
+    shape = Regions(3, MIB)
     arena = Arena(bytearray(shape.nbytes), shape, 1, pids=False)
     for nbytes in (
         8,
@@ -172,12 +172,12 @@ def test_stages_do_not_overlap() -> None:
 def test_calls_take_turns() -> None:
     arena = opened()
     first, second = arena.turn(), arena.turn()
-    assert Turn(arena, first).test()
-    assert not Turn(arena, second).test()
+    assert ArenaTurn(arena, first).test()
+    assert not ArenaTurn(arena, second).test()
     with pytest.raises(RunError, match="waits for an earlier one"):
-        Turn(arena, second).wait()
+        ArenaTurn(arena, second).wait()
     arena.done = first
-    Turn(arena, second).wait()
+    ArenaTurn(arena, second).wait()
 
 
 @pytest.fixture

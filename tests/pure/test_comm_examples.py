@@ -84,8 +84,12 @@ def test_the_notebook_runs_from_top_to_bottom() -> None:
 
 def test_the_code_on_the_documentation_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (EXAMPLES.parent / "docs" / "comm" / "README.md").read_text(encoding="utf-8")
-    first, schedule = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(first, {})
+    first, observing, schedule = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(first, names)
+    exec(observing, names)
+    assert ("world", "all_reduce", "naive") in names["seconds"]
+    assert list(names["parts"]) == ["copy", "wire", "reduce", "wait"]
     exec(schedule, {})
     said = capsys.readouterr().out
     assert "all_reduce of 64 MiB float32 on 1 rank over threads: naive (one rank: nothing moves)" in said

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.comm.runtime.run import Turns
+from tilemesh.comm.runtime.engine import Turns
 from tilemesh.core.errors import RunError, UsageError
 
 TIMEOUT_S = 30.0

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tilemesh.comm import Communicator, connect, minimal, run_threads
 from tilemesh.comm.runtime import watch
-from tilemesh.comm.runtime.call import native_call
-from tilemesh.comm.runtime.debug import compare_calls
+from tilemesh.comm.runtime.call import watched_call
+from tilemesh.comm.runtime.engine import Engine, Running
 from tilemesh.comm.runtime.records import private_board
-from tilemesh.comm.runtime.run import Engine, Running
+from tilemesh.comm.runtime.texts import compare_calls
 from tilemesh.comm.runtime.threads import ThreadTransport, World
 from tilemesh.comm.runtime.transport import DONE, Lazy, NativeCall, Token
 from tilemesh.comm.schedules.book import BOOK, is_direct
@@ -168,7 +168,7 @@ def test_no_difference_hides_behind_the_length_of_a_call(monkeypatch: pytest.Mon
         counts = [1_000_000 * rank for rank in range(ranks)]
         counts[-1 if comm.rank == 5 else -2] += 1
         with pytest.raises(UsageError) as caught:
-            comm._caller.engine.run(
+            comm.engine.run(
                 Running(compare_calls(comm.transport, f"all_gather(float32, {counts})", 2_000_000), lambda: None)
             )
         return str(caught.value)
@@ -222,7 +222,7 @@ def test_averages_of_what_cannot_be_averaged_are_refused(dtype: str, why: str) -
 
 def test_a_call_notes_itself_without_a_system_call_or_a_lock() -> None:
     """What a call pays for being watched: a tuple; the rest is the watchdog's business."""
-    process = watch.Process(0, private_board(1), lambda reason: None)
+    process = watch.Watchdog(0, private_board(1), lambda reason: None)
     mine = watch.Watch(process, [0])
     mine.enter(3, "all_reduce", 8)
     assert mine.note is not None
@@ -257,7 +257,7 @@ def test_a_native_call_notes_nothing_and_is_found_on_the_stack() -> None:
         assert mine.note is None
         looks.extend([process.look(), process.look()])
 
-    process = watch.Process(0, private_board(1), lambda reason: None, native_call)
+    process = watch.Watchdog(0, private_board(1), lambda reason: None, watched_call)
     mine = watch.Watch(process, [0])
     comm = Communicator(Library(look_twice), Engine(), mine)
     for _ in range(2):
@@ -285,7 +285,7 @@ def test_a_closed_communicator_says_so_and_leaves_the_others_open() -> None:
         assert group.label not in comm.watch.process.watches
         assert inner.all_reduce(np.ones(1))[0] == inner.size
         handle = comm.all_reduce(np.ones(300), algorithm="ring", wait=False)
-        if comm._caller.under_way:
+        if comm.under_way:
             with pytest.raises(UsageError, match=r"close\(\) of world with 1 calls under way"):
                 comm.close()
         assert handle.wait()[0] == comm.size

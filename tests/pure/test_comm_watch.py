@@ -17,7 +17,7 @@ import pytest
 
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime import watch
-from tilemesh.comm.runtime.records import Doing, Record, private_board
+from tilemesh.comm.runtime.records import CallRecord, Doing, private_board
 from tilemesh.comm.schedules.hierarchical import largest_block
 from tilemesh.core.errors import RunError
 
@@ -94,24 +94,24 @@ def test_three_hundred_groups_fit_a_record() -> None:
 
 
 def test_a_rank_that_stopped_inside_the_call_is_named_though_it_arrived() -> None:
-    process = watch.Process(0, private_board(3), lambda reason: None)
+    process = watch.Watchdog(0, private_board(3), lambda reason: None)
     mine = watch.Watch(process, [0, 1, 2])
     note = (4, "all_reduce", 1024, 0)
     now, seen = time.monotonic_ns(), {"world": 4}
     doing = Doing("world", 4, "all_reduce", 1024, now - int(6e9))
-    process.board.write(1, Record(os.getpid(), now - int(6e9), "step 4: gradients", doing, seen))
-    process.board.write(2, Record(os.getpid(), now, "step 4: gradients", doing, seen))
+    process.board.write(1, CallRecord(os.getpid(), now - int(6e9), "step 4: gradients", doing, seen))
+    process.board.write(2, CallRecord(os.getpid(), now, "step 4: gradients", doing, seen))
     words = mine.report(note, 6.0)
     assert (
         "; arrived, and went no further: rank 1 is in all_reduce #4 of world for 6.0 s, at step 4: gradients" in words
     )
     assert "(its last word is 6 s old: stopped, or in code that lets no other thread run); arrived: 1, 2;" in words
-    process.board.write(1, Record(os.getpid(), now, "step 4: gradients", doing, seen))
+    process.board.write(1, CallRecord(os.getpid(), now, "step 4: gradients", doing, seen))
     assert "no rank is missing: the network, or a rank that died, holds it up; arrived: 1, 2;" in mine.report(note, 6.0)
 
 
 def test_of_too_many_groups_those_that_moved_last_are_kept() -> None:
-    process = watch.Process(0, private_board(2), lambda reason: None)
+    process = watch.Watchdog(0, private_board(2), lambda reason: None)
     watches = [watch.Watch(process, [0, 1], f"world/{number}.0") for number in range(3000)]
     process.look()
     watches[5].sequence = 4
@@ -121,7 +121,7 @@ def test_of_too_many_groups_those_that_moved_last_are_kept() -> None:
     assert record.is_cut
     assert record.seen["world/5.0"] == 4
     assert 100 < len(record.seen) < 3000
-    process.board.write(1, Record(1, 0, is_cut=True))
+    process.board.write(1, CallRecord(1, 0, is_cut=True))
     assert "it may have arrived: it has too many groups to tell" in watches[0].report((1, "barrier", 0, 0), 1.0)
 
 
@@ -159,7 +159,7 @@ def test_a_group_knows_its_nodes_from_its_parent() -> None:
         x = np.ones(3)
         for group in (rows, columns, pairs):
             assert group.all_reduce(x, algorithm="hierarchical")[0] == group.size
-        return tuple(group._caller.planner.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
+        return tuple(group.node_size for group in (comm, rows, columns, pairs, comm.duplicate()))
 
     assert run_threads(8, main, node_size=2) == [(2, 2, 1, 2, 2)] * 8
 
@@ -199,10 +199,10 @@ def test_connect_is_left_alone_once_all_have_met(how: str) -> None:
 
 @pytest.mark.parametrize(("age_s", "is_said"), [(0.5, False), (40.0, True)])
 def test_a_rank_that_no_longer_says_where_it_is_is_not_believed(age_s: float, is_said: bool) -> None:
-    process = watch.Process(0, private_board(2), lambda reason: None)
+    process = watch.Watchdog(0, private_board(2), lambda reason: None)
     ours = watch.Watch(process, [0, 1])
     at_ns = time.monotonic_ns() - int(age_s * 1e9)
-    process.board.write(1, Record(os.getpid(), at_ns, where="train.py:7 in step", seen={"world": 2}))
+    process.board.write(1, CallRecord(os.getpid(), at_ns, where="train.py:7 in step", seen={"world": 2}))
     words = ours.report((3, "barrier", 0, 0), 60.0)
     assert "rank 1 is in no collective, at train.py:7 in step" in words
     assert ("its last word is 40 s old: stopped, or in code that lets no other thread run" in words) == is_said
@@ -241,7 +241,7 @@ def test_stacks_are_walked_without_a_collection() -> None:
     def find(frame: FrameType) -> None:
         collecting.append(gc.isenabled())
 
-    process = watch.Process(0, private_board(1), lambda words: None, find)
+    process = watch.Watchdog(0, private_board(1), lambda words: None, find)
     process.look()
     assert not process._still(watch.Watch(process, [0]), (1, "barrier", 0, 0))
     assert len(collecting) > 2
@@ -271,5 +271,5 @@ def test_ranks_that_are_threads_have_no_library_to_look_for() -> None:
         def __getattr__(self, name: str) -> object:
             raise AssertionError(f"{name} of a frame was looked at")
 
-    process = watch.Process(0, private_board(2), end=lambda words: None, pids=False)
+    process = watch.Watchdog(0, private_board(2), end=lambda words: None, pids=False)
     assert process._natives([Untouchable()], 0) == {}  # type: ignore[list-item]

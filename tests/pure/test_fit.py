@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tilemesh.comm.runtime import fit as fits
-from tilemesh.comm.runtime.choose import Request, choose, predicted
-from tilemesh.comm.runtime.explain import explanation
+from tilemesh.comm.runtime.choose import Request, choose, explanation, predicted
 from tilemesh.comm.runtime.fit import Curve, Fit, stored_fit
 from tilemesh.comm.runtime.transport import Caps
 from tilemesh.core.calibration import Calibration

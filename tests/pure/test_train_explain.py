@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tilemesh.core.advice import improvement, savings
 from tilemesh.runs.manifest import (
-    Box,
     DamagedError,
     Manifest,
     Piece,
@@ -20,8 +19,6 @@ from tilemesh.runs.manifest import (
     checkpoints,
     damage,
     digest,
-    overlap,
-    within,
 )
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.explain import Shares, shares
@@ -92,25 +89,6 @@ def test_the_rate_rises_then_falls_and_stays_within_its_bounds(steps: int, warmu
     if steps > warmup + 1:
         assert rates[-1] == pytest.approx(2.0 * end)
         assert max(rates) == 2.0
-
-
-boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=2, max_size=2).map(
-    lambda pairs: (tuple(b for b, _ in pairs), tuple(n for _, n in pairs))
-)
-
-
-@given(a=boxes, b=boxes)
-def test_the_overlap_of_boxes_is_that_of_their_cells(a: Box, b: Box) -> None:
-    def cells(box: Box) -> set[tuple[int, int]]:
-        (r, c), (h, w) = box
-        return {(i, j) for i in range(r, r + h) for j in range(c, c + w)}
-
-    shared = overlap((a[0], a[1]), (b[0], b[1]))
-    assert (cells(shared) if shared else set()) == cells(a) & cells(b)
-    if shared:
-        rows, columns = within(shared, (a[0], a[1]))
-        assert 0 <= rows.start < rows.stop <= a[1][0]
-        assert 0 <= columns.start < columns.stop <= a[1][1]
 
 
 def test_a_manifest_is_read_back_and_damage_is_named(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilemesh.comm.connection import connect, run_threads
     from tilemesh.comm.runtime.communicator import Communicator
-    from tilemesh.comm.runtime.handle import Handle
+    from tilemesh.comm.runtime.engine import Handle
 
 _WHERE = {
     "Communicator": "tilemesh.comm.runtime.communicator",
-    "Handle": "tilemesh.comm.runtime.handle",
+    "Handle": "tilemesh.comm.runtime.engine",
     "connect": "tilemesh.comm.connection",
     "run_threads": "tilemesh.comm.connection",
 }

@@ -18,13 +18,11 @@ from tilemesh.comm.bench_job import Job
 from tilemesh.comm.cells import Cell
 from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
-from tilemesh.comm.native_calls import native_call
-from tilemesh.comm.runtime.choose import Request, candidates, choose
+from tilemesh.comm.peer_calls import peer_call
+from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.comm.runtime.timed import where
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.cost import traffic
-from tilemesh.comm.schedules.hierarchical import NODE_SIZE
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import granted_cores, last_cache_bytes, stamp, this_machine
@@ -81,9 +79,8 @@ class Bench:
         """One row an algorithm, with the library's own as its peer."""
         comm = self.comm
         request = Request(cell.collective, cell.payload, "float32", "sum")
-        fit = comm._caller.fit
         # Arrays of `empty` may go another way than the ordinary ones of the same size.
-        picked = choose(request, "auto", comm.transport, fit).taken(in_arena=cell.buffers == "empty")
+        picked = comm.choice(cell.collective, cell.payload).taken(in_arena=cell.buffers == "empty")
         x, out = arrays(comm, cell)
         method = getattr(comm, cell.collective)
         calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
@@ -99,7 +96,7 @@ class Bench:
         missing = {}
         x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory
         try:
-            native = native_call(comm, cell.collective, x0, out0)
+            native = peer_call(comm, cell.collective, x0, out0)
             calls["native"] = lambda _: native()
         except UsageError as error:
             missing["native"] = str(error)
@@ -128,7 +125,7 @@ class Bench:
 
     def _predicted(self, cell: Cell, name: str) -> float | None:
         """Of a call of ours; what one of the library's costs without us is measured, never predicted."""
-        fit = self.comm._caller.fit
+        fit = self.comm.fit
         return None if fit is None else fit.seconds(cell.collective, name, cell.payload)
 
     def _row(
@@ -178,7 +175,7 @@ class Bench:
         """The most that a rank sends in one call of ours; the library's own does not say."""
         if name.startswith("native"):
             return None
-        size = self.comm._caller.planner.node_size or NODE_SIZE
+        size = self.comm.node_size
         each = [
             traffic(cell.collective, name, cell.ranks, cell.payload, rank=rank, node_size=size).nbytes
             for rank in range(cell.ranks)
@@ -189,7 +186,7 @@ class Bench:
         """Shares of a call's time by part, the mean over ranks; what no part accounts for is set-up."""
         for _ in range(3):  # the last counts: the first makes its programs anew
             self.comm.barrier()
-            spent = where(self.comm, call)
+            spent = self.comm.breakdown(call)
         total = self.comm.all_reduce(np.array(list(spent.values())), "avg", algorithm="ring")
         shares = {part: float(seconds) / whole_s for part, seconds in zip(spent, total, strict=True)}
         known = sum(shares.values())

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tilemesh.comm.runtime.arguments import seconds, whole
-from tilemesh.comm.runtime.call import native_call
+from tilemesh.comm.runtime.call import watched_call
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.engine import Engine, Running
 from tilemesh.comm.runtime.meeting import meeting
 from tilemesh.comm.runtime.records import leave_verdict, private_board, shared_board
-from tilemesh.comm.runtime.run import Engine, Running
 from tilemesh.comm.runtime.texts import Steps, spread
 from tilemesh.comm.runtime.threads import ThreadTransport, World, run_ranks
 from tilemesh.comm.runtime.transport import TAG_KINDS, Token, Transport
-from tilemesh.comm.runtime.watch import TIMEOUT_S, Process, Watch
+from tilemesh.comm.runtime.watch import TIMEOUT_S, Watch, Watchdog
 from tilemesh.core.context import JOB_VARIABLE, Membership, membership, torch_environment
 from tilemesh.core.errors import UsageError, unknown
 
@@ -79,7 +79,7 @@ def run_threads(
     board = private_board(ranks)
 
     def body(transport: ThreadTransport) -> T:
-        process = Process(transport.rank, board, transport.world.fail, pids=False)
+        process = Watchdog(transport.rank, board, transport.world.fail, pids=False)
         watch = Watch(process, range(ranks), timeout_s=timeout_s)
         engine = Engine()
         process.start()
@@ -94,7 +94,7 @@ def run_threads(
 
 
 # A rank has one record for the others to read, so its communicators share one watchdog, whoever connected them.
-_watchdog: Process | None = None
+_watchdog: Watchdog | None = None
 
 
 def _over(transport: Transport, timeout_s: float, node_size: int | None) -> Communicator:
@@ -121,10 +121,10 @@ def say_dropped(rank: int, engine: Engine) -> None:
         print(f"tilemesh: rank {rank} ended without wait() for {names}", file=sys.stderr, flush=True)
 
 
-def _watchdog_of(transport: Transport) -> Process:
+def _watchdog_of(transport: Transport) -> Watchdog:
     global _watchdog
     if transport.size == 1:
-        return Process(0, private_board(1), transport.abort)  # nobody to wait for
+        return Watchdog(0, private_board(1), transport.abort)  # nobody to wait for
     if _watchdog is None:
 
         def tell(text: str) -> str:
@@ -135,7 +135,7 @@ def _watchdog_of(transport: Transport) -> Process:
             transport.abort(reason)
 
         board = shared_board(transport.rank, transport.size, tell)
-        _watchdog = Process(transport.rank, board, end, native_call)
+        _watchdog = Watchdog(transport.rank, board, end, watched_call)
         _watchdog.start()
         atexit.register(_watchdog.stop)
     return _watchdog

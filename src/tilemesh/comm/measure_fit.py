@@ -71,18 +71,17 @@ def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callab
     return lambda _: call(x, out=out, algorithm=name)
 
 
-class Meeting:
+class FlagBarrier:
     """What timing needs of the ranks. They leave a meeting by flags closer together than a barrier of messages."""
 
     def __init__(self, comm: Communicator) -> None:
-        sharing = comm._caller.sharing
-        self.barrier: Callable[[], None] = comm.barrier if sharing is None else sharing.arena.flags.meet
+        self.barrier: Callable[[], None] = comm.barrier if comm.arena is None else comm.arena.flags.meet
         self.max_over_ranks = comm.max_over_ranks
 
 
 def timer_of(comm: Communicator) -> LoopTimer:
     """Readings so long that it does not matter how far apart ranks begin that share cores."""
-    return rank_timer(Meeting(comm), min_reading_s=READING_S)
+    return rank_timer(FlagBarrier(comm), min_reading_s=READING_S)
 
 
 def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
@@ -95,11 +94,9 @@ def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
 
 
 def _meeting(comm: Communicator, seconds: float) -> float:
-    sharing = comm._caller.sharing
-    meet: Callable[[], object] = comm.barrier if sharing is None else sharing.arena.flags.meet
-    return compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")[
-        "meet"
-    ].median
+    meet = FlagBarrier(comm).barrier
+    found = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
+    return found["meet"].median
 
 
 def _parts(comm: Communicator, curves: dict[str, list[tuple[float, float]]], seconds: float, most_bytes: int) -> None:

@@ -8,6 +8,7 @@ nothing is started: the caller becomes the rank it already is (`launch`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import resource
@@ -20,12 +21,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import Death, Failure, blame, failure_of, last_words, mpi_deaths
-from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board
+from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
 from tilemesh.launch.folder import job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
 from tilemesh.launch.rank import INTERRUPTED_CODE, die_with_parent, run_command
@@ -60,6 +62,14 @@ class Outcome:
         if self.failure is None:
             return f"{them} done in {self.seconds:.1f} s{tries}"
         return f"{self.failure.sentence()}; job of {them} ended after {self.seconds:.1f} s{tries}"
+
+
+@dataclass(frozen=True)
+class Graces:
+    """How long ranks have to end by themselves before they are killed: after a failure, and after Ctrl-C."""
+
+    failure_s: float = 3.0
+    interrupt_s: float = 5.0
 
 
 def launch(
@@ -97,21 +107,19 @@ def launch(
         run_command(command, member)
     if ranks is None:
         raise UsageError("how many ranks? give --ranks N (inside mpiexec, srun or torchrun it is known)")
-    if ranks < 1:
-        raise UsageError(f"--ranks {ranks}: expected at least 1")
+    check_ranks(ranks)
     start.check_restarts(restarts)
-    _allow_open_files(4 * ranks + 64)
     transport = start.choose_transport(transport)
     sink = sink or print_line
-    say = say or _say
+    say = say or say_line
     began = time.monotonic()
     for attempt in range(restarts + 1):
         with job_folder() as folder:
             programs = start.processes(
                 command, ranks=ranks, transport=transport, job=folder, attempt=attempt, environ=environ
             )
-            job = _Job(programs, ranks, folder, mpi=transport == "mpi", sink=sink, say=say)
-            failure = job.run(grace_s, interrupt_grace_s, timeout_s)
+            job = Job(programs, ranks, folder, mpi=transport == "mpi", sink=sink, say=say)
+            failure = job.run(Graces(grace_s, interrupt_grace_s), timeout_s)
         outcome = Outcome(failure, job.interrupted, time.monotonic() - began, attempt + 1)
         if outcome.failure is None or outcome.interrupted or attempt == restarts:
             break
@@ -121,7 +129,7 @@ def launch(
     return outcome
 
 
-class _Job:
+class Job:
     """One attempt at a job, from its start to its last process's end.
 
     Over torch.distributed every rank is our child. Over MPI our child is mpiexec and the ranks are its
@@ -157,32 +165,52 @@ class _Job:
         self.failed_since: float | None = None
         self.kill_at: float | None = None
 
-    def run(self, grace_s: float, interrupt_grace_s: float, timeout_s: float | None) -> Failure | None:
+    def run(self, graces: Graces, timeout_s: float | None) -> Failure | None:
+        """From the start to the last process's end."""
         end_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with self._noting_signals():
+        late = None
+        with self.noting_signals():
             try:
-                for program in self.programs:
-                    self._start(program)
-                while self._running():
+                self.begin()
+                while self.running() and late is None:
                     if time.monotonic() > end_at:
-                        return self._too_long(timeout_s)
-                    self._turn(grace_s, interrupt_grace_s)
-                self._note_exits()
+                        late = self.too_long(timeout_s)
+                    else:
+                        self.turn(graces)
+                if late is None:
+                    self._note_exits()
             finally:
-                self._kill()
-                self._read_mpiexec()
-                self.pipes.finish()
-                failure = None if self.interrupted else self._failure()
-                self._close()
+                failure = self.end()
+        return late or failure
+
+    def begin(self) -> None:
+        for program in self.programs:
+            self._start(program)
+
+    def end(self) -> Failure | None:
+        """End what still runs, pass on what was printed last, and say why the job failed, if it did."""
+        self._kill()
+        self._read_mpiexec()
+        self.pipes.drain()
+        self.pipes.finish()
+        failure = None if self.interrupted else self._failure()
+        self._close()
         return failure
 
-    def _too_long(self, timeout_s: float | None) -> Failure:
+    def too_long(self, timeout_s: float | None) -> Failure:
         """Names the rank that has been at one thing longest."""
-        records = [self.board.read(rank) for rank in range(self.ranks)]
-        ended = set(self.vanished) if self.mpi else set(self.codes)
+        records = self.records()
+        ended = self.ended()
         running = [rank for rank in range(self.ranks) if rank not in ended and not records[rank].ended_ns] or [0]
         slowest = min(running, key=lambda rank: records[rank].since_ns)
         return failure_of(records, slowest, f"was not done within {timeout_s} s")
+
+    def records(self) -> list[Record]:
+        return [self.board.read(rank) for rank in range(self.ranks)]
+
+    def ended(self) -> set[int]:
+        """Ranks whose process is gone."""
+        return set(self.vanished) if self.mpi else set(self.codes)
 
     def _start(self, program: start.Process) -> None:
         child = subprocess.Popen(
@@ -197,34 +225,39 @@ class _Job:
         self.children.append(child)
         if child.stdout is not None:
             os.set_blocking(child.stdout.fileno(), False)
-            self.selector.register(child.stdout, selectors.EVENT_READ, "mpiexec")
+            self.selector.register(
+                child.stdout, selectors.EVENT_READ, functools.partial(self._hear_mpiexec, child.stdout)
+            )
 
     # One turn of the loop -----------------------------------------------------------------------------
 
-    def _turn(self, grace_s: float, interrupt_grace_s: float) -> None:
+    def turn(self, graces: Graces) -> None:
+        """Wait a moment for whatever happens next, and act on it. What the selector watches says itself what to do."""
         for key, _ in self.selector.select(_TICK_S):
-            if isinstance(key.data, tuple):
-                self.pipes.read(*key.data)
-            elif isinstance(key.data, int):
-                self.vanished.append(key.data)
-                self.selector.unregister(key.fileobj)
-            elif not self._read_mpiexec():
-                self.selector.unregister(key.fileobj)
+            key.data()
         now = time.monotonic()
         while self.signals:
-            self._interrupt(self.signals.pop(0), now + interrupt_grace_s)
+            self._interrupt(self.signals.pop(0), now + graces.interrupt_s)
         if self.interrupted:
             self._pass_on_interrupt()
         if self.mpi:
             self._watch_mpi_ranks()
         self._note_exits()
-        if self.failed_since is None and self._has_failed():
+        if self.failed_since is None and self.has_failed():
             self.failed_since = now
         if self.failed_since is not None and self.kill_at is None and now > self.failed_since + _SETTLE_S:
             self._signal_ranks(signal.SIGTERM)
-            self.kill_at = now + grace_s
+            self.kill_at = now + graces.failure_s
         if self.kill_at is not None and now >= self.kill_at:
             self._kill()
+
+    def _hear_mpiexec(self, pipe: IO[bytes]) -> None:
+        if not self._read_mpiexec():
+            self.selector.unregister(pipe)
+
+    def _note_gone(self, rank: int) -> None:
+        self.vanished.append(rank)
+        self.selector.unregister(self.handles[rank])
 
     def _read_mpiexec(self) -> bool:
         """What mpiexec itself has to say is kept for the case that it alone knows what happened."""
@@ -246,7 +279,9 @@ class _Job:
             except (AttributeError, OSError):  # not Linux, or an old kernel: mpiexec's word must do
                 self.handles[rank] = -1
             else:
-                self.selector.register(self.handles[rank], selectors.EVENT_READ, rank)
+                self.selector.register(
+                    self.handles[rank], selectors.EVENT_READ, functools.partial(self._note_gone, rank)
+                )
 
     def _note_exits(self) -> None:
         if self.kill_at is None:
@@ -254,7 +289,7 @@ class _Job:
                 if index not in self.codes and (code := child.poll()) is not None:
                     self.codes[index] = code
 
-    def _has_failed(self) -> bool:
+    def has_failed(self) -> bool:
         if any(self.codes.values()) or any(not self.board.read(rank).ended_ns for rank in self.vanished):
             return True
         return any(self.board.read(rank).state in (FAILED, INTERRUPTED) for rank in range(self.ranks))
@@ -284,7 +319,7 @@ class _Job:
         verdict = self.folder / VERDICT_FILE
         if verdict.exists():  # a rank that waited for another knows more than what can be seen from here
             return Failure(None, verdict.read_text(errors="replace").strip(), "", 0.0)
-        records = [self.board.read(rank) for rank in range(self.ranks)]
+        records = self.records()
         if not self.mpi:
             return blame(records, [Death(rank, code) for rank, code in self.codes.items()])
         code = self.children[0].returncode if self.children else 0
@@ -297,7 +332,7 @@ class _Job:
             return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)
         return failure
 
-    def _running(self) -> bool:
+    def running(self) -> bool:
         return any(child.poll() is None for child in self.children)
 
     def _signal_ranks(self, number: signal.Signals) -> None:
@@ -309,7 +344,7 @@ class _Job:
 
     def _kill(self) -> None:
         """End whatever still runs, and what failed ranks have left running."""
-        clean = not self._running() and all(self.board.read(rank).state == DONE for rank in range(self.ranks))
+        clean = not self.running() and all(self.board.read(rank).state == DONE for rank in range(self.ranks))
         if not clean:
             for rank in range(self.ranks):
                 if pid := self.board.read(rank).pid:
@@ -333,7 +368,7 @@ class _Job:
         self.board.close()
 
     @contextlib.contextmanager
-    def _noting_signals(self) -> Iterator[None]:
+    def noting_signals(self) -> Iterator[None]:
         """Note the signals that end a job, for the loop to act on; only the main thread may set handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -346,8 +381,11 @@ class _Job:
                 signal.signal(number, handler)
 
 
-def _allow_open_files(needed: int) -> None:
+def check_ranks(ranks: int) -> None:
     """Each rank needs a few descriptors of ours; raise the soft limit, or say that the hard one is too low."""
+    if ranks < 1:
+        raise UsageError(f"--ranks {ranks}: expected at least 1")
+    needed = 5 * ranks + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= soft or soft == resource.RLIM_INFINITY:
         return
@@ -366,5 +404,5 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
             return
 
 
-def _say(text: str) -> None:
+def say_line(text: str) -> None:
     print(f"tilemesh: {text}", file=sys.stderr, flush=True)

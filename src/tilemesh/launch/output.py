@@ -6,6 +6,7 @@ that another program (mpiexec) starts, and leave no doubt who wrote which line.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import selectors
@@ -40,7 +41,7 @@ class Pipes:
                 writer = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
                 self._readers[rank, stream] = reader
                 self._held += [reader, writer]
-                selector.register(reader, selectors.EVENT_READ, (rank, stream))
+                selector.register(reader, selectors.EVENT_READ, functools.partial(self.read, rank, stream))
 
     def read(self, rank: int, stream: str) -> bool:
         """Pass on the whole lines that have come; False when there was nothing."""
@@ -56,11 +57,14 @@ class Pipes:
             self._sink(rank, stream, line)
         return True
 
-    def finish(self) -> None:
-        """What came last, and lines that never got their end."""
+    def drain(self) -> None:
+        """Pass on all whole lines that were written by now."""
         for key in self._readers:
             while self.read(*key):
                 pass
+
+    def finish(self) -> None:
+        """Pass on lines that never got their end."""
         for (rank, stream), rest in self._rest.items():
             if rest:
                 self._sink(rank, stream, rest)

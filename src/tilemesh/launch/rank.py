@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import runpy
 import signal
@@ -131,16 +132,16 @@ def _print_error(error: BaseException) -> None:
     if isinstance(error, UsageError | RunError) and "--debug" not in sys.argv:
         print(f"tilemesh: {error}", file=sys.stderr)
         return
-    frames = _own_frames(error.__traceback__)
+    frames = own_frames(error.__traceback__)
     if frames is None:  # a module that does not exist: no line of the user's has run
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     else:
         traceback.print_exception(type(error), error, frames)
 
 
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on: without this file's and Python's own frames before it."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
+def own_frames(trace: TracebackType | None, *files: str) -> TracebackType | None:
+    """The traceback from the script's first line on: without the frames before it, of this file, `files` and Python."""
+    ours = {__file__, *files, runpy.__file__, importlib.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

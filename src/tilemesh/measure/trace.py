@@ -77,6 +77,12 @@ class Trace:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
         return Span(self, name, kind, details) if self.on else _NOTHING
 
+    def add(self, name: str, began_s: float, ended_s: float, *, kind: str = "work", **details: Any) -> None:
+        """A stretch of time that somebody else has timed, by `time.perf_counter`."""
+        if self.on:
+            ended_ns, lasted_ns = round(ended_s * 1e9), round((ended_s - began_s) * 1e9)
+            self._add(("X", name, threading.get_ident(), ended_ns, lasted_ns, kind, details))
+
     def counter(self, name: str, value: float) -> None:
         """A value that is drawn over time: bytes allocated, loss, queue length."""
         if self.on:

@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilemesh.core.shard import Shard
     from tilemesh.parallel.apply import lay
     from tilemesh.parallel.laid import Laid
     from tilemesh.parallel.mesh import Axis, Mesh
-    from tilemesh.parallel.shard import Column, Region, Row, Shard, Vocabulary, split_data
+    from tilemesh.parallel.shard import Column, Region, Row, Vocabulary, split_data
 
 _WHERE = {
     "Axis": "tilemesh.parallel.mesh",
@@ -18,7 +19,7 @@ _WHERE = {
     "Mesh": "tilemesh.parallel.mesh",
     "Region": "tilemesh.parallel.shard",
     "Row": "tilemesh.parallel.shard",
-    "Shard": "tilemesh.parallel.shard",
+    "Shard": "tilemesh.core.shard",
     "Vocabulary": "tilemesh.parallel.shard",
     "lay": "tilemesh.parallel.apply",
     "split_data": "tilemesh.parallel.shard",

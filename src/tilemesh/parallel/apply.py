@@ -13,15 +13,17 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.shard import Shard, share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.data import BUCKET_BYTES, Gradients, NaiveGradients
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Column, Region, Row, Shard, Split, Vocabulary, Whole, shard, split_of, take
+from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
 
 Splits = Mapping[str, str | Split]
@@ -99,8 +101,11 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     if (plan.dp, plan.tp) != (mesh.dp.size, mesh.tp.size):
         raise UsageError(f"the plan is dp={plan.dp} × tp={plan.tp} and the mesh {mesh}: make the mesh from the plan")
-    if plan.pp > 1:
-        raise UsageError(f"pp is {plan.pp}: a model is laid over dp and tp; set pp to 1")
+    others = [name for name, size in mesh.shape if size > 1 and name not in ("dp", "tp")]
+    if plan.pp > 1 or others:
+        name = others[0] if others else "pp"
+        size = mesh.axis(name).size if others else plan.pp
+        raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
     if plan.zero > 1:
         raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
     if isinstance(model, Transformer):
@@ -144,13 +149,12 @@ def _shards(model: nn.Module, found: Mapping[str, Split], mesh: Mesh, sequence: 
     shards = {}
     for name, parameter in model.named_parameters():
         split = found.get(name.rpartition(".")[0], Whole())
-        mine = shard(name, parameter.shape, split, mesh.tp.size, mesh.tp.index, mesh.dp.index)
+        mine = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
         # A whole parameter sees one rank's part of the activations where these are cut: along the tokens outside the
         # regions, by features inside. A row-split layer's bias is added where the region has ended.
         is_inside = _is_inside(name, found) and not isinstance(split, Row)
-        if mesh.tp.size > 1 and mine.dim is None and (sequence or is_inside):
-            mine = dataclasses.replace(mine, partial=True)
-        shards[name] = mine
+        is_partial = bool(mine.partial) or (not mine.cuts and (sequence or is_inside))
+        shards[name] = dataclasses.replace(mine, partial=(*BATCH, "tp") if is_partial else BATCH)
     _require_tied_alike(model, found, mesh, shards)
     return shards
 
@@ -163,10 +167,11 @@ def _require_tied_alike(model: nn.Module, found: Mapping[str, Split], mesh: Mesh
         split = found.get(name.rpartition(".")[0], Whole())
         if name == owner:
             continue
-        other, mine = shard(name, parameter.shape, split, mesh.tp.size, mesh.tp.index), shards[owner]
-        if (other.dim, other.spans, other.length) != (mine.dim, mine.spans, mine.length):
+        other = shard(name, parameter.shape, split, mesh.shape, mesh.comm.rank)
+        if other.boxes != shards[owner].boxes:
+            before = found.get(owner.rpartition(".")[0], Whole())
             raise UsageError(
-                f"{name} is {owner}, one tensor, and they are split differently ({split} and {mine.split}): split both "
+                f"{name} is {owner}, one tensor, and they are split differently ({split} and {before}): split both "
                 "alike, such as 'vocabulary' for the table and Vocabulary(joins=True) for the output"
             )
 
@@ -184,7 +189,7 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             mine = torch.full(shards[name].shape, torch.nan, dtype=parameter.dtype, device=device)
-        elif shards[name].dim is not None:
+        elif shards[name].cuts:
             mine = take(shards[name], parameter.detach()).clone(memory_format=torch.contiguous_format)
         else:
             continue
@@ -205,7 +210,8 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
                 setattr(module, attribute, max(1, getattr(module, attribute) // seams.comm.size))
             enter_at(module, seams)
         elif isinstance(module, nn.Embedding) and isinstance(split, Vocabulary):
-            _replace(model, name, VocabularyEmbedding(module, seams))
+            first, _ = share(module.num_embeddings, seams.comm.size, seams.comm.rank)
+            _replace(model, name, VocabularyEmbedding(module, seams, first))
         elif isinstance(module, nn.Linear) and isinstance(split, Row):
             _replace(model, name, RowLinear(module, seams))
         elif isinstance(module, nn.Linear) and isinstance(split, (Column, Vocabulary)):

@@ -17,6 +17,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.memory import described
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.shard import share
 
 SPLITS = ("input", "output")
 
@@ -40,9 +41,8 @@ def backward_output(grad: Any, comm: Communicator) -> Any:
     shape, _ = described(grad)
     if not shape:
         raise UsageError("a gradient without an axis: expected an array whose last axis is cut over the ranks")
-    sizes = cut(shape[-1], comm.size)
-    start = sum(sizes[: comm.rank])
-    return grad[..., start : start + sizes[comm.rank]]
+    start, count = share(shape[-1], comm.size, comm.rank)
+    return grad[..., start : start + count]
 
 
 def backward_x(grad: Any, comm: Communicator) -> Any:

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tilemesh.core.axes import BATCH, Blocks
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Shard
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Shard
 
 BUCKET_BYTES = 8 << 20
 _EPSILON = 1e-6  # as torch's clip_grad_norm_ has it
@@ -43,10 +44,12 @@ class Step:
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together. All of them have the same `copies` and are `partial` alike."""
+    """Parameters whose gradients travel together: all of them are held and summed by the same ranks."""
 
     copies: int
-    partial: bool
+    """Ranks of the mesh that hold the same."""
+    copies_summed: Blocks
+    """Those of them, beside the replicas that take other parts of the batch, whose gradients are summed as well."""
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
@@ -66,10 +69,13 @@ class _Exchange:
         self.shards = shards
         self.mesh = mesh
         self.algorithm = algorithm
+        self.loss = loss_shard(mesh)
         self._totals: Tensor | None = None
         self._scale = 1.0
         # Asked for now, in the same order on every rank: making a group is a collective call.
-        self._copies = {n: mesh.copies(n) for n in sorted({mine.copies for mine in shards.values() if mine.partial})}
+        self._copies = {
+            blocks: mesh.among(blocks) for blocks in sorted({copies_summed(mine) for mine in shards.values()})
+        }
 
     def _count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
         if self._totals is not None and scale != self._scale:
@@ -79,13 +85,13 @@ class _Exchange:
         self._scale = scale
 
     def _finish(self, flats: list[tuple[Tensor, int]], max_norm: float | None) -> Step:
-        """`flats`: summed gradients, each with how many ranks of tp hold the same."""
+        """`flats`: summed gradients, each with how many ranks hold the same."""
         assert self._totals is not None
         parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in flats]
         # Read in one go: on a GPU each reading waits for all that was started.
         loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
-        # One small exchange for all: ranks of tp have the same loss, replicas the same gradients.
-        mine = np.array([loss_sum / self.mesh.tp.size, count / self.mesh.tp.size, squares / self.mesh.dp.size])
+        # One small exchange for all. What several ranks have alike counts once.
+        mine = np.array([loss_sum / self.loss.alike, count / self.loss.alike, squares])
         loss_sum, count, squares = self.mesh.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
         tokens = round(count)
         factor = 1 / (max(tokens, 1) * self._scale)
@@ -97,8 +103,9 @@ class _Exchange:
         self._totals = None
         return Step(loss_sum / max(tokens, 1), tokens, norm)
 
-    def _sum_copies(self, flat: Tensor, copies: int) -> None:
-        self._copies[copies].all_reduce(flat, out=flat, algorithm=self.algorithm)
+    def _sum_copies(self, flat: Tensor, blocks: Blocks) -> None:
+        if blocks:
+            self._copies[blocks].all_reduce(flat, out=flat, algorithm=self.algorithm)
 
 
 class Gradients(_Exchange):
@@ -151,8 +158,7 @@ class Gradients(_Exchange):
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
-            if bucket.partial:
-                self._sum_copies(bucket.flat, bucket.copies)
+            self._sum_copies(bucket.flat, bucket.copies_summed)
         self._is_open = self._is_last = False
         return self._finish([(bucket.flat, bucket.copies) for bucket in self.buckets], max_norm)
 
@@ -241,11 +247,20 @@ class NaiveGradients(_Exchange):
             gradient = parameter.grad
             if self.mesh.dp.size > 1:
                 self.mesh.dp.comm.all_reduce(gradient, out=gradient, algorithm=self.algorithm)
-            if self.shards[name].partial:
-                self._sum_copies(gradient, self.shards[name].copies)
+            self._sum_copies(gradient, copies_summed(self.shards[name]))
             summed.append((gradient, self.shards[name].copies))
         self._is_open = self._is_last = False
         return self._finish(summed, max_norm)
+
+
+def loss_shard(mesh: Mesh) -> Shard:
+    """A step's loss, as a value on the mesh: a part of it along the axes of the batch, the same along all others."""
+    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=BATCH)
+
+
+def copies_summed(mine: Shard) -> Blocks:
+    """The ranks that take the same part of the batch, hold the same, and each have a part of its gradient."""
+    return tuple((name, count) for name, count in mine.summed if name not in BATCH)
 
 
 def _buckets(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard], bucket_bytes: int) -> list[Bucket]:
@@ -256,7 +271,7 @@ def _buckets(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]
     packed: list[tuple[int, Any, list[nn.Parameter]]] = []  # (place of its last parameter, kind, parameters)
     filling: dict[Any, tuple[int, list[nn.Parameter], int]] = {}
     for place, (name, parameter) in enumerate(order):
-        kind = (shards[name].copies, shards[name].partial, parameter.dtype, parameter.device)
+        kind = (shards[name].copies, copies_summed(shards[name]), parameter.dtype, parameter.device)
         _, members, nbytes = filling.get(kind, (0, [], 0))
         members.append(parameter)
         nbytes += parameter.numel() * parameter.element_size()
@@ -267,11 +282,11 @@ def _buckets(parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]
     return [_bucket(kind[0], kind[1], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])]
 
 
-def _bucket(copies: int, partial: bool, parameters: list[nn.Parameter]) -> Bucket:
+def _bucket(copies: int, blocks: Blocks, parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
     flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     views, start = [], 0
     for parameter in parameters:
         views.append(flat[start : start + parameter.numel()].view(parameter.shape))
         start += parameter.numel()
-    return Bucket(copies, partial, parameters, flat, views)
+    return Bucket(copies, blocks, parameters, flat, views)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tilemesh.comm.schedules.collectives import cut
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.shard import Shard, share
 from tilemesh.model.dropout import ORIGIN, Place
 from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.data import Gradients, NaiveGradients
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Shard, everyones, join, take
+from tilemesh.parallel.shard import join, take
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
@@ -83,8 +85,7 @@ class Laid:
             cache.length += tokens_BT.shape[1]
         if self.mesh.tp.size == 1:
             return logits_BTV
-        whole = self.seams.join_features(logits_BTV, self.mesh.tp.size * logits_BTV.shape[-1])
-        return whole[..., : model.config.vocabulary]
+        return self.seams.join_features(logits_BTV, model.config.vocabulary)
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
@@ -104,7 +105,7 @@ class Laid:
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
         if self.seams.sequence:
             self.seams.tokens = tokens_BT.shape[1]
-            before = sum(cut(self.seams.tokens, self.mesh.tp.size)[: self.mesh.tp.index])
+            before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
         x_BTD = self._through_layers(model, model.embed(tokens_BT, now), now)
@@ -149,33 +150,29 @@ class Laid:
         for name in given:
             if name not in self.shards:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
-        if self.mesh.dp.index:
+        # Along the axes that cut nothing, the first rank has all that the others have.
+        cutting = {cut.axis for mine in self.shards.values() for cut in mine.cuts}
+        group = self.mesh.group(*cutting)
+        members = self.mesh.members(*cutting)
+        if any(axis.index for name, axis in self.mesh.axes.items() if name not in cutting):
             return None
-        uncut = [name for name, mine in self.shards.items() if name in given and mine.dim is None]
-        whole = {name: given[name].detach().cpu().clone() for name in uncut}
+        whole = {
+            name: given[name].detach().cpu().clone()
+            for name, mine in self.shards.items()
+            if name in given and not mine.cuts
+        }
         waiting: list[tuple[Shard, Tensor]] = []
         for name, mine in self.shards.items():
-            if name not in given or mine.dim is None:
+            if name not in given or not mine.cuts:
                 continue
             local = given[name].detach()
             if waiting and (waiting[0][1].dtype != local.dtype or _nbytes(waiting) >= _PACK_BYTES):
-                whole |= self._gather_packed(waiting)
+                whole |= _gather_packed(waiting, group, members)
                 waiting = []
             waiting.append((mine, local))
         if waiting:
-            whole |= self._gather_packed(waiting)
-        return {name: whole[name] for name in self.shards if name in whole} if self.mesh.tp.index == 0 else None
-
-    def _gather_packed(self, parts: list[tuple[Shard, Tensor]]) -> dict[str, Tensor]:
-        """Several parameters in one exchange; every rank of tp has as many numbers of each."""
-        rows = self.mesh.tp.comm.gather(torch.cat([local.flatten() for _, local in parts])[None], root=0)
-        if rows is None:
-            return {}
-        pieces = rows.cpu().split([local.numel() for _, local in parts], dim=1)
-        return {
-            mine.name: join(everyones(mine), [row.view(mine.shape) for row in piece])
-            for (mine, _), piece in zip(parts, pieces, strict=True)
-        }
+            whole |= _gather_packed(waiting, group, members)
+        return {name: whole[name] for name in self.shards if name in whole} if group.rank == 0 else None
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
@@ -225,6 +222,23 @@ class Laid:
 
 def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
     return sum(local.numel() * local.element_size() for _, local in parts)
+
+
+def _gather_packed(
+    parts: list[tuple[Shard, Tensor]], group: Communicator, members: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Several parameters in one exchange: whole ones on the first of the group, whose ranks in the mesh are these."""
+    everyone = [[mine.on(rank) for mine, _ in parts] for rank in members]
+    counts = [sum(math.prod(mine.shape) for mine in shards) for shards in everyone]
+    flat = group.gather(torch.cat([local.flatten() for _, local in parts]), root=0, counts=counts)
+    if flat is None:
+        return {}
+    locals_: list[list[Tensor]] = []
+    for shards, packed in zip(everyone, flat.cpu().split(counts), strict=True):
+        pieces = packed.split([math.prod(mine.shape) for mine in shards])
+        locals_.append([piece.view(mine.shape) for piece, mine in zip(pieces, shards, strict=True)])
+    columns = zip(zip(*everyone, strict=True), zip(*locals_, strict=True), strict=True)
+    return {shards[0].name: join(shards, held) for shards, held in columns}
 
 
 class _Fresh(Mapping[str, Tensor]):

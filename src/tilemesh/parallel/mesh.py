@@ -1,22 +1,20 @@
-"""The mesh: every rank's place on named axes, and a communicator along each of them.
+"""The mesh: every rank's place on named axes, and communicators along them.
 
-The one idea: a rank is a number written in mixed radix, the axis of most traffic first. So `tp_index = rank % tp`,
-`dp_index = rank // tp`, neighbours in tensor parallelism are neighbours in rank (and on a node), and every group
-follows from (rank, shape) alone. A further axis is one more name in `AXES`. An axis of size 1 exchanges nothing.
+The one idea: any number of axes, one keyword each (`Mesh(comm, dp=2, tp=2, pp=2)`), and a group for any of them or
+several at once. Which ranks stand where is arithmetic (`core/axes.py`): model-major, so `tp` varies fastest, then `cp`,
+`dp`, `pp`, then axes of other names in the order given. An axis of size 1, or not named at all, exchanges nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import itertools
 from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.errors import UsageError
+from tilemesh.core.axes import Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
+from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
-
-AXES = ("tp", "dp")  # fastest first
 
 
 @dataclass(frozen=True)
@@ -31,95 +29,103 @@ class Axis:
     comm: Communicator
 
 
-def coordinates(rank: int, shape: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands on each axis."""
-    place = {}
-    for name in AXES:
-        rank, place[name] = divmod(rank, shape[name])
-    return place
-
-
-def rank_at(place: Mapping[str, int], shape: Mapping[str, int]) -> int:
-    """The rank that stands there: the inverse of `coordinates`."""
-    rank = 0
-    for name in reversed(AXES):
-        rank = rank * shape[name] + place[name]
-    return rank
-
-
-def members(rank: int, name: str, shape: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks along an axis through this one, in order of index."""
-    place = coordinates(rank, shape)
-    return tuple(rank_at(place | {name: index}, shape) for index in range(shape[name]))
-
-
 class Mesh:
     """Ranks of a communicator on a grid. A collective call: every rank of `comm` makes the same mesh."""
 
-    def __init__(self, comm: Communicator, *, dp: int = 1, tp: int = 1) -> None:
+    def __init__(self, comm: Communicator, **sizes: int) -> None:
         self.comm = comm
-        self.shape = {"tp": tp, "dp": dp}
+        given = {"dp": 1, "tp": 1} | sizes
         # Ranks that make different groups would wait for one another for ever.
-        agree(comm, {f"mesh.{name}": size for name, size in self.shape.items()})
-        for name, size in self.shape.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise UsageError(f"{name} is {size!r}: expected a whole number of at least 1")
-        if math.prod(self.shape.values()) != comm.size:
+        agree(comm, {"mesh": list(given)} | {f"mesh.{name}": size for name, size in given.items()})
+        self.shape = ordered(given)
+        """(name, size) of every axis, fastest first."""
+        if ranks_of(self.shape) != comm.size:
             raise UsageError(
-                f"a mesh of {self} needs {math.prod(self.shape.values())} ranks and there are {comm.size}: "
+                f"a mesh of {self} needs {ranks_of(self.shape)} ranks and there are {comm.size}: "
                 "start as many, or change the sizes"
             )
-        self.axes = {name: self._axis(name) for name in AXES}
-        self._copies: dict[int, Communicator] = {}
+        self._groups: dict[Blocks, Communicator] = {}
+        self._alone = connect("alone")
+        self.axes = {name: self._axis(name) for name, _ in self.shape}
 
     def _axis(self, name: str) -> Axis:
-        place = coordinates(self.comm.rank, self.shape)
-        group = members(self.comm.rank, name, self.shape)
-        comm = None
-        # A group of its own even where it is all ranks: calls along an axis then never mix with those on `comm`.
-        if len(group) > 1:
-            comm = self.comm.split(group[0], key=place[name])
-        return Axis(name, len(group), place[name], group, connect("alone") if comm is None else comm)
+        index = coordinates(self.comm.rank, self.shape)[name]
+        along = members(self.comm.rank, ((name, size_of(self.shape, name)),), self.shape)
+        return Axis(name, len(along), index, along, self.group(name))
+
+    def axis(self, name: str) -> Axis:
+        """An axis by its name; one that the mesh was not given has size 1."""
+        return self.axes.get(name) or Axis(name, 1, 0, (self.comm.rank,), self._alone)
 
     @property
     def tp(self) -> Axis:
         """The ranks that share each matrix."""
-        return self.axes["tp"]
+        return self.axis("tp")
+
+    @property
+    def cp(self) -> Axis:
+        """The ranks that share each sequence."""
+        return self.axis("cp")
 
     @property
     def dp(self) -> Axis:
         """The ranks that hold the same part of the model and take different rows of the batch."""
-        return self.axes["dp"]
+        return self.axis("dp")
 
-    def copies(self, count: int) -> Communicator:
-        """The ranks of tp that hold the same when a part is held by `count` of them: consecutive ones (collective)."""
-        if count == self.tp.size:
-            return self.tp.comm
-        if count not in self._copies:
-            group = self.tp.comm.split(self.tp.index // count, key=self.tp.index)
-            assert group is not None
-            self._copies[count] = group
-        return self._copies[count]
+    @property
+    def pp(self) -> Axis:
+        """The ranks that share the layers."""
+        return self.axis("pp")
+
+    def group(self, *names: str) -> Communicator:
+        """The ranks that differ from this one along these axes alone (`group("dp", "cp")`), in order of rank."""
+        for name in names:
+            if name not in dict(self.shape):
+                raise unknown("axis", name, [known for known, _ in self.shape])
+        return self.among(tuple((name, size) for name, size in self.shape if name in names))
+
+    def members(self, *names: str) -> tuple[int, ...]:
+        """Their ranks in the mesh."""
+        return members(self.comm.rank, tuple((name, self.axis(name).size) for name in names), self.shape)
+
+    def among(self, blocks: Blocks) -> Communicator:
+        """The ranks in one block with this one, such as `(("tp", 2),)` where kv heads are held by two ranks of tp each.
+
+        Made once and kept. A collective call of the whole mesh: every rank asks for the same blocks, in one order.
+        """
+        blocks = tuple((name, count) for name, count in blocks if count > 1)
+        if not blocks:
+            return self._alone
+        if blocks not in self._groups:
+            # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
+            made = self.comm.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
+            assert made is not None
+            self._groups[blocks] = made
+        return self._groups[blocks]
 
     def close(self) -> None:
         """Give the groups back (a collective call); `comm` stays."""
-        for group in self._copies.values():
+        for group in (*self._groups.values(), self._alone):
             group.close()
-        for axis in self.axes.values():
-            axis.comm.close()
 
     def __str__(self) -> str:
-        return " × ".join(f"{name}={self.shape[name]}" for name in reversed(AXES))
+        return " × ".join(f"{name}={size}" for name, size in reversed(self.shape))
 
     def describe(self) -> str:
-        """The grid as text: a row a replica, a column a part of the model."""
-        ranks = [
-            [rank_at({"dp": dp, "tp": tp}, self.shape) for tp in range(self.tp.size)] for dp in range(self.dp.size)
-        ]
-        head = ["", *(f"tp {tp}" for tp in range(self.tp.size))]
-        rows = [[f"dp {dp}", *map(str, row)] for dp, row in enumerate(ranks)]
-        width = max(len(cell) for row in (head, *rows) for cell in row) + 2
-        lines = ["".join(cell.rjust(width) for cell in row) for row in (head, *rows)]
-        here = ", ".join(f"{name} {self.axes[name].index}" for name in reversed(AXES))
+        """The mesh as text: a column for each rank of tp, a row for each of dp, a grid for each place on other axes."""
+        others = [(name, size) for name, size in reversed(self.shape) if name not in ("tp", "dp")]
+        lines = []
+        for there in itertools.product(*(range(size) for _, size in others)):
+            place = {name: index for (name, _), index in zip(others, there, strict=True)}
+            head = ["", *(f"tp {tp}" for tp in range(self.tp.size))]
+            rows = [
+                [f"dp {dp}", *(str(rank_at(place | {"dp": dp, "tp": tp}, self.shape)) for tp in range(self.tp.size))]
+                for dp in range(self.dp.size)
+            ]
+            width = max(len(cell) for row in (head, *rows) for cell in row) + 2
+            if place:
+                lines.append(", ".join(f"{name} {index}" for name, index in place.items()))
+            lines += ["".join(cell.rjust(width) for cell in row) for row in (head, *rows)]
+        here = ", ".join(f"{name} {self.axes[name].index}" for name, _ in reversed(self.shape))
         title = f"mesh {self}, {self.comm.size} ranks over {self.comm.backend}; this is rank {self.comm.rank}: {here}"
         return "\n".join([title, *lines])

@@ -1,12 +1,12 @@
-"""Who holds what: a batch cut over dp, a parameter cut over tp, as plain values; and the way back.
+"""How layers are split over tp, as shards of their parameters; and arrays cut and joined by them.
 
-The one idea: a `Shard` says of one parameter on one rank which stretches of the whole it holds, along which dim, and
-follows from (shape, split, tp, index) alone. So any rank can work out what any other holds, cut it from the whole,
-put the whole together again, and read a checkpoint that another layout wrote. numpy and torch alike; no torch needed.
+The one idea: a kind of split (column, row, vocabulary) says along which dim a layer's parameters are cut, and becomes a
+`Cut` of `core/shard.py`. From there on nothing knows of layers: any rank can work out what any other holds, cut it from
+the whole, put the whole together again, and read a checkpoint that another layout wrote. numpy and torch alike.
 
 Convention (torch's weights are (out, in)): a column split cuts the output, dim 0 of weight and bias; a row split cuts
 the input, dim 1 of the weight, and its bias is whole, added once after the partial outputs are summed; a vocabulary
-split cuts the rows of a table, padded with zeros to a multiple of tp.
+split cuts the rows of a table, unevenly where tp does not divide them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.schedules.collectives import cut
+from tilemesh.core.axes import Axes, size_of
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.shard import Cut, Shard, share
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A table (or output projection) cut by its rows, padded where they do not divide.
+    """A table (or output projection) cut by its rows, unevenly where they do not divide.
 
-    `joins`: the ranks' parts of an output projection are put together again, without the padding.
+    `joins`: the ranks' parts of an output projection are put together again.
     """
 
     joins: bool = False
@@ -92,143 +93,68 @@ def split_of(kind: str | Split) -> Split:
     return KINDS[kind]
 
 
-@dataclass(frozen=True)
-class Span:
-    """`length` rows along the cut dim: from `local` in the rank's own tensor, from `whole` in the whole one."""
-
-    local: int
-    whole: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What one rank holds of one parameter."""
-
-    name: str
-    """Of the parameter in the whole model, which is also its name in the local one."""
-    whole: tuple[int, ...]
-    """Shape of the whole."""
-    split: Split = Whole()
-    ranks: int = 1
-    """Of tp, over which it is split."""
-    dim: int | None = None
-    """The dim that is cut; None: this rank holds all of it."""
-    length: int = 0
-    """Of the local tensor along `dim`, padding included."""
-    spans: tuple[Span, ...] = ()
-    """In order, without overlap. What no span covers is padding: zeros that stay zeros."""
-    copies: int = 1
-    """How many ranks of tp hold this very part; they are consecutive."""
-    copy: int = 0
-    """Which of them this one is."""
-    partial: bool = False
-    """Each copy's gradient is a part of the whole one: their sum is what every copy needs."""
-    writes: bool = True
-    """Of all ranks of the mesh that hold this part, this is the one that writes it to a checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
-        if self.dim is None:
-            return self.whole
-        return (*self.whole[: self.dim], self.length, *self.whole[self.dim + 1 :])
-
-    @property
-    def padding(self) -> int:
-        """Rows along `dim` that are in no span."""
-        return 0 if self.dim is None else self.length - sum(span.length for span in self.spans)
-
-    def pieces(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """(where in the local tensor, where in the whole one) of each stretch, as slices to index with."""
-        if self.dim is None:
-            everything = tuple(slice(0, length) for length in self.whole)
-            return [(everything, everything)]
-        before = tuple(slice(0, length) for length in self.whole[: self.dim])
-        after = tuple(slice(0, length) for length in self.whole[self.dim + 1 :])
-        return [
-            (
-                (*before, slice(span.local, span.local + span.length), *after),
-                (*before, slice(span.whole, span.whole + span.length), *after),
-            )
-            for span in self.spans
-        ]
-
-
-def shard(
-    name: str, whole: Sequence[int], split: str | Split, tp: int = 1, tp_index: int = 0, dp_index: int = 0
-) -> Shard:
-    """What rank (tp_index, dp_index) holds of a parameter whose module is split so; by its name a weight or a bias."""
-    split, shape, is_bias = split_of(split), tuple(whole), name.rpartition(".")[2] == "bias"
+def shard(name: str, whole: Sequence[int], split: str | Split, axes: Axes = (), rank: int = 0) -> Shard:
+    """What a rank of a mesh holds of a parameter whose module is split so; by its name a weight or a bias."""
+    split, shape, tp = split_of(split), tuple(whole), size_of(axes, "tp")
+    is_bias = name.rpartition(".")[2] == "bias"
     if isinstance(split, (Region, Whole)) or tp == 1 or (isinstance(split, Row) and is_bias):
-        return Shard(name, shape, split, tp, copies=tp, copy=tp_index, writes=tp_index == 0 == dp_index)
+        return Shard(name, shape, axes, rank)
     if isinstance(split, Vocabulary):
-        length = -(-shape[0] // tp)
-        valid = max(0, min(length, shape[0] - tp_index * length))
-        spans = (Span(0, tp_index * length, valid),) if valid else ()
-        return Shard(name, shape, split, tp, 0, length, spans, writes=dp_index == 0)
+        if shape[0] < tp:
+            raise UsageError(f"tp is {tp} and {name} has {shape[0]} rows: every rank needs at least one")
+        return Shard(name, shape, axes, rank, (Cut("tp", 0),))
     if isinstance(split, Row):
         if len(shape) < 2:
             raise UsageError(f"{name} has shape {shape}: a row split needs a matrix")
-        length = _even(name, "input", shape[1], tp)
-        return Shard(name, shape, split, tp, 1, length, (Span(0, tp_index * length, length),), writes=dp_index == 0)
-    return _column(name, shape, split, tp, tp_index, dp_index)
+        _require_even(name, "input", shape[1], tp)
+        return Shard(name, shape, axes, rank, (Cut("tp", 1),))
+    return _column(name, shape, split, tp, Shard(name, shape, axes, rank))
 
 
-def _column(name: str, shape: tuple[int, ...], split: Column, tp: int, tp_index: int, dp_index: int) -> Shard:
-    block = _even(name, "output", shape[0], split.parts, "parts")
+def _column(name: str, shape: tuple[int, ...], split: Column, tp: int, uncut: Shard) -> Shard:
+    _require_even(name, "output", shape[0], split.parts, "parts")
     units = tp if split.units is None else split.units
-    width = _even(name, "output", block, units, "ranks of tp" if split.units is None else "units")
-    copies = tp // units if split.repeats and units < tp else 1
-    if (tp % units) if copies > 1 else (units % tp):
+    what = "ranks of tp" if split.units is None else "units"
+    _require_even(name, "output", shape[0] // split.parts, units, what)
+    is_repeated = split.repeats and units < tp
+    if (tp % units) if is_repeated else (units % tp):
         how = "split nor repeated" if split.repeats else "split"
         raise UsageError(f"tp is {tp}: the {units} units of {name} cannot be {how} evenly over it")
-    length = max(1, units // tp) * width
-    spans = tuple(
-        Span(part * length, part * block + tp_index // copies * length, length) for part in range(split.parts)
-    )
-    copy = tp_index % copies
-    return Shard(
-        name, shape, split, tp, 0, length * split.parts, spans, copies, copy, copies > 1, copy == 0 == dp_index
-    )
+    # Several ranks that hold the same heads use them for different queries: each has a part of their gradient.
+    partial = ("tp",) if is_repeated else ()
+    cut = Cut("tp", 0, split.parts, units, pieces=min(units, tp))
+    return Shard(name, shape, uncut.axes, uncut.rank, (cut,), partial)
 
 
-def _even(name: str, what: str, length: int, parts: int, unit: str = "ranks of tp") -> int:
+def _require_even(name: str, what: str, length: int, parts: int, unit: str = "ranks of tp") -> None:
     if length % parts:
         raise UsageError(f"{name}: its {what} of {length} is not divisible by {parts} {unit}")
-    return length // parts
-
-
-def everyones(mine: Shard) -> list[Shard]:
-    """All ranks' parts of a parameter, in order of tp_index."""
-    return [shard(mine.name, mine.whole, mine.split, mine.ranks, index) for index in range(mine.ranks)]
 
 
 # Arrays -----------------------------------------------------------------------------------------------------------
 
 
 def take(mine: Shard, whole: Any) -> Any:
-    """This rank's part of a whole array: a view where that is possible, zeros where there is padding."""
+    """This rank's part of a whole array: a view where it is one box."""
     _require_shape(mine, whole, mine.whole, "whole")
-    pieces = mine.pieces()
-    if len(pieces) == 1 and not mine.padding:
-        return whole[pieces[0][1]]
-    local = _zeros(whole, mine.shape)
-    for here, there in pieces:
-        local[here] = whole[there]
+    if len(mine.boxes) == 1:
+        return whole[mine.boxes[0][1].slices]
+    local = _empty(whole, mine.shape)
+    for here, there in mine.boxes:
+        local[here.slices] = whole[there.slices]
     return local
 
 
 def put(mine: Shard, local: Any, whole: Any) -> None:
-    """Write this rank's part into a whole array; padding is left out."""
+    """Write this rank's part into a whole array."""
     _require_shape(mine, local, mine.shape, "local")
-    for here, there in mine.pieces():
-        whole[there] = local[here]
+    for here, there in mine.boxes:
+        whole[there.slices] = local[here.slices]
 
 
 def join(shards: Sequence[Shard], locals_: Sequence[Any]) -> Any:
     """The whole from all ranks' parts: the inverse of `take`."""
-    whole = _zeros(locals_[0], shards[0].whole)
+    whole = _empty(locals_[0], shards[0].whole)
     for mine, local in zip(shards, locals_, strict=True):
         put(mine, local, whole)
     return whole
@@ -242,16 +168,13 @@ def split_data(x: Any, y: Any, dp_size: int, dp_index: int) -> tuple[Any, Any]:
         raise UsageError(
             f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}: expected as many rows along axis 0 in both"
         )
-    sizes = cut(x.shape[0], dp_size)
-    start = sum(sizes[:dp_index])
-    rows = slice(start, start + sizes[dp_index])
+    start, count = share(x.shape[0], dp_size, dp_index)
+    rows = slice(start, start + count)
     return x[rows], y[rows]
 
 
-def _zeros(like: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(like, np.ndarray):
-        return np.zeros(shape, like.dtype)
-    return like.new_zeros(shape)
+def _empty(like: Any, shape: tuple[int, ...]) -> Any:
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
 def _require_shape(mine: Shard, array: Any, wanted: tuple[int, ...], what: str) -> None:
@@ -260,5 +183,5 @@ def _require_shape(mine: Shard, array: Any, wanted: tuple[int, ...], what: str) 
 
 
 def elements(shards: Mapping[str, Shard]) -> int:
-    """How many numbers a rank holds, padding included."""
+    """How many numbers a rank holds."""
     return sum(math.prod(mine.shape) for mine in shards.values())

@@ -23,6 +23,7 @@ from torch.nn import functional
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import share
 from tilemesh.model.transformer import IGNORED, Embedding, Linear
 from tilemesh.parallel import collect
 
@@ -156,11 +157,10 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
-    """The slices of a column-split layer's output are joined where it ends; of a padded one's, the padding is left."""
+    """The slices of a column-split layer's output are joined where it ends."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-        joined = y.shape[-1] * seams.comm.size  # all slices are as long as this one
-        return seams.join_features(y, joined)[..., :total]
+        return seams.join_features(y, total)
 
     module.register_forward_hook(hook)
 
@@ -185,9 +185,10 @@ class RowLinear(Linear):
 class VocabularyEmbedding(Embedding):
     """A table cut by its rows: a token's row comes from the one rank that has it, the others add zeros."""
 
-    def __init__(self, whole: nn.Embedding, seams: Seams) -> None:
+    def __init__(self, whole: nn.Embedding, seams: Seams, first: int) -> None:
+        """`first`: the first row that is this rank's."""
         super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
-        self.seams = seams
+        self.seams, self.first = seams, first
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if input.device.type == "cpu" and input.numel() and not 0 <= input.min() <= input.max() < self.num_embeddings:
@@ -196,7 +197,7 @@ class VocabularyEmbedding(Embedding):
                 f"tokens from {int(input.min())} to {int(input.max())}: the vocabulary is {self.num_embeddings}"
             )
         rows = self.weight.shape[0]
-        local = input - self.seams.comm.rank * rows
+        local = input - self.first
         elsewhere = (local < 0) | (local >= rows)
         x = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.seams.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
@@ -206,16 +207,18 @@ def vocabulary_loss(logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabu
     """As `model.transformer.loss_sum`, from logits of which every rank has its part of the vocabulary.
 
     The logits are never joined: a token costs the ranks its maximum, its sum of exponentials and its target's logit.
-    Columns past the vocabulary (padding) count as −inf; sums are at least float32.
+    Sums are at least float32.
     """
     if targets_BT.shape != logits_BTV.shape[:-1]:
         raise UsageError(
             f"targets are {tuple(targets_BT.shape)} and logits {tuple(logits_BTV.shape)}: expected a target a token"
         )
     targets_N = targets_BT.flatten().long()
-    first = seams.comm.rank * logits_BTV.shape[-1]
+    first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
+    if logits_BTV.shape[-1] != count:
+        raise UsageError(f"logits of {logits_BTV.shape[-1]} tokens: this rank's part of {vocabulary} is {count}")
     function: Any = _VocabularyLoss  # torch's stubs leave `apply` untyped
-    total: Tensor = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first, vocabulary)
+    total: Tensor = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first)
     return total, (targets_N != IGNORED).sum()
 
 
@@ -223,14 +226,12 @@ class _VocabularyLoss(torch.autograd.Function):
     """Holds one array the size of this rank's logits from forward to backward; backward turns it into the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int, vocabulary: int) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int) -> Tensor:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         work_NV = logits_NV.to(wide, copy=True)
-        valid = max(0, min(work_NV.shape[1], vocabulary - first))
-        work_NV[:, valid:] = -torch.inf
         top_N = seams.sum(work_NV.amax(-1), "max")
         work_NV.sub_(top_N[:, None])
-        here_N = (targets_N >= first) & (targets_N < first + valid)
+        here_N = (targets_N >= first) & (targets_N < first + work_NV.shape[1])
         index_N = (targets_N - first).masked_fill(~here_N, 0)
         own_N = work_NV.gather(-1, index_N[:, None])[:, 0].masked_fill(~here_N, 0)
         work_NV.exp_()
@@ -247,4 +248,4 @@ class _VocabularyLoss(torch.autograd.Function):
         # In place: a second backward through the same graph is refused by autograd, which sees the change.
         work_NV.mul_((grad_N / sum_N)[:, None])
         work_NV.scatter_add_(1, index_N[:, None], -(grad_N * here_N)[:, None])
-        return work_NV.to(ctx.dtype), None, None, None, None
+        return work_NV.to(ctx.dtype), None, None, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilemesh.core.axes import Blocks
 from tilemesh.core.plan import Precision
 from tilemesh.model.config import ModelConfig
 
@@ -80,8 +81,12 @@ def _backward(config: ModelConfig, sequence: bool, whole: int, widths: Widths) -
         yield Exchange("token_embedding", "tp", "all_gather", whole, widths.stream)
 
 
-def step_end(buckets: Sequence[tuple[int, int, bool]], dp: int, itemsize: int) -> list[Exchange]:
-    """What a step exchanges once, whatever the accumulation: buckets as (elements, copies, partial)."""
-    made = [Exchange("gradients", "dp", "all_reduce", size, itemsize) for size, _, _ in buckets if dp > 1]
-    made += [Exchange("copies", f"copies {c}", "all_reduce", size, itemsize) for size, c, partial in buckets if partial]
+def step_end(buckets: Sequence[tuple[int, Blocks]], dp: int, itemsize: int) -> list[Exchange]:
+    """What a step exchanges once, whatever the accumulation: buckets as (elements, the copies that are summed)."""
+    made = [Exchange("gradients", "dp", "all_reduce", size, itemsize) for size, _ in buckets if dp > 1]
+    made += [
+        Exchange("copies", f"{axis} {count}", "all_reduce", size, itemsize)
+        for size, blocks in buckets
+        for axis, count in blocks
+    ]
     return [*made, Exchange("loss, tokens and norm", "mesh", "all_reduce", 3, 8)]

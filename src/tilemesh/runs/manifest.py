@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tilemesh.core.errors import RunError
+from tilemesh.core.shard import Box
 
 SCHEMA = 1
 WEIGHT = "weight"
@@ -24,8 +25,6 @@ MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
 _STEP = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (begin, shape) in the whole
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,10 @@ class Piece:
     whole: tuple[int, ...]
     """Shape of the tensor it is a part of."""
     dtype: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.begin, self.shape)
 
 
 @dataclass(frozen=True)
@@ -144,37 +147,3 @@ def damage(folder: Path, files: Sequence[StoredFile]) -> Iterator[str]:
                 yield f"{path} is not what was written: its SHA-256 differs from the manifest's"
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"
-
-
-# ---- boxes -----------------------------------------------------------------------------------------------------
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share."""
-    begin = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    end = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
-    shape = tuple(e - s for s, e in zip(begin, end, strict=True))
-    return None if any(length <= 0 for length in shape) else (begin, shape)
-
-
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Slices that index a box inside an array that holds the outer box."""
-    return tuple(slice(b - o, b - o + n) for b, n, o in zip(box[0], box[1], outer[0], strict=True))
-
-
-class Shard(Protocol):
-    """What one rank holds of one tensor, as far as a checkpoint asks."""
-
-    @property
-    def whole(self) -> tuple[int, ...]: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def padding(self) -> int: ...
-
-    @property
-    def writes(self) -> bool: ...
-
-    def pieces(self) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]: ...

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.shard import Box, Shard
 from tilemesh.runs.manifest import (
     WEIGHT,
-    Box,
     DamagedError,
     Manifest,
     Piece,
-    Shard,
     checkpoints,
     damage,
     folder_name,
-    overlap,
-    within,
 )
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.tensors import Tensor, empty, read_tensors
@@ -61,29 +58,23 @@ class Reader:
         return list(self._tensors)
 
     def local(self, name: str, mine: Shard) -> Tensor:
-        """This rank's part of a tensor in its own layout; zeros where there is padding."""
+        """This rank's part of a tensor in its own layout."""
         found = self._pieces(name)
         if found[0].whole != mine.whole:
             raise RunError(
                 f"{name} in {self.folder} has shape {found[0].whole} and this model's has {mine.whole}: "
                 "it is another model's checkpoint"
             )
-        boxes = mine.pieces()
-        whole_box = len(boxes) == 1 and not mine.padding
-        local = None if whole_box else empty(mine.shape, found[0].dtype).zero_()
-        for here, there in boxes:
-            box = tuple(one.start for one in there), tuple(one.stop - one.start for one in there)
-            value = self.box(name, box)
-            if local is None:
-                local = value
-            else:
-                local[here] = value
-        assert local is not None
+        if len(mine.boxes) == 1:
+            return self.box(name, mine.boxes[0][1])
+        local = empty(mine.shape, found[0].dtype)
+        for here, there in mine.boxes:
+            local[here.slices] = self.box(name, there)
         return local
 
     def whole(self, name: str) -> Tensor:
         shape = self._pieces(name)[0].whole
-        return self.box(name, (tuple(0 for _ in shape), shape))
+        return self.box(name, Box(tuple(0 for _ in shape), shape))
 
     def weight(self, name: str) -> Tensor:
         """A whole parameter by its name in the model."""
@@ -92,14 +83,13 @@ class Reader:
     def box(self, name: str, box: Box) -> Tensor:
         """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
         pieces = self._pieces(name)
-        out = empty(box[1], pieces[0].dtype)
+        out = empty(box.shape, pieces[0].dtype)
         filled = 0
         for piece in pieces:
-            stored = (piece.begin, piece.shape)
-            shared = overlap(box, stored)
+            shared = box.overlap(piece.box)
             if shared is not None:
-                out[within(shared, box)] = self._stored(piece)[within(shared, stored)]
-                filled += _size(shared)
+                out[shared.within(box)] = self._stored(piece)[shared.within(piece.box)]
+                filled += shared.size
         if filled != out.numel():
             raise DamagedError(f"{self.folder}: {name} is not all there, {out.numel() - filled} values are missing")
         return out
@@ -118,10 +108,3 @@ class Reader:
         if piece.key not in self._open[piece.file]:
             raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
         return self._open[piece.file][piece.key]
-
-
-def _size(box: Box) -> int:
-    size = 1
-    for length in box[1]:
-        size *= length
-    return size

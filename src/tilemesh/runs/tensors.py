@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilemesh.runs.manifest import Shard, StoredFile
+from tilemesh.core.shard import Shard
+from tilemesh.runs.manifest import StoredFile
 
 Tensor = torch.Tensor
 
@@ -105,11 +106,10 @@ def parts_of(name: str, mine: Shard, local: Tensor) -> list[Part]:
     """The boxes of a local tensor that this rank is the one to write; `name` may differ from the parameter's."""
     if not mine.writes:
         return []
-    boxes = mine.pieces()
     made = []
-    for number, (here, there) in enumerate(boxes):
-        key = name if len(boxes) == 1 else f"{name}#{number}"
-        made.append(Part(name, key, tuple(one.start for one in there), mine.whole, local.detach()[here]))
+    for number, (here, there) in enumerate(mine.boxes):
+        key = name if len(mine.boxes) == 1 else f"{name}#{number}"
+        made.append(Part(name, key, there.begin, mine.whole, local.detach()[here.slices]))
     return made
 
 

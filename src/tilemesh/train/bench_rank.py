@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.data.corpus import open_corpus
 from tilemesh.data.order import Order, rows_of
@@ -32,7 +33,7 @@ from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.peers import PlainStep
 from tilemesh.train.rank import choose_device, lay_model
-from tilemesh.train.record import Recorder, watch_mesh
+from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
 from tilemesh.train.steps import Stepper
 
 TURN_FILE = "turn.json"
@@ -83,7 +84,8 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
     """What `tilemesh train` does in a step, its bookkeeping included."""
     recorder = Recorder(Trace(None))
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    watch_mesh(mesh, recorder, {})
+    keep_collectives(mesh, Choices())
+    observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
     nowhere = Path(os.devnull)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.matmul.choice import picks
 from tilemesh.measure.sample import Sample
@@ -107,9 +108,11 @@ class Loop:
         folder: Path,
         emit: Callable[[Mapping[str, Any]], None],
         earlier: Mapping[str, Any] | None = None,
+        collectives: Choices | None = None,
     ) -> None:
-        """`earlier`: the choices of the run's earlier part, where this goes on with one."""
+        """`earlier`: the choices of the run's earlier part, if any; `collectives`: what `auto` picks now."""
         self.earlier = dict(earlier or {})
+        self.collectives = collectives or Choices()
         self._choices: dict[str, Any] = {}
         self.config, self.stepper, self.writer, self.journal = config, stepper, writer, journal
         self.folder, self.emit = folder, emit
@@ -224,7 +227,7 @@ class Loop:
     def write_choices(self) -> None:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""
         made = {
-            "collectives": {**self.earlier.get("collectives", {}), **self.recorder.choices},
+            "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
             "matmul": {**self.earlier.get("matmul", {}), **picks()},

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
@@ -55,7 +56,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.record import Recorder, watch_mesh
+from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.sampling import sample
 from tilemesh.train.steps import Stepper
@@ -127,7 +128,9 @@ def train_here(
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
     earlier = read_small(folder, CHOICES)
-    watch_mesh(mesh, recorder, earlier.get("collectives", {}))
+    collectives = Choices(earlier.get("collectives"))
+    keep_collectives(mesh, collectives)
+    observe_mesh(mesh, recorder)
     keep_to(earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
@@ -141,7 +144,7 @@ def train_here(
         note=journal.add,
     )
     stepper = Stepper(config, laid, corpus, optimizer, recorder)
-    loop = Loop(config, stepper, writer, journal, folder, emit, earlier)
+    loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()

@@ -1,21 +1,20 @@
 """What a rank does when: spans for the trace, totals for the summary, and the record the launcher reads after a death.
 
-The one idea: an exchange is seen where it happens. The mesh's communicators are wrapped so that each collective adds
-its seconds and bytes under its axis and name; whoever calls them (layers, the gradient exchange) knows nothing of it.
-The wrapper also notes which algorithm `auto` picked for each size, and repeats those picks in a resumed run, since
-another algorithm adds in another order.
+The one idea: an exchange is seen where it happens. The recorder observes the mesh's communicators (`comm.observe`), so
+that each collective and message adds its seconds and bytes under its axis and name; whoever calls them (layers, the
+gradient exchange) knows nothing of it. Groups that are split from an axis count for that axis.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
-from tilemesh.comm.runtime.choose import Request, choose
+from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.observe import WAIT, Note, Observer, Seen
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
 
@@ -44,7 +43,6 @@ class Recorder:
         self.is_in_step = False
         self.seconds: dict[str, float] = {}
         self.moved: dict[tuple[str, str], Moved] = {}
-        self.choices: dict[str, str] = {}
 
     def at(self, what: str) -> None:
         self._at(f"step {self.step}: {what}")
@@ -65,6 +63,31 @@ class Recorder:
         moved.seconds += seconds
         moved.step_seconds += seconds if self.is_in_step else 0.0
 
+    def observer(self, axis: str) -> Observer:
+        """What observes the communicator of an axis. Making groups and memory is no exchange."""
+
+        def observe(seen: Seen) -> Note | None:
+            is_exchange = bool(seen.algorithm) or seen.peer >= 0
+            return self._note(axis, seen) if is_exchange else None
+
+        return observe
+
+    def _note(self, axis: str, seen: Seen) -> Note:
+        """Of a call under way only the beginning and the waiting are drawn; the tests in between just add seconds."""
+        name = f"wait {seen.operation}" if seen.phase == WAIT else seen.operation
+        details = {"bytes": seen.nbytes, "group": axis}
+        if seen.is_new:
+            details["algorithm"] = seen.algorithm
+        is_drawn = seen.is_new or seen.phase == WAIT
+        calls, nbytes, operation, trace = int(seen.is_new), seen.nbytes * seen.is_new, seen.operation, self.trace
+
+        def note(began_s: float, ended_s: float, _: int) -> None:
+            if is_drawn and trace.on:
+                trace.add(name, began_s, ended_s, kind=EXCHANGE, **details)
+            self.exchanged(axis, operation, nbytes, ended_s - began_s, calls)
+
+        return note
+
     def exchange_s(self) -> float:
         """Seconds in collectives so far, without the waiting at the end of a step."""
         return sum(one.seconds for one in self.moved.values())
@@ -76,72 +99,19 @@ class Recorder:
         return found
 
 
-def watch_mesh(mesh: Mesh, recorder: Recorder, choices: Mapping[str, str]) -> None:
-    """Record what this mesh's communicators do from now on; `choices` of an earlier run are kept to."""
-    for name, axis in mesh.axes.items():
-        _watch(axis.comm, name, recorder, choices)
-    _watch(mesh.comm, "control", recorder, choices)
+def groups(mesh: Mesh) -> dict[str, Communicator]:
+    """The communicators over which this mesh exchanges anything, by the names under which that is recorded."""
+    named = {name: axis.comm for name, axis in mesh.axes.items()} | {"control": mesh.comm}
+    return {name: comm for name, comm in named.items() if comm.size > 1}
 
 
-def _watch(comm: Communicator, axis: str, recorder: Recorder, choices: Mapping[str, str]) -> None:
-    if comm.size > 1:
-        comm._ready.clear()
-        comm._caller = cast(Any, _WatchedCaller(comm._caller, axis, recorder, choices))
+def observe_mesh(mesh: Mesh, recorder: Recorder) -> None:
+    """Record what this mesh's communicators do from now on."""
+    for name, comm in groups(mesh).items():
+        comm.observe(recorder.observer(name), every=1)
 
 
-class _WatchedCaller:
-    """Stands where a communicator's caller stands; all but `run` passes through."""
-
-    def __init__(self, inner: Any, axis: str, recorder: Recorder, choices: Mapping[str, str]) -> None:
-        self._inner, self._axis, self._recorder, self._choices = inner, axis, recorder, choices
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def run(self, call: Any, x: Any, algorithm: str, wait: bool, key: Any = None) -> Any:
-        """Without the key: a call that is kept ready would pass by here the next time, unseen."""
-        recorder, operation, nbytes = self._recorder, call.collective, call.nbytes
-        if algorithm == "auto":
-            algorithm = self._chosen(call)
-        began = time.perf_counter()
-        with recorder.trace.span(operation, kind=EXCHANGE, bytes=nbytes, group=self._axis, algorithm=algorithm):
-            result = self._inner.run(call, x, algorithm, wait)
-        recorder.exchanged(self._axis, operation, nbytes, time.perf_counter() - began)
-        return result if wait else _WatchedHandle(result, operation, self._axis, nbytes, recorder)
-
-    def _chosen(self, call: Any) -> str:
-        """The algorithm for this kind of call: that of the run it continues, else what `auto` picks now."""
-        key = f"{self._axis} {call.collective} {call.nbytes} {call.like.dtype} {call.op}"
-        found = self._recorder.choices.get(key)
-        if found is None:
-            uneven = len(set(call.sizes)) > 1
-            if call.private or (call.like.is_cuda and self._inner.transport.device is not None):
-                found = "auto"  # what the device's library does is its own
-            else:
-                request = Request(call.collective, call.nbytes, call.like.dtype, call.op, uneven, call.private)
-                found = self._choices.get(key) or self._now(request)
-            self._recorder.choices[key] = found
-        return found
-
-    def _now(self, request: Request) -> str:
-        return choose(request, "auto", self._inner.transport, self._inner.fit).algorithm
-
-
-class _WatchedHandle:
-    def __init__(self, inner: Any, operation: str, axis: str, nbytes: int, recorder: Recorder) -> None:
-        self._inner, self._operation, self._axis, self._nbytes = inner, operation, axis, nbytes
-        self._recorder = recorder
-
-    def test(self) -> bool:
-        began = time.perf_counter()
-        done: bool = self._inner.test()
-        self._recorder.exchanged(self._axis, self._operation, 0, time.perf_counter() - began, calls=0)
-        return done
-
-    def wait(self) -> Any:
-        began = time.perf_counter()
-        details = {"bytes": self._nbytes, "group": self._axis}
-        with self._recorder.trace.span(f"wait {self._operation}", kind=EXCHANGE, **details):
-            result = self._inner.wait()
-        self._recorder.exchanged(self._axis, self._operation, 0, time.perf_counter() - began, calls=0)
-        return result
+def keep_collectives(mesh: Mesh, choices: Choices) -> None:
+    """Let `auto` repeat the table's picks on this mesh and note new ones: a resumed run then adds in the same order."""
+    for name, comm in groups(mesh).items():
+        comm.keep_to(choices, name)

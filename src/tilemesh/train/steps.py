@@ -20,7 +20,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import Corpus, batch
 from tilemesh.model.dropout import Place, fold_seed
-from tilemesh.parallel.data import Gradients, Step
+from tilemesh.parallel.data import Gradients, Step, loss_shard
 from tilemesh.parallel.laid import Laid
 from tilemesh.train.alone import LateStep, LocalGradients, Pace
 from tilemesh.train.config import NO_GRAPH, TrainConfig
@@ -277,7 +277,7 @@ class Stepper:
                 rows = mine[begin : begin + config.plan.microbatch]
                 tokens = np.stack([held.sample(row, config.context) for row in rows])
                 total, targets = self.laid.loss(*self.on_device(tokens))
-                sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / mesh.tp.size
+                sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / loss_shard(mesh).alike
         self.laid.module.train()
         total_sum, targets_sum = mesh.comm.all_reduce(sums.numpy()).tolist()
         return float(total_sum / targets_sum)

@@ -49,7 +49,7 @@ Exchange = Callable[[str], list[str]]  # every rank's text, on every rank
 
 
 @dataclass(frozen=True)
-class Shape:
+class Regions:
     """Where things lie in the mapping, for a number of ranks and bytes of blocks."""
 
     ranks: int
@@ -82,7 +82,7 @@ class Arena:
     def __init__(
         self,
         memory: Any,
-        shape: Shape,
+        regions: Regions,
         rank: int,
         *,
         reserve: Callable[[int, int], None] | None = None,
@@ -90,9 +90,9 @@ class Arena:
         pids: bool = True,
     ) -> None:
         """`reserve(start, length)`: makes sure that the bytes exist, or raises OSError."""
-        self.shape = shape
+        self.regions = regions
         self.rank = rank
-        self.ranks = shape.ranks
+        self.ranks = regions.ranks
         self.memory: Bytes = np.frombuffer(memory, np.uint8)
         self.flags = Flags(
             memoryview(self.memory[: (self.ranks + 1) * LINE]),  # type: ignore[arg-type]
@@ -108,8 +108,10 @@ class Arena:
         self.staged = 0  # calls that used the stage
         self.live = 0  # blocks handed out and not known to be free
         self._reserve = reserve
-        self._allocator = _Allocator(shape.blocks_bytes) if rank == 0 else None
-        self._table: Any = self.memory[shape.table_at :][: self.ranks * _MOST_BLOCKS].reshape(self.ranks, _MOST_BLOCKS)
+        self._allocator = _Allocator(regions.blocks_bytes) if rank == 0 else None
+        self._table: Any = self.memory[regions.table_at :][: self.ranks * _MOST_BLOCKS].reshape(
+            self.ranks, _MOST_BLOCKS
+        )
 
     # Calls in order -----------------------------------------------------------------------------------------------
 
@@ -139,17 +141,17 @@ class Arena:
         Small calls lay them out by their own size. Those of an earlier call lie elsewhere in the same half, but nobody
         looks at them any more: who puts something there has met all since.
         """
-        shape = self.shape
+        regions = self.regions
         if nbytes <= SMALL_BYTES:
-            return shape.small_at + half * self.ranks * SMALL_BYTES, _round_up(max(nbytes, 1), 64)
-        return shape.stage_at + half * _HALF_STRIDE, STAGE_BYTES
+            return regions.small_at + half * self.ranks * SMALL_BYTES, _round_up(max(nbytes, 1), 64)
+        return regions.stage_at + half * _HALF_STRIDE, STAGE_BYTES
 
     # Blocks -------------------------------------------------------------------------------------------------------
 
     def offset_of(self, address: int, nbytes: int) -> int:
         """Where in the mapping an array lies; 0 when it does not lie in this arena's blocks."""
         at = address - self.start
-        return at if self.shape.blocks_at <= at and at + nbytes <= self.shape.nbytes else 0
+        return at if self.regions.blocks_at <= at and at + nbytes <= self.regions.nbytes else 0
 
     def allocate(self, nbytes: int) -> Generator[Token, None, Bytes]:
         """Steps of the collective call behind `empty`; what they return is this rank's block."""
@@ -162,10 +164,10 @@ class Arena:
         yield Meeting(self)
         answer = self.flags.get(0, ANSWER)
         if answer == _FULL:
-            size, most = format_bytes(stride * self.ranks), format_bytes(self.shape.blocks_bytes)
+            size, most = format_bytes(stride * self.ranks), format_bytes(self.regions.blocks_bytes)
             raise RunError(f"empty(): {size} for {self.ranks} ranks do not fit into the node's shared memory ({most})")
         number, at = answer & (_MOST_BLOCKS - 1), (answer >> 12) * _PAGE
-        return self._block(number, self.shape.blocks_at + at + self.rank * stride, nbytes)
+        return self._block(number, self.regions.blocks_at + at + self.rank * stride, nbytes)
 
     def _take(self, stride: int) -> int:
         """First rank only: a place for all ranks' parts, as one word: number and offset."""
@@ -181,7 +183,7 @@ class Arena:
         number, at = place
         try:
             if self._reserve is not None:
-                self._reserve(self.shape.blocks_at + at, stride * self.ranks)
+                self._reserve(self.regions.blocks_at + at, stride * self.ranks)
         except OSError:
             allocator.free(number)
             return _FULL
@@ -275,7 +277,7 @@ class Published(_Awaited):
         self.flags.await_published()
 
 
-class Turn:
+class ArenaTurn:
     """A token: the calls that were made on this arena before are carried out."""
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -298,16 +300,16 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
     texts = exchange(_node() if can_fence() else f"other {rank}")
     if len(set(texts)) > 1:
         return None
-    shape = Shape(ranks, blocks_bytes)
+    regions = Regions(ranks, blocks_bytes)
     for way in [_memfd, _file] if use_memfd else [_file]:
         token = secrets.token_bytes(8)
-        handle, path, end = way(shape, token) if rank == 0 else (-1, "", _nothing)
+        handle, path, end = way(regions, token) if rank == 0 else (-1, "", _nothing)
         told, hex_token = exchange(f"{path} {token.hex()}")[0].split(" ")
-        memory = _map(told, bytes.fromhex(hex_token), shape) if told else None
+        memory = _map(told, bytes.fromhex(hex_token), regions) if told else None
         all_have = all(text == "yes" for text in exchange("yes" if memory is not None else "no"))
         end()
         if all_have:
-            arena = Arena(memory, shape, rank, reserve=_reserver(handle) if rank == 0 else None)
+            arena = Arena(memory, regions, rank, reserve=_reserver(handle) if rank == 0 else None)
             if rank == 0:
                 weakref.finalize(arena, os.close, handle)
             return arena
@@ -318,20 +320,20 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
 
 def private_arena(common: Common, ranks: int, rank: int, blocks_bytes: int) -> Arena:
     """Over memory that the ranks share anyway, because they are threads of one process."""
-    return Arena(common.memory, Shape(ranks, blocks_bytes), rank, pause=common.pause, pids=False)
+    return Arena(common.memory, Regions(ranks, blocks_bytes), rank, pause=common.pause, pids=False)
 
 
-def _memfd(shape: Shape, token: bytes) -> tuple[int, str, Callable[[], None]]:
+def _memfd(regions: Regions, token: bytes) -> tuple[int, str, Callable[[], None]]:
     if not hasattr(os, "memfd_create"):
         return -1, "", _nothing
     try:
         handle = os.memfd_create("tilemesh-arena", os.MFD_CLOEXEC)
     except OSError:
         return -1, "", _nothing
-    return _prepared(handle, f"/proc/{os.getpid()}/fd/{handle}", shape.nbytes, shape.stage_at, token, _nothing)
+    return _prepared(handle, f"/proc/{os.getpid()}/fd/{handle}", regions.nbytes, regions.stage_at, token, _nothing)
 
 
-def _file(shape: Shape, token: bytes) -> tuple[int, str, Callable[[], None]]:
+def _file(regions: Regions, token: bytes) -> tuple[int, str, Callable[[], None]]:
     folder = os.environ.get(JOB_VARIABLE) or "/dev/shm"
     path = Path(folder, f"tilemesh-arena-{token.hex()}")
     try:
@@ -339,7 +341,7 @@ def _file(shape: Shape, token: bytes) -> tuple[int, str, Callable[[], None]]:
     except OSError:
         return -1, "", _nothing
     # The stages are not sparse here: a mount that is too small must say so now.
-    return _prepared(handle, str(path), shape.nbytes, shape.blocks_at, token, lambda: path.unlink(missing_ok=True))
+    return _prepared(handle, str(path), regions.nbytes, regions.blocks_at, token, lambda: path.unlink(missing_ok=True))
 
 
 def _prepared(
@@ -357,16 +359,16 @@ def _prepared(
     return handle, path, end
 
 
-def _map(path: str, token: bytes, shape: Shape) -> mmap.mmap | None:
+def _map(path: str, token: bytes, regions: Regions) -> mmap.mmap | None:
     """The mapping, if what lies at that path is what the first rank meant."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if os.fstat(handle).st_size != shape.nbytes or os.pread(handle, 8, shape.nbytes - 8) != token:
+        if os.fstat(handle).st_size != regions.nbytes or os.pread(handle, 8, regions.nbytes - 8) != token:
             return None
-        return mmap.mmap(handle, shape.nbytes)
+        return mmap.mmap(handle, regions.nbytes)
     except (OSError, ValueError):
         return None
     finally:

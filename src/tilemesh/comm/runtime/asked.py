@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError
 _FLOAT32 = Like("float32")
 
 
-# Tuples here and in `Ready`, because every call makes them: a frozen dataclass is slower to make and to hash.
+# Tuples here and in `Decided`, because every call makes them: a frozen dataclass is slower to make and to hash.
 class Call(NamedTuple):
     """A collective as asked for. `shape`: of this rank's result; `sizes`, `received`: elements, as for `layout`."""
 
@@ -68,7 +68,7 @@ class Call(NamedTuple):
         return f"{self.collective}({', '.join(parts)})"
 
 
-class Ready(NamedTuple):
+class Decided(NamedTuple):
     """A call with all that was decided about it. `device`: what runs it on GPU memory, if anything does."""
 
     call: Call
@@ -82,6 +82,11 @@ class Ready(NamedTuple):
     @property
     def name(self) -> str:
         return self.choice.algorithm
+
+    @property
+    def used(self) -> str:
+        """The algorithm as an observer is told of it: on GPU memory the library's own, whatever was chosen."""
+        return "native" if self.device is not None else self.choice.algorithm
 
 
 @dataclass(frozen=True)

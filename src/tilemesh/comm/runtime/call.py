@@ -10,22 +10,20 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from tilemesh.comm.runtime import debug
-from tilemesh.comm.runtime.arena import Arena, open_arena, private_arena
-from tilemesh.comm.runtime.arena import Shape as Placing
+from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_arena
 from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide
-from tilemesh.comm.runtime.asked import Call, Made, Ready, Scatter
-from tilemesh.comm.runtime.choose import Choice, Request, choose
+from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
+from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose
+from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fast import ReadyCalls, native_codes, ready_call
 from tilemesh.comm.runtime.fit import Fit, stored_fit
-from tilemesh.comm.runtime.handle import Handle
+from tilemesh.comm.runtime.lower import Planner, ProgramKey
 from tilemesh.comm.runtime.memory import Like, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
-from tilemesh.comm.runtime.plan import Planner, Shape
-from tilemesh.comm.runtime.run import Engine, Running, Turns
+from tilemesh.comm.runtime.observe import BEGIN, CALL, Observers, Stopwatch, clock
 from tilemesh.comm.runtime.sharing import SharedCall, Sharing
-from tilemesh.comm.runtime.texts import Steps, exchange, spread
+from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debugging, spread
 from tilemesh.comm.runtime.transport import Array, Lazy, Message, NativeCall, Token, Transport, as_bytes, wrong_size
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
@@ -35,6 +33,7 @@ from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 T = TypeVar("T")
+Tell = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
 
 def flattened(array: Array, axis: int = 0) -> Array:
@@ -50,12 +49,17 @@ def flattened(array: Array, axis: int = 0) -> Array:
 class Caller:
     """Carries out the calls of one communicator."""
 
-    def __init__(self, transport: Transport, engine: Engine, watch: Watch, node_size: int | None = None) -> None:
+    def __init__(
+        self, transport: Transport, engine: Engine, watch: Watch, observers: Observers, node_size: int | None = None
+    ) -> None:
         self.transport = transport
         self.engine = engine
         self.watch = watch
+        self.observers = observers
+        self.choices: tuple[Choices, str] | None = None  # what `auto` keeps to, and this group's name in it
+        self.stopwatch: Stopwatch | None = None
         self.planner = Planner(transport, node_size)
-        self.is_debugging = debug.is_on()
+        self.is_debugging = is_debugging()
         self.turns = Turns()
         self.receipts: dict[tuple[int, int], Turns] = {}
         transport.names = watch.members
@@ -66,25 +70,55 @@ class Caller:
 
     def run(self, call: Call, x: Any, algorithm: str, wait: bool, key: tuple[Any, ...] | None = None) -> Any:
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
-        ready = self._ready(call, x, algorithm, wait)
+        began_s = clock() if self.observers else 0.0
+        decided = self._decide(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
-        is_native = (ready.name == "native" and not self._goes_shared(ready.choice)) or ready.device is not None
+        is_native = (decided.name == "native" and not self._goes_shared(decided.choice)) or decided.device is not None
         if self.is_debugging or not self.turns.is_free:
             first = self._compared(call, algorithm, sequence)
-            running = self._later(first, lambda _: self._running(ready, sequence))
+            running = self._later(first, lambda _: self._running(decided, sequence))
         else:
-            running = self._running(ready, sequence)
-        if key is not None and wait and ready.device is None:
-            self.kept.keep(key, ready_call(self, call, x, ready.choice))
+            running = self._running(decided, sequence)
+        if key is not None and wait and decided.device is None and self.stopwatch is None:
+            self._keep(key, decided)
         self.watch.sequence = sequence  # from here on the call counts: what fails before leaves the ranks in step
         if wait and is_native:
-            return self.engine.run(running)  # the watchdog knows of it from this frame: see `native_call`
-        return self._carried_out(running, (sequence, call.collective, call.nbytes), wait)
+            result = self.engine.run(running)  # the watchdog knows of it from this frame: see `watched_call`
+        else:
+            result = self._carried_out(running, (sequence, call.collective, call.nbytes), wait, decided.used)
+        if self.observers:
+            self.observers.tell(began_s, call.collective, CALL if wait else BEGIN, call.nbytes, decided.used)
+        return result
+
+    def _keep(self, key: tuple[Any, ...], decided: Decided) -> None:
+        """Keep the quick way for calls like this one, where there is one; observed, if this communicator is."""
+        quick, call = ready_call(self, decided.call, decided.x, decided.choice), decided.call
+        if quick is not None and self.observers:
+            quick = self.observers.wrapped(quick, call.collective, call.nbytes, decided.name)
+        self.kept.keep(key, quick)
+
+    def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds by part inside one blocking call. It goes the ordinary way: ready calls have no parts to time."""
+        decided, stopwatch = dict(self.kept), Stopwatch()
+        self.kept.clear()
+        self.stopwatch = stopwatch
+        if self.sharing is not None:
+            self.sharing.stopwatch = stopwatch
+        try:
+            call()
+        finally:
+            self.stopwatch = None
+            if self.sharing is not None:
+                self.sharing.stopwatch = None
+            self.kept.update(decided)
+        return stopwatch.seconds
 
     def scatter(self, told: Callable[[], str], made: Callable[[str], Made], given: Scatter) -> Any:
         """A collective that only the root knows: it tells all `told()`, of which every rank makes the call."""
+        began_s = clock()
         self.watch.sequence += 1
         sequence = self.watch.sequence
+        known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
 
         def first() -> Steps[str]:
             if self.is_debugging:
@@ -93,13 +127,28 @@ class Caller:
             return (yield from spread(self.transport, text, given.root, self._tag(3, sequence)))
 
         def running(text: str) -> Running:
+            nonlocal known
             call, x, refusal = made(text)
-            running = self._running(self._ready(call, x, given.algorithm, given.wait), sequence)
+            decided = self._decide(call, x, given.algorithm, given.wait)
+            known = (call.nbytes, decided.used)
+            running = self._running(decided, sequence)
             return running if refusal is None else running.ending_in(refusal)
 
-        return self._carried_out(self._later(first(), running), (sequence, "scatter", 0), given.wait)
+        def tell(began_s: float, phase: str) -> None:
+            self.observers.tell(began_s, "scatter", phase, *known)
 
-    def _ready(self, call: Call, x: Any, algorithm: str, wait: bool) -> Ready:
+        later, doing = self._later(first(), running), (sequence, "scatter", 0)
+        is_observed = bool(self.observers)
+        result = (
+            self._carried_out(later, doing, wait=True)
+            if given.wait
+            else self._start(later, doing, tell if is_observed else None)
+        )
+        if is_observed:
+            tell(began_s, CALL if given.wait else BEGIN)
+        return result
+
+    def _decide(self, call: Call, x: Any, algorithm: str, wait: bool) -> Decided:
         """All that can be refused has been when this returns, and nothing has been sent."""
         has_result = call.collective not in ("reduce", "gather") or self.transport.rank == call.root
         target = self._target(call) if has_result else None
@@ -107,38 +156,44 @@ class Caller:
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        choice = choose(request, algorithm, self.transport, self.fit)
         device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
-        return Ready(call, x, choice, device, target, has_result, wait)
+        # What the device's library does is its own, and private sizes must not matter: neither is kept to.
+        if algorithm == "auto" and self.choices is not None and device is None and not call.private:
+            choices, group = self.choices
+            algorithm = choices.pick(
+                group, request, lambda: choose(request, "auto", self.transport, self.fit).algorithm
+            )
+        choice = choose(request, algorithm, self.transport, self.fit)
+        return Decided(call, x, choice, device, target, has_result, wait)
 
-    def _running(self, ready: Ready, sequence: int) -> Running:
+    def _running(self, decided: Decided, sequence: int) -> Running:
         """Memory is taken, and nothing sent."""
         try:
-            return self._with_memory(ready, sequence)
+            return self._with_memory(decided, sequence)
         except (MemoryError, ValueError, OverflowError) as error:
             if isinstance(error, UsageError):
                 raise
-            call = ready.call
+            call = decided.call
             words = f"{call.collective} with a result of {call.length:,} elements of {call.like.dtype}"
             raise UsageError(f"{words}: no memory for it here ({error})") from None
 
-    def _with_memory(self, ready: Ready, sequence: int) -> Running:
-        call = ready.call
-        if ready.device is not None:
-            running: Running = ready.device.running(call, ready.x, ready.has_result)
+    def _with_memory(self, decided: Decided, sequence: int) -> Running:
+        call = decided.call
+        if decided.device is not None:
+            running: Running = decided.device.running(call, decided.x, decided.has_result)
             return running
-        given = np.empty(0, call.like.carrier) if ready.x is None else flattened(opened(ready.x)[0], call.axis)
+        given = np.empty(0, call.like.carrier) if decided.x is None else flattened(opened(decided.x)[0], call.axis)
         if call.wire is not call.like:
             given = widened(given, call.like.dtype)
-        if self._goes_shared(ready.choice):
-            return self._shared(ready, given)
-        if ready.name == "native":
-            return self._native(ready, given)
-        return self._scheduled(ready, given, self._tag(1, sequence))
+        if self._goes_shared(decided.choice):
+            return self._shared(decided, given)
+        if decided.name == "native":
+            return self._native(decided, given)
+        return self._scheduled(decided, given, self._tag(1, sequence))
 
-    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool) -> Any:
+    def _carried_out(self, running: Running, doing: tuple[int, str, int], wait: bool, algorithm: str = "") -> Any:
         if not wait:
-            return self._start(running, doing)
+            return self._start(running, doing, self._tells(doing[1], doing[2], algorithm))
         self.watch.enter(*doing)
         try:
             return self.engine.run(running)
@@ -153,7 +208,7 @@ class Caller:
         yield from self._agree(call.words(algorithm), sequence, *counts)
 
     def _agree(self, words: str, sequence: int, sent: Sequence[int] = (), expected: Sequence[int] = ()) -> Steps[None]:
-        yield from debug.compare_calls(self.transport, words, self._tag(2, sequence), sent, expected)
+        yield from compare_calls(self.transport, words, self._tag(2, sequence), sent, expected)
 
     def _later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
         """A call that begins when `first` is through and those made before it have begun."""
@@ -181,11 +236,22 @@ class Caller:
         tags = self.transport.tags
         return kind * tags + sequence % tags
 
-    def _start(self, running: Running, doing: tuple[int, str, int]) -> Handle:
+    def _start(
+        self, running: Running, doing: tuple[int, str, int], tell: Callable[[float, str], None] | None
+    ) -> Handle:
         running.owner = self
         running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
         self.engine.start(running)
-        return Handle(self.engine, running, self.watch, doing)
+        if tell is None:
+            return Handle(self.engine, running, self.watch, doing)
+        return ObservedHandle(self.engine, running, self.watch, doing, tell)
+
+    def _tells(self, operation: str, nbytes: int, algorithm: str = "", peer: int = -1) -> Tell | None:
+        """What the handle of an observed call tells the observers by; None: there are none."""
+        observers = self.observers
+        if not observers:
+            return None
+        return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
 
     @property
     def under_way(self) -> int:
@@ -200,38 +266,40 @@ class Caller:
         moved = call.axis == 0 or all(length == 1 for length in call.shape[: call.axis])
         return array.reshape(-1) if moved else None
 
-    def _native(self, ready: Ready, given: Array) -> Running:
-        call, target = ready.call, ready.target
-        length = call.length if ready.has_result else 0
+    def _native(self, decided: Decided, given: Array) -> Running:
+        call, target = decided.call, decided.target
+        length = call.length if decided.has_result else 0
         result = target if target is not None else np.empty(length, call.wire.carrier)
         if target is not None and np.may_share_memory(given, target) and given.size:
             given = given.copy()
         native = native_of(call, given, result)
         steps = native_steps(self.transport, native, call.wire.dtype)
-        return Running(steps, lambda: self._finish(call, result if ready.has_result else None))
+        if self.stopwatch is not None:
+            steps = _as_wire(steps, self.stopwatch)
+        return Running(steps, lambda: self._finish(call, result if decided.has_result else None))
 
-    def _scheduled(self, ready: Ready, given: Array, tag: int) -> Running:
-        call, target = ready.call, ready.target
-        shape = Shape(call.collective, ready.name, call.root, call.sizes, call.received, call.wire, call.op)
+    def _scheduled(self, decided: Decided, given: Array, tag: int) -> Running:
+        call, target = decided.call, decided.target
+        key = ProgramKey(call.collective, decided.name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
-        bound = self.planner.bound(shape, given, None if is_block else target)
-        data = bound.memory.spaces[DATA]
-        is_ours = target is None and not is_block and shape not in self.planner.free
+        bound = self.planner.bound(key, given, None if is_block else target)
+        data = bound.spaces.arrays[DATA]
+        is_ours = target is None and not is_block and key not in self.planner.free
 
         def finish() -> Any:
             result = None
-            if ready.has_result:
+            if decided.has_result:
                 part = data[lo : lo + call.length]
                 result = part if is_ours else target
                 if result is None:
                     result = part.copy()
                 elif result is not part and result.__array_interface__ != part.__array_interface__:
                     np.copyto(result, part)
-            self.planner.done(shape, bound)
+            self.planner.done(key, bound)
             return self._finish(call, result)
 
-        return Running(bound.steps(tag), finish)
+        return Running(bound.steps(tag, self.stopwatch), finish)
 
     def _goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
@@ -239,19 +307,19 @@ class Caller:
             return False
         return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
 
-    def _shared(self, ready: Ready, given: Array) -> Running:
+    def _shared(self, decided: Decided, given: Array) -> Running:
         assert self.sharing is not None
-        call, has_result = ready.call, ready.has_result
-        result = ready.target
+        call, has_result = decided.call, decided.has_result
+        result = decided.target
         if result is None:
             result = np.empty(call.length if has_result else 0, call.wire.carrier)
-        steps = self.sharing.steps(self.shared_call(call, ready.choice), given, result)
+        steps = self.sharing.steps(self.shared_call(call, decided.choice), given, result)
         return Running(steps, lambda: self._finish(call, result if has_result else None))
 
     def shared_call(self, call: Call, choice: Choice) -> SharedCall:
         """What all calls like this one have in common."""
         name, dtype = choice.algorithm, call.wire.dtype
-        shape = Shape(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
+        key = ProgramKey(call.collective, name, call.root, call.sizes, call.received, call.wire, call.op)
         is_block = call.collective in ("reduce_scatter", "scatter")
         lo = sum(call.sizes[: self.transport.rank]) if is_block else 0
 
@@ -259,9 +327,10 @@ class Caller:
             if np.may_share_memory(given, result) and given.size:
                 given = given.copy()
             native = native_of(call, given, result)
-            return native_steps(self.transport, native, dtype)
+            steps = native_steps(self.transport, native, dtype)
+            return steps if self.stopwatch is None else _as_wire(steps, self.stopwatch)
 
-        return SharedCall(shape, lo, choice.direct, natively if name == "native" else None)
+        return SharedCall(key, lo, choice.direct, natively if name == "native" else None)
 
     def empty(self, shape: tuple[int, ...], like: Like) -> Any:
         """Memory of the arena, for all ranks of the communicator."""
@@ -282,7 +351,7 @@ class Caller:
     def _arena(self) -> Arena | None:
         """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
         transport = self.transport
-        common = transport.common(Placing(transport.size, _THREADS_BYTES).nbytes)
+        common = transport.common(Regions(transport.size, _THREADS_BYTES).nbytes)
         if common is not None:
             return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
         arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
@@ -334,7 +403,13 @@ class Caller:
             steps = self._plain_message(message, tag)
         else:
             steps = self._sized_send(message, tag) if message.is_send else self._sized_receive(message, tag)
-        return self._start(Running(steps, finish), (-1, name, message.nbytes))
+        operation = "send" if message.is_send else "recv"
+        began_s = clock() if self.observers else 0.0
+        tell = self._tells(operation, message.nbytes, peer=message.peer)
+        handle = self._start(Running(steps, finish), (-1, name, message.nbytes), tell)
+        if tell is not None:
+            tell(began_s, BEGIN)
+        return handle
 
     def _plain_message(self, message: Message, tag: int) -> Iterator[Token]:
         yield self.transport.post([message], tag, exact=True)
@@ -399,6 +474,13 @@ class Caller:
             return self.transport.split(members, label)
 
 
+def _as_wire(steps: Iterator[Token], stopwatch: Stopwatch) -> Iterator[Token]:
+    """The library's own collective, timed as a whole: it does not say what it does."""
+    stopwatch.begin("wire")
+    yield from steps
+    stopwatch.begin(None)
+
+
 def _at_once() -> Steps[None]:
     """Nothing to hear from the others first."""
     yield from ()
@@ -408,7 +490,7 @@ def native_of(call: Call, given: Array, result: Array) -> NativeCall:
     return NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received, call.private)
 
 
-def native_call(frame: FrameType) -> tuple[Watch, str, int] | None:
+def watched_call(frame: FrameType) -> tuple[Watch, str, int] | None:
     """What the watchdog makes of a frame: `Caller.run`, or a ready call, inside one of the library's collectives.
 
     These calls then cost nothing for being watched, which for one of a few microseconds is worth reading locals for.

@@ -7,12 +7,16 @@ one rank has read for all): ranks that disagreed here would wait for one another
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.comm.runtime.fit import Fit
+from tilemesh.comm.runtime.native import WIDENED, orders, widens
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
+from tilemesh.comm.schedules.cost import traffic
+from tilemesh.comm.schedules.hierarchical import NODE_SIZE
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 
@@ -67,6 +71,25 @@ class Choice:
         if not in_arena or self.direct is None:
             return self.algorithm
         return "direct_slices" if self.direct == "direct+" else self.direct
+
+
+class Choices:
+    """What `auto` picked for each kind of call, and repeats, so that a run which goes on adds in the same order.
+
+    `earlier`: the table of an earlier run, whose picks are kept to; `table`: what was picked (or repeated) now. Both
+    are plain JSON: algorithms by "group collective bytes dtype operation".
+    """
+
+    def __init__(self, earlier: Mapping[str, str] | None = None) -> None:
+        self.earlier = dict(earlier or {})
+        self.table: dict[str, str] = {}
+
+    def pick(self, group: str, request: Request, now: Callable[[], str]) -> str:
+        """The algorithm for this kind of call: as it was picked before, else what `now()` says."""
+        key = f"{group} {request.collective} {request.nbytes} {request.dtype} {request.op}"
+        if key not in self.table:
+            self.table[key] = self.earlier.get(key) or now()
+        return self.table[key]
 
 
 def choose(request: Request, algorithm: str, transport: Transport, fit: Fit | None = None) -> Choice:
@@ -153,3 +176,45 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
         name = _LARGE[request.collective]
     side = "below" if is_small else "from"
     return Choice(name, f"{format_bytes(request.nbytes)}, {side} {format_bytes(SMALL_BYTES)} on")
+
+
+# `comm.explain` -------------------------------------------------------------------------------------------------------
+
+
+def explanation(transport: Transport, request: Request, node_size: int | None, fit: Fit | None = None) -> str:
+    """One line for the choice, one an algorithm: its predicted cost, and the most that any rank sends."""
+    choice = choose(request, "auto", transport, fit)
+    ranks = transport.size
+    those = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    seconds = {} if fit is None else predicted(request, transport, fit)
+    lines = [
+        f"{request.collective} of {format_bytes(request.nbytes)} {request.dtype} on {those} "
+        f"over {transport.name}: {choice.algorithm} ({choice.why})"
+    ]
+    if choice.direct is not None:
+        lines.append("  from arrays of comm.empty() on every rank: direct, without a copy to the stage")
+    for name, refusal in candidates(request, transport).items():
+        cost = f"{format_seconds(seconds[name]):>9}  " if name in seconds else f"{'?':>9}  " if fit else ""
+        words = (refusal and f"cannot: {refusal}") or _sends(name, request, ranks, node_size or NODE_SIZE)
+        lines.append(f"  {name:<20} {'' if refusal else cost}{words}")
+    if fit is None and ranks > 1:
+        lines.append("  no costs: this machine is not fitted; run `tilemesh bench collective --fit`")
+    return "\n".join(lines)
+
+
+def _sends(name: str, request: Request, ranks: int, node_size: int) -> str:
+    if name == "native":
+        widened = widens(request.collective, request.dtype)
+        ordered = orders(request.collective, request.dtype, request.op)
+        return (
+            f"the library's own{'; widens to float32 on the wire' if widened else ''}"
+            f"{'; sends whole numbers of the same order' if ordered else ''}"
+        )
+    if is_shared(name):
+        return "sends nothing: reads the neighbours' " + ("arrays (of comm.empty)" if is_direct(name) else "stage")
+    collective, nbytes = request.collective, request.nbytes
+    each = [traffic(collective, name, ranks, nbytes, rank=rank, node_size=node_size) for rank in range(ranks)]
+    most = max(each, key=lambda one: one.nbytes)
+    if request.op == "avg" and request.dtype in WIDENED:
+        return f"{most.messages} messages, {format_bytes(2 * most.nbytes)} sent by the busiest rank (as float32)"
+    return f"{most.messages} messages, {format_bytes(most.nbytes)} sent by the busiest rank"

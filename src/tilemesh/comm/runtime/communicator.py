@@ -8,20 +8,21 @@ before anything is sent, so the communicator stays usable. Ranks must make the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
+from tilemesh.comm.runtime.arena import Arena
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.asked import Call, Made, Scatter
 from tilemesh.comm.runtime.call import Caller, Closed, flattened
-from tilemesh.comm.runtime.choose import Request, choose
-from tilemesh.comm.runtime.explain import explanation
-from tilemesh.comm.runtime.handle import Handle
+from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
+from tilemesh.comm.runtime.engine import Engine, Handle
+from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.memory import Like, described, here, opened, store
-from tilemesh.comm.runtime.run import Engine
+from tilemesh.comm.runtime.observe import Observer, Observers
 from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
@@ -44,14 +45,19 @@ class Communicator:
         watch: Watch,
         node_size: int | None = None,
         nodes: Sequence[int] | None = None,
+        observers: Sequence[tuple[Observer, int]] = (),
     ) -> None:
-        """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is."""
+        """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is.
+
+        `observers`: each with the number of repeated calls of which it is told once (`observe`).
+        """
         self.nodes = tuple(nodes or [rank // (node_size or NODE_SIZE) for rank in range(transport.size)])
         self.transport = transport
         self.engine = engine
         self.watch = watch
         self.label = watch.label
-        self._caller = Caller(transport, engine, watch, node_size)
+        self._observers = Observers(watch.label, observers)
+        self._caller = Caller(transport, engine, watch, self._observers, node_size)
         self._ready = self._caller.kept
         self._splits = 0
         self._is_closed = False
@@ -72,6 +78,26 @@ class Communicator:
     def sent(self) -> Sent:
         """Messages and bytes this rank has sent point to point (the library's own collectives are not counted)."""
         return self.transport.sent
+
+    @property
+    def node_size(self) -> int:
+        """How many neighbouring ranks the hierarchical schedules take for one node."""
+        return self._caller.planner.node_size or NODE_SIZE
+
+    @property
+    def fit(self) -> Fit | None:
+        """What was measured on this machine for this many ranks, by which `auto` picks; None: nothing was."""
+        return self._caller.fit
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory that all its ranks share; None where they are not on one node."""
+        return None if self._caller.sharing is None else self._caller.sharing.arena
+
+    @property
+    def under_way(self) -> int:
+        """Calls of this communicator that have been begun and not finished."""
+        return self._caller.under_way
 
     def __repr__(self) -> str:
         return f"<Communicator {self.label}: rank {self.rank} of {self.size} over {self.backend}>"
@@ -341,35 +367,82 @@ class Communicator:
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0, *, observed: bool = True) -> Communicator | None:
         """A communicator for each color, its ranks in order of key (then rank); None for those who give None.
 
         A collective call: every rank of this communicator makes it, in the same order as its other splits.
+        The group keeps to this one's table of choices, and has its observers unless `observed` is False.
         """
         wanted = None if color is None else check.whole(color, "color")
         key = check.whole(key, "key")
         given = "none" if wanted is None else str(wanted)
-        answers = self._caller.ask("split", f"{given} {key}")
-        self._splits += 1  # now that all are known to be here
-        if wanted is None:
-            return None
-        places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
-        members = [rank for _, rank in sorted(places)]
-        return self._group(members, f"{self.label}/{self._splits}.{wanted}")
+        with self._observers.during("split"):
+            answers = self._caller.ask("split", f"{given} {key}")
+            self._splits += 1  # now that all are known to be here
+            if wanted is None:
+                return None
+            places = [(int(text.split()[1]), rank) for rank, text in enumerate(answers) if text.split()[0] == given]
+            members = [rank for _, rank in sorted(places)]
+            return self._group(members, f"{self.label}/{self._splits}.{wanted}", observed)
 
-    def duplicate(self) -> Communicator:
+    def duplicate(self, *, observed: bool = True) -> Communicator:
         """A communicator of the same ranks whose messages do not meet those of this one (a collective call).
 
-        What a second thread needs: calls of one communicator must follow one another, those of two may overlap.
+        What a second thread needs: calls of one communicator must follow one another, those of two may overlap. An
+        observer is then called from both threads, unless `observed` is False.
         """
-        self._caller.ask("duplicate", "")
-        self._splits += 1
-        return self._group(range(self.size), f"{self.label}/{self._splits}")
+        with self._observers.during("duplicate"):
+            self._caller.ask("duplicate", "")
+            self._splits += 1
+            return self._group(range(self.size), f"{self.label}/{self._splits}", observed)
 
-    def _group(self, members: Sequence[int], label: str) -> Communicator:
+    def _group(self, members: Sequence[int], label: str, observed: bool) -> Communicator:
         transport = self._caller.split(members, label)
         nodes = [self.nodes[member] for member in members]
-        return Communicator(transport, self.engine, self.watch.of(members, label), largest_block(nodes), nodes)
+        watch, observers = self.watch.of(members, label), self._observers.attached if observed else ()
+        group = Communicator(transport, self.engine, watch, largest_block(nodes), nodes, observers)
+        if self._caller.choices is not None:
+            group.keep_to(self._caller.choices[0])
+        return group
+
+    # Looking on ---------------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer, *, every: int = 16) -> Callable[[], None]:
+        """Tell the observer of all that passes through this communicator and groups split from it from now on.
+
+        See `observe.py` for what it is asked and told. `every`: where the same call comes again and again, one of so
+        many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs instead of 0.15).
+        Returns what detaches the observer from this communicator. Each rank does this by itself.
+        """
+        if check.whole(every, "every") < 1:
+            raise UsageError(f"every {every}: expected at least 1")
+        self._observers.attach(observer, every)
+        self._ready.clear()  # made anew, observed, by the next call of each kind
+
+        def detach() -> None:
+            self._observers.detach(observer)
+            self._ready.clear()
+
+        return detach
+
+    def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds by part (copy, wire, reduce, wait) inside one blocking call of this communicator, on this rank.
+
+        `call` makes it, and should have been made before. What is left of its whole time is set-up.
+        """
+        return self._caller.breakdown(call)
+
+    def keep_to(self, choices: Choices, name: str | None = None) -> None:
+        """From now on `auto` repeats the picks of the table, and notes in it what it picks (on all ranks alike).
+
+        `name`: what this group is called in the table's keys; its label by default.
+        """
+        self._caller.choices = (choices, self.label if name is None else name)
+        self._ready.clear()
+
+    def choice(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> Choice:
+        """What `auto` picks for a call of that size, and why."""
+        return choose(Request(collective, nbytes, dtype, op), "auto", self.transport, self.fit)
 
     def close(self) -> None:
         """Give back what the library keeps for this communicator (a collective call). Twice is as good as once.
@@ -378,8 +451,8 @@ class Communicator:
         """
         if self._is_closed:
             return
-        if self._caller.under_way:
-            raise UsageError(f"close() of {self.label} with {self._caller.under_way} calls under way: wait() for them")
+        if self.under_way:
+            raise UsageError(f"close() of {self.label} with {self.under_way} calls under way: wait() for them")
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
         self._ready.clear()
@@ -400,7 +473,9 @@ class Communicator:
         Every rank gives the same shape and dtype (numpy's or torch's; "bfloat16" by torch's). The memory is the node's
         and goes back when all ranks have dropped their arrays. Ranks that share no memory get an ordinary array.
         """
-        return self._caller.empty(check.shape_of(shape), check.dtype_of(dtype))
+        lengths, like = check.shape_of(shape), check.dtype_of(dtype)
+        with self._observers.during("empty"):
+            return self._caller.empty(lengths, like)
 
     def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
         """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
@@ -412,7 +487,7 @@ class Communicator:
         if collective in REDUCING:
             require_operation(op, kind)
         request = Request(collective, size, kind, op)
-        return explanation(self.transport, request, self._caller.planner.node_size, self._caller.fit)
+        return explanation(self.transport, request, self._caller.planner.node_size, self.fit)
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tilemesh.comm.runtime.run import Running
+from tilemesh.comm.runtime.engine import Running
 from tilemesh.comm.runtime.transport import Token
 from tilemesh.comm.schedules.collectives import REDUCING
 
@@ -33,7 +33,7 @@ _LOGIC: dict[str, Any] = {  # nccl does not add bools: as bytes of 0 and 1, "or"
 }
 
 
-class Work:
+class TorchWork:
     """A collective of torch's under way: unlike a message, it can be asked whether it is done."""
 
     def __init__(self, work: Any) -> None:
@@ -71,7 +71,7 @@ class Device:
         def steps() -> Iterator[Token]:
             work = self._start(call, source, result, op)
             if work is not None:
-                yield Work(work)
+                yield TorchWork(work)
 
         def finish() -> Any:
             typed = result.view(dtype) if is_logic else result

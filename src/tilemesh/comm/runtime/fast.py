@@ -15,8 +15,9 @@ from weakref import ref
 
 import numpy as np
 
+from tilemesh.comm.runtime.arithmetic import STACK_BYTES, stack_adder, ufunc_of
 from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
-from tilemesh.comm.runtime.shared import STACK_BYTES, ByLast, stack_adder, ufunc_of
+from tilemesh.comm.runtime.shared import ByLast
 from tilemesh.comm.schedules.book import is_shared
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tilemesh.comm.runtime.call import Caller
     from tilemesh.comm.runtime.choose import Choice
 
-Ready = Callable[[Any, Any], Any]
+ReadyCall = Callable[[Any, Any], Any]
 
 KEPT = 1024
 RANK_MASK = (1 << RANK_BITS) - 1
@@ -32,17 +33,17 @@ RANK_MASK = (1 << RANK_BITS) - 1
 native_codes: set[CodeType] = set()  # functions whose frames tell the watchdog of a call of the library's
 
 
-class ReadyCalls(dict[tuple[Any, ...], Ready]):
-    """Ready calls by (collective, operation or root, algorithm, dtype, shape)."""
+class ReadyCalls(dict[tuple[Any, ...], ReadyCall]):
+    """ReadyCall calls by (collective, operation or root, algorithm, dtype, shape)."""
 
-    def keep(self, key: tuple[Any, ...], ready: Ready | None) -> None:
+    def keep(self, key: tuple[Any, ...], ready: ReadyCall | None) -> None:
         if ready is not None:
             if len(self) >= KEPT:
                 del self[next(iter(self))]
             self[key] = ready
 
 
-def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
+def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """The quick way for calls like this one, or None when there is none."""
     name = choice.algorithm
     if x is None and not call.like.is_torch:
@@ -63,7 +64,7 @@ def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | No
         return None
     if name == "flat_one" and choice.direct is None:
         shared = caller.shared_call(call, choice)
-        bound = caller.sharing.bound(shared.shape, shared.lo)
+        bound = caller.sharing.bound(shared.key, shared.lo)
         if isinstance(bound, ByLast):
             return _by_last(caller, call, x, bound)
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
@@ -89,7 +90,7 @@ def _nobody() -> None:
     return None
 
 
-def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
+def _small_reduce(caller: Caller, call: Call, x: Any) -> ReadyCall:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
     Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
@@ -151,7 +152,7 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> Ready:
     return ready
 
 
-def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
+def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> ReadyCall:
     """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -217,7 +218,7 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> Ready:
     return ready
 
 
-def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
+def _small_gather(caller: Caller, call: Call, x: Any) -> ReadyCall:
     """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
@@ -276,7 +277,7 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> Ready:
     return ready
 
 
-def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
+def _small_broadcast(caller: Caller, call: Call, x: Any) -> ReadyCall:
     assert caller.sharing is not None
     arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
@@ -304,7 +305,7 @@ def _small_broadcast(caller: Caller, call: Call, x: Any) -> Ready:
     return ready
 
 
-_SMALL: dict[str, Callable[..., Ready]] = {
+_SMALL: dict[str, Callable[..., ReadyCall]] = {
     "all_reduce": _small_reduce,
     "reduce_scatter": _small_reduce,
     "all_gather": _small_gather,
@@ -313,7 +314,7 @@ _SMALL: dict[str, Callable[..., Ready]] = {
 }
 
 
-def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> Ready | None:
+def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """Any shared-memory call over flat arrays, without what the first one has found out.
 
     Where two arrays of the arena come again, not even they are looked at, only where the neighbours' lie.

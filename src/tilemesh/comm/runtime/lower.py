@@ -1,20 +1,39 @@
-"""From a schedule to one rank's program: a flat list of instructions over ranges of elements.
+"""From a schedule to one rank's program: a flat list of instructions over ranges of elements, then over real memory.
 
 All that depends only on (schedule, rank, sizes) is decided here, once: which messages belong together, where a reduced
 message lands, and what can start early. The receive (and, where nothing stands in the way, the send) of round k+1 is
 posted before what came in round k is reduced, so that the wire works while the rank adds.
+
+`MessageProgram` is a program whose every range has become a view of real memory; its `steps` carry it out. `Planner`
+keeps both for the next call like it: small calls keep their memory and all their views between calls; large ones run
+in the caller's own buffers, where making the views anew costs nothing that could be noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
+from typing import Any, NamedTuple
 
-from tilemesh.comm.schedules.collectives import Layout
+import numpy as np
+
+from tilemesh.comm.runtime.arena import DIRECT_SEGMENT_BYTES, HALF_BYTES, SEGMENT_BYTES
+from tilemesh.comm.runtime.arithmetic import Combine, combiner
+from tilemesh.comm.runtime.memory import Like
+from tilemesh.comm.runtime.observe import Stopwatch
+from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
+from tilemesh.comm.schedules.book import build, is_direct, is_shared
+from tilemesh.comm.schedules.collectives import REDUCING, Layout, layout
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP, Move, Schedule, moves
 
 LANDING = 3  # where messages that will be reduced arrive: two halves, used in turn
+
+KEPT_BYTES = 64 << 10  # up to this many bytes of input and result, a call's memory is kept
+KEPT_PROGRAMS = 512
+
+_IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +91,7 @@ class Program:
 
 
 @dataclass
-class _Turn:
+class _OwnRound:
     """What one rank does in one round."""
 
     meets: bool = False
@@ -85,19 +104,19 @@ class _Turn:
 def lower(schedule: Schedule, rank: int, layout_of: Callable[[int], Layout]) -> Program:
     """`layout_of(rank)`: the slot sizes of any rank (a read needs the neighbour's)."""
     places = _Places(schedule, layout_of)
-    turns: list[_Turn] = []
+    rounds: list[_OwnRound] = []
     landing = 0
     for round_ in schedule.rounds():
-        turn, arriving = _turn(moves(round_, rank), rank, places)
+        own, arriving = _own_round(moves(round_, rank), rank, places)
         landing = max(landing, arriving)
-        if turn.meets or turn.locals or turn.receives or turn.sends:
-            turns.append(turn)
-    for index, turn in enumerate(turns):
-        _land(turn, (index % 2) * landing)
-    sent = [span for turn in turns for _, span in turn.sends]
+        if own.meets or own.locals or own.receives or own.sends:
+            rounds.append(own)
+    for index, own in enumerate(rounds):
+        _land(own, (index % 2) * landing)
+    sent = [span for own in rounds for _, span in own.sends]
     ends = [places.offsets(rank, space)[-1] for space in (INPUT, DATA, TEMP)]
     return Program(
-        tuple(_instructions(turns)),
+        tuple(_instructions(rounds)),
         (ends[0], ends[1], ends[2], 2 * landing),
         schedule.shared,
         len(sent),
@@ -126,31 +145,31 @@ class _Places:
         return Span(space, offsets[at], offsets[at + count])
 
 
-def _turn(parts: list[Move], rank: int, places: _Places) -> tuple[_Turn, int]:
+def _own_round(parts: list[Move], rank: int, places: _Places) -> tuple[_OwnRound, int]:
     """One round's work of a rank, and how many elements arrive to be reduced."""
-    turn = _Turn()
+    own = _OwnRound()
     arriving = 0
     for move in parts:
         if move.kind == "sync":
-            turn.meets = True
+            own.meets = True
             continue
         if move.kind in ("copy", "read"):
-            turn.locals += _locals(move, rank, places)
+            own.locals += _locals(move, rank, places)
             continue
         span = places.span(rank, move.space, move.at, move.count)
         if span.lo == span.hi:
             continue
         if move.kind == "send":
-            turn.sends.append((move.peer, span))
+            own.sends.append((move.peer, span))
         elif not move.reduce:
-            turn.receives.append((move.peer, span))
+            own.receives.append((move.peer, span))
         else:
             length = span.hi - span.lo
             landing = Span(LANDING, arriving, arriving + length)
-            turn.receives.append((move.peer, landing))
-            turn.combines.append(Local(span, landing, reduce=True))
+            own.receives.append((move.peer, landing))
+            own.combines.append(Local(span, landing, reduce=True))
             arriving += length
-    return turn, arriving
+    return own, arriving
 
 
 def _locals(move: Move, rank: int, places: _Places) -> list[Local]:
@@ -189,17 +208,17 @@ def _locals(move: Move, rank: int, places: _Places) -> list[Local]:
     return result
 
 
-def _land(turn: _Turn, base: int) -> None:
+def _land(own: _OwnRound, base: int) -> None:
     """Put the round's landing places into its half."""
 
     def moved(span: Span) -> Span:
         return Span(LANDING, span.lo + base, span.hi + base) if span.space == LANDING else span
 
-    turn.receives = [(peer, moved(span)) for peer, span in turn.receives]
-    turn.combines = [Local(local.target, moved(local.source), True) for local in turn.combines]
+    own.receives = [(peer, moved(span)) for peer, span in own.receives]
+    own.combines = [Local(local.target, moved(local.source), True) for local in own.combines]
 
 
-def _instructions(turns: list[_Turn]) -> list[Instruction]:
+def _instructions(rounds: list[_OwnRound]) -> list[Instruction]:
     program: list[Instruction] = []
     posted = 0
     waiting: list[int] = []
@@ -213,22 +232,192 @@ def _instructions(turns: list[_Turn]) -> list[Instruction]:
             posted += 1
 
     early_receives = early_sends = False
-    for index, turn in enumerate(turns):
-        if turn.meets:
+    for index, own in enumerate(rounds):
+        if own.meets:
             program.append(Meet())
-        program += turn.locals
-        post([] if early_receives else turn.receives, [] if early_sends else turn.sends)
+        program += own.locals
+        post([] if early_receives else own.receives, [] if early_sends else own.sends)
         program += [Wait(number) for number in waiting]
         waiting.clear()
-        following = turns[index + 1] if index + 1 < len(turns) else _Turn(meets=True)
+        following = rounds[index + 1] if index + 1 < len(rounds) else _OwnRound(meets=True)
         is_plain = not following.meets and not following.locals
-        early_receives = is_plain and not _touch(following.receives, turn.combines)
-        early_sends = early_receives and not _touch(following.sends, turn.combines)
+        early_receives = is_plain and not _touch(following.receives, own.combines)
+        early_sends = early_receives and not _touch(following.sends, own.combines)
         if early_receives:
             post(following.receives, following.sends if early_sends else [])
-        program += turn.combines
+        program += own.combines
     return program
 
 
 def _touch(messages: list[tuple[int, Span]], combines: list[Local]) -> bool:
     return any(span.overlaps(local.target) for _, span in messages for local in combines)
+
+
+# Over real memory -----------------------------------------------------------------------------------------------------
+
+_POST, _WAIT, _COPY, _REDUCE = range(4)
+_PARTS = ("wire", "wire", "copy", "reduce")  # of a stopwatch, by instruction
+
+
+class MessageProgram:
+    """A program with its memory: views made once, used at every call."""
+
+    def __init__(self, program: Program, transport: Transport, combine: Combine | None, spaces: Spaces) -> None:
+        self.transport = transport
+        self.combine = combine
+        self.spaces = spaces
+        self.posts = 0
+        self.code: list[tuple[int, Any, Any]] = []
+        for instruction in program.instructions:
+            self._bind(instruction)
+
+    def _bind(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Post):
+            self.posts += 1
+            messages = [self._message(*message) for message in instruction.messages]
+            self.code.append((_POST, instruction.number, messages))
+        elif isinstance(instruction, Wait):
+            self.code.append((_WAIT, instruction.number, None))
+        elif isinstance(instruction, Local):
+            target, source = self.spaces.view(instruction.target), self.spaces.view(instruction.source)
+            if instruction.reduce:
+                self.code.append((_REDUCE, target, source))
+            elif not _is_same(target, source):
+                self.code.append((_COPY, target, source))
+
+    def _message(self, is_send: bool, peer: int, span: Span) -> Message:
+        region = as_bytes(self.spaces.view(span))
+        return Message(is_send, peer, self.transport.view(region), region.nbytes)
+
+    def steps(self, tag: int, stopwatch: Stopwatch | None = None) -> Iterator[Token]:
+        """Carry the program out, yielding what must be done before it can go on."""
+        post, combine, copy = self.transport.post, self.combine, np.copyto
+        tokens: list[Token] = [None] * self.posts  # type: ignore[list-item]
+        for code, first, second in self.code:
+            if stopwatch is not None:
+                stopwatch.begin(_PARTS[code])
+            if code == _POST:
+                tokens[first] = post(second, tag)
+            elif code == _WAIT:
+                yield tokens[first]
+            elif code == _REDUCE:
+                combine(first, second)  # type: ignore[misc]
+            else:
+                copy(first, second)
+        if stopwatch is not None:
+            stopwatch.begin(None)
+
+
+class Spaces:
+    """The spaces of one rank as flat arrays. Given arrays are used as they are; missing ones are made."""
+
+    def __init__(self, program: Program, carrier: np.dtype[Any], given: Array | None, data: Array | None) -> None:
+        lengths = program.lengths
+        self.arrays: dict[int, Array] = {
+            INPUT: np.empty(lengths[INPUT], carrier) if given is None else given,
+            DATA: np.empty(lengths[DATA], carrier) if data is None else data,
+            TEMP: np.empty(lengths[TEMP], carrier),
+            LANDING: np.empty(lengths[LANDING], carrier),
+        }
+
+    def view(self, span: Span) -> Array:
+        return self.arrays[span.space][span.lo : span.hi]
+
+
+class ProgramKey(NamedTuple):
+    """All that a program depends on, besides the rank: the key under which it is kept."""
+
+    collective: str
+    algorithm: str
+    root: int
+    sizes: tuple[int, ...]
+    received: tuple[int, ...]
+    like: Like
+    op: str
+
+
+class Planner:
+    """The programs of one communicator."""
+
+    def __init__(self, transport: Transport, node_size: int | None = None) -> None:
+        self.transport = transport
+        self.node_size = node_size
+        self.program: Callable[[ProgramKey], Program] = lru_cache(maxsize=KEPT_PROGRAMS)(self._program)
+        self.free: dict[ProgramKey, list[MessageProgram]] = {}
+
+    def _layout(self, key: ProgramKey, rank: int, chunks: int) -> Layout:
+        return layout(key.collective, rank, key.root, self.transport.size, chunks, key.sizes, key.received)
+
+    def _program(self, key: ProgramKey) -> Program:
+        if is_shared(key.algorithm):
+            return self._over_the_stage(key)
+        return self._lowered(key)
+
+    def _lowered(self, key: ProgramKey, stage_segments: int = 1) -> Program:
+        schedule = build(
+            key.collective,
+            key.algorithm,
+            self.transport.size,
+            key.root,
+            stage_segments=stage_segments,
+            node_size=self.node_size,
+        )
+        return lower(schedule, self.transport.rank, lambda rank: self._layout_of(key, rank, schedule.chunks))
+
+    def _over_the_stage(self, key: ProgramKey) -> Program:
+        """In as many segments as the stage asks for: the same number on every rank."""
+        size = key.like.carrier.itemsize
+        blocks = {"all_gather": 1, "gather": 1}.get(key.collective, len(key.sizes))
+        staged = max(key.sizes, default=0) * blocks * size
+        segment = SEGMENT_BYTES
+        if is_direct(key.algorithm):  # what is reduced passes over the stage, or at least through the caches
+            segment = DIRECT_SEGMENT_BYTES
+        segments = max(1, -(-staged // segment))
+        while True:
+            program = self._lowered(key, segments)
+            if program.lengths[TEMP] * size <= HALF_BYTES or not program.shared:
+                return program
+            segments *= 2
+
+    def _layout_of(self, key: ProgramKey, rank: int, chunks: int) -> Layout:
+        if key.collective == "all_to_all" and rank != self.transport.rank:
+            # What another rank has: it sends the same sizes as we do, and receives as many of its own each time.
+            received = (key.sizes[rank],) * self.transport.size
+            return layout("all_to_all", rank, 0, self.transport.size, chunks, key.sizes, received)
+        return self._layout(key, rank, chunks)
+
+    def bound(self, key: ProgramKey, given: Array, data: Array | None) -> MessageProgram:
+        """The program over its memory, with the input in place."""
+        program = self.program(key)
+        carrier = key.like.carrier
+        if (program.lengths[INPUT] + program.lengths[DATA]) * carrier.itemsize <= KEPT_BYTES:
+            pool = self.free.setdefault(key, [])
+            bound = pool.pop() if pool else self._bind(key, program, Spaces(program, carrier, None, None))
+            np.copyto(bound.spaces.arrays[INPUT], given)
+            return bound
+        if data is not None and np.may_share_memory(given, data) and not self._may_alias(key, given, data):
+            given = given.copy()
+        return self._bind(key, program, Spaces(program, carrier, given, data))
+
+    def done(self, key: ProgramKey, bound: MessageProgram) -> None:
+        """The call is over: what can be used again is kept."""
+        if key in self.free:
+            self.free[key].append(bound)
+            if len(self.free) > KEPT_PROGRAMS:
+                del self.free[next(iter(self.free))]
+
+    def _bind(self, key: ProgramKey, program: Program, spaces: Spaces) -> MessageProgram:
+        combine = combiner(key.op, key.like.dtype) if key.collective in (*REDUCING, "barrier") else None
+        return MessageProgram(program, self.transport, combine, spaces)
+
+    def _may_alias(self, key: ProgramKey, given: Array, data: Array) -> bool:
+        """Whether the input lies in the result exactly where the schedule would copy it first."""
+        if key.collective not in _IN_PLACE:
+            return False
+        before = sum(key.sizes[: self.transport.rank]) if key.collective == "all_gather" else 0
+        start = data[before : before + given.size]
+        return given.size == start.size and given.__array_interface__["data"][0] == start.__array_interface__["data"][0]
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

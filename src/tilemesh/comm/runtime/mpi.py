@@ -195,7 +195,7 @@ class MpiTransport:
 
     def native(self, call: NativeCall) -> Token:
         """In the form that all ranks use, whatever each has under way: see `_Worker`."""
-        name, arguments = _native_call(self.comm, call)
+        name, arguments = _arguments_of(self.comm, call)
         if not self.blocks:
             return _Requests([getattr(self.comm, "I" + name.lower())(*arguments)])
         blocking = partial(getattr(self.comm, name), *arguments)
@@ -223,7 +223,7 @@ class MpiTransport:
         raise RunError(reason)  # Abort does not return
 
 
-def _native_call(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:
+def _arguments_of(comm: Any, call: NativeCall) -> tuple[str, tuple[Any, ...]]:
     """The MPI function and its arguments. What is only moved travels as bytes, what is combined with its type."""
     size = call.source.itemsize
     is_root = comm.Get_rank() == call.root

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from tilemesh.comm.runtime.fast import Ready, fits, native_codes
+from tilemesh.comm.runtime.fast import ReadyCall, fits, native_codes
 from tilemesh.comm.runtime.native import orders, widens
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
+def ready_native(caller: Caller, call: Call, x: Any) -> ReadyCall | None:
     """The quick way, or None where the ordinary one puts something around the library's call."""
     transport: Any = caller.transport
     dtype = call.like.dtype
@@ -50,7 +50,7 @@ def ready_native(caller: Caller, call: Call, x: Any) -> Ready | None:
 
 def _ready(
     caller: Caller, call: Call, made: np.dtype[Any], function: Callable[..., object], rest: tuple[Any, ...], unit: Any
-) -> Ready:
+) -> ReadyCall:
     pending, watch, result = caller.engine.pending, caller.watch, call.shape
     ranks, is_average = caller.transport.size, call.op == "avg"
     watched = (watch, call.collective, call.nbytes)

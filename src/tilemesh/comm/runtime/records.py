@@ -40,7 +40,7 @@ class Doing:
 
 
 @dataclass(frozen=True)
-class Record:
+class CallRecord:
     """What a rank last published: its call, how far it has come in each communicator, and where its program is.
 
     `seen`: the communicators used last come last. `is_cut`: there were more of them than a record holds.
@@ -56,14 +56,14 @@ class Record:
     is_over: bool = False
 
 
-class Board:
+class CallBoard:
     """All ranks' records, over whatever memory they share."""
 
     def __init__(self, memory: mmap.mmap | bytearray, ranks: int) -> None:
         self.memory = memory
         self.ranks = ranks
 
-    def write(self, rank: int, record: Record) -> None:
+    def write(self, rank: int, record: CallRecord) -> None:
         raw = json.dumps(asdict(record)).encode()
         while len(raw) > _BYTES - _LENGTH.size:  # very many groups: the later half, until it fits
             kept = list(record.seen.items())[(len(record.seen) + 1) // 2 :]
@@ -72,7 +72,7 @@ class Board:
         at = rank * _BYTES
         self.memory[at : at + _LENGTH.size + len(raw)] = _LENGTH.pack(len(raw)) + raw
 
-    def read(self, rank: int) -> Record | None:
+    def read(self, rank: int) -> CallRecord | None:
         """None: nothing there yet, or on another node."""
         for _ in range(_TRIES):
             raw = bytes(self.memory[rank * _BYTES : (rank + 1) * _BYTES])
@@ -85,12 +85,12 @@ class Board:
         return None
 
 
-def _record(fields: dict[str, Any]) -> Record:
+def _record(fields: dict[str, Any]) -> CallRecord:
     doing = fields.pop("doing")
-    return Record(**fields, doing=Doing(**doing) if doing else None)
+    return CallRecord(**fields, doing=Doing(**doing) if doing else None)
 
 
-def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board:
+def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> CallBoard:
     """The board of this job, or one that only this rank sees. `tell(text)`: rank 0's text, on every rank."""
     folder = os.environ.get(JOB_VARIABLE)
     nbytes = ranks * _BYTES
@@ -105,7 +105,7 @@ def shared_board(rank: int, ranks: int, tell: Callable[[str], str]) -> Board:
     if handle < 0:
         return private_board(ranks)
     try:
-        return Board(mmap.mmap(handle, nbytes), ranks)
+        return CallBoard(mmap.mmap(handle, nbytes), ranks)
     finally:
         if rank != 0 or folder is not None:
             os.close(handle)  # rank 0 keeps its anonymous file open: the others may still be on their way to it
@@ -119,9 +119,9 @@ def leave_verdict(reason: str) -> None:
             Path(folder, VERDICT_FILE).write_text(reason + "\n", encoding="utf-8")
 
 
-def private_board(ranks: int) -> Board:
+def private_board(ranks: int) -> CallBoard:
     """For ranks of one process, and for a rank that shares no memory with the others."""
-    return Board(bytearray(ranks * _BYTES), ranks)
+    return CallBoard(bytearray(ranks * _BYTES), ranks)
 
 
 def _anonymous(nbytes: int) -> int:

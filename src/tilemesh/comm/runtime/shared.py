@@ -1,9 +1,10 @@
 """Running a shared-memory program: one rank's part over the arena, as few numpy calls as there can be.
 
-`Bound` is a program whose places on the stage (and, for the direct ones, in the neighbours' arrays) have become views,
-once for each half of the stage; the caller's own arrays come with each call. What a schedule spells out rank by rank is
-put together again where that saves calls: slots in a row are copied at once, the same slot of all ranks is one strided
-array, and a chain of reductions into one place is carried out piece by piece, so that the place stays in the cache.
+`ArenaProgram` is a program whose places on the stage (and, for the direct ones, in the neighbours' arrays) have become
+views, once for each half of the stage; the caller's own arrays come with each call. What a schedule spells out rank by
+rank is put together again where that saves calls: slots in a row are copied at once, the same slot of all ranks is one
+strided array, and a chain of reductions into one place is carried out piece by piece, so that the place stays in the
+cache.
 """
 
 from __future__ import annotations
@@ -15,24 +16,19 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, Meeting, Published
-from tilemesh.comm.runtime.arithmetic import BF16, UFUNCS, combiner, is_floating
+from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, stack_adder
 from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
-from tilemesh.comm.runtime.runs import runs_of
+from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
 
 _MEET, _PUT, _GET, _OWN, _REDUCE, _REDUCE_ON_STAGE, _ADD_TO_OWN = range(7)
+_PARTS = ("wait", "copy", "copy", "copy", "reduce", "reduce", "reduce")  # of a stopwatch, by instruction
 
-PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
-MOST_ROWS = 4  # up to as many arrays are combined one by one
-HALVED_BYTES = 2 << 10  # up to this the number of calls is what adding up costs
-STACK_BYTES = 32 << 10  # up to this, one strided call for all ranks is cheaper than one call a rank
-
-Reduce = Callable[[Array, Sequence[Array]], None]
 Part = slice | None  # of the caller's array; None: all of it
 
 
-class Bound:
+class ArenaProgram:
     """A program over an arena. `bases`: where each rank's (input, data) lies in the arena, for what reads them there.
 
     `lo`: where in DATA the caller's result begins (reduce_scatter and scatter: one block of it).
@@ -61,16 +57,22 @@ class Bound:
         runs = runs_of(program)
         self.code = [[entry for run in runs for entry in self._bind(run, half)] for half in range(2)]
 
-    def steps(self, given: Array, data: Array, *, is_met: bool = False) -> Iterator[Token]:
+    def steps(
+        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+    ) -> Iterator[Token]:
         """Carry the program out. `is_met`: the ranks have just met, so its first meeting is behind it."""
         half = self.arena.half() if self.uses_stage else 0
         for code, one, two in self.code[half]:
+            if stopwatch is not None:
+                stopwatch.begin(_PARTS[code])
             if code == _MEET:
                 if not is_met:
                     yield Meeting(self.arena)
                 is_met = False
             else:
                 self._do(code, one, two, given, data)
+        if stopwatch is not None:
+            stopwatch.begin(None)
 
     def run(self, given: Array, data: Array, *, is_met: bool = False) -> None:
         """The same, blocking."""
@@ -229,14 +231,22 @@ class ByLast:
         self.add_up = [stack_adder(function, self.rows[half], carrier) for half in range(2)]
         self.result = result
 
-    def steps(self, given: Array, data: Array) -> Iterator[Token]:
+    def steps(
+        self, given: Array, data: Array, stopwatch: Stopwatch | None = None, *, is_met: bool = False
+    ) -> Iterator[Token]:
         flags, half = self.arena.flags, self.arena.half()
+        begin = _ignored if stopwatch is None else stopwatch.begin
+        begin("copy")
         self.mine[half][:] = given
+        begin("wait")
         if flags.is_last():
+            begin("reduce")
             self.add(half)
         else:
             yield Published(self.arena)
+        begin("copy")
         data[:] = self.parts[half][flags.published()]
+        begin(None)
 
     def add(self, half: int) -> None:
         self.add_up[half](self.own[half])
@@ -247,103 +257,63 @@ class ByLast:
             token.wait()
 
 
-def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[[Array], object]:
-    """Combines all rows into an array, in the same order and so to the same bits wherever it is used.
+def _ignored(part: str | None) -> None:
+    return None
 
-    Small rows without a gap between them: half of them onto the other half, and so on, which takes the fewest calls.
-    Few rows: one call each, which numpy gets through sooner than one reduction; it also adds rows of one element so.
+
+# Instructions in runs, each of which a few numpy calls carry out at once ----------------------------------------------
+
+
+def runs_of(program: Program) -> list[list[Local] | None]:
+    """The program's instructions in runs that can be carried out at once; None is a meeting."""
+    runs: list[list[Local] | None] = []
+    for instruction in program.instructions:
+        if isinstance(instruction, Meet):
+            runs.append(None)
+        elif not isinstance(instruction, Local):
+            raise TypeError(f"a message in a program for shared memory: {instruction}")
+        else:
+            run = _begun(runs, instruction)
+            if run is not None:
+                run.append(instruction)
+            else:
+                runs.append([instruction])
+    return runs
+
+
+def _begun(runs: list[list[Local] | None], local: Local) -> list[Local] | None:
+    """The run that this one goes on with: the last, or where it adds to something, what put that there.
+
+    It goes ahead of the runs in between only where neither touches what the other reads or writes.
     """
-    count, combine = len(rows), _into(function)
-    if count & (count - 1) == 0 and rows.flags.c_contiguous and rows.nbytes <= count * HALVED_BYTES:
-        return _halving(combine, rows)
-    if count > MOST_ROWS:
-        return partial(_reduce_rows, function.reduce, rows, carrier)
-    first, second, *rest = _each(rows)
-    if not rest:
-        return partial(combine, first, second)
-    *middle, last = rest
-    one, other = np.empty_like(first), np.empty_like(first)
-
-    def add_up(out: Array) -> None:
-        # Never onto an operand: with a single element numpy takes that for a reduction, which costs another call.
-        combine(first, second, one)
-        sums, free = one, other
-        for row in middle:
-            combine(sums, row, free)
-            sums, free = free, sums
-        combine(sums, last, out)
-
-    return add_up
+    for run in reversed(runs):
+        if run is None or (run is not runs[-1] and not local.reduce):
+            break
+        if _goes_on(run, local):
+            return run
+        if not all(_are_apart(local, one) and _are_apart(one, local) for one in run):
+            break
+    return None
 
 
-def _halving(combine: Callable[[Array, Array, Array], object], rows: Array) -> Callable[[Array], object]:
-    steps = []
-    while len(rows) > 2:
-        half = len(rows) // 2
-        sums = np.empty_like(rows[:half])
-        steps.append((rows[:half], rows[half:], sums))
-        rows = sums
-    one, other = _each(rows)
-
-    def add_up(out: Array) -> None:
-        for some, others, sums in steps:
-            combine(some, others, sums)
-        combine(one, other, out)
-
-    return add_up
+def _are_apart(first: Local, second: Local) -> bool:
+    """Whether the second reads and writes nothing that the first writes; a neighbour's memory is not this rank's."""
+    reads = second.peer == -1 and _overlap(first.target, second.source)
+    return not reads and not _overlap(first.target, second.target)
 
 
-def _into(function: Any) -> Callable[[Array, Array, Array], object]:
-    """The function with its result by position, which costs a tenth less than by name. numpy keeps that from two."""
-    if function in (np.minimum, np.maximum):
-        return lambda one, other, out: function(one, other, out=out)
-    combine: Callable[[Array, Array, Array], object] = function
-    return combine
+def _overlap(one: Span, other: Span) -> bool:
+    return one.space == other.space and one.lo < other.hi and other.lo < one.hi
 
 
-def _each(rows: Array) -> list[Array]:
-    """Every row as a view: where rows are single numbers, `rows[0]` would be what was there when it was asked."""
-    return [rows[place, ...] for place in range(len(rows))]
-
-
-def _reduce_rows(reduce: Any, rows: Array, carrier: np.dtype[Any], out: Array) -> None:
-    reduce(rows, 0, carrier, out)
-
-
-def ufunc_of(op: str, dtype: str) -> Any:
-    """numpy's own function for the operation, where it gives every rank the same bits; else None."""
-    return None if dtype == BF16 or (op in ("min", "max") and is_floating(dtype)) else UFUNCS[op]
-
-
-class Reducer:
-    """Combines several arrays into one, in order, in pieces that stay in the cache."""
-
-    def __init__(self, op: str, dtype: str, carrier: np.dtype[Any]) -> None:
-        self.function = ufunc_of(op, dtype)
-        self.into = _into(self.function)
-        self.combine = combiner(op, dtype)
-        self.carrier = carrier
-        self.piece = PIECE_BYTES // carrier.itemsize
-
-    def __call__(self, target: Array, sources: Any) -> None:
-        """`sources`: arrays, or what `stack_adder` made of them."""
-        if not isinstance(sources, list):
-            sources(target)
-            return
-        if target.size <= self.piece:
-            self._chain(target, sources)
-            return
-        for at in range(0, target.size, self.piece):
-            end = at + self.piece
-            self._chain(target[at:end], [source[at:end] for source in sources])
-
-    def _chain(self, target: Array, sources: list[Array]) -> None:
-        into = self.into
-        if self.function is None or len(sources) == 1:
-            target[:] = sources[0]
-            for source in sources[1:]:
-                self.combine(target, source)
-            return
-        into(sources[0], sources[1], target)
-        for source in sources[2:]:
-            into(target, source, target)
+def _goes_on(run: list[Local], local: Local) -> bool:
+    last = run[-1]
+    if local.reduce:
+        return local.target.space == last.target.space and local.target.lo == last.target.lo
+    if last.reduce or local.target.space != last.target.space or local.source.space != last.source.space:
+        return False
+    if local.source.space == INPUT and local.peer == -1 == last.peer:  # slots in a row
+        return local.target.lo == last.target.hi and local.source.lo == last.source.hi
+    if local.target.space == TEMP:
+        return False
+    return local.peer != last.peer and local.source.space == TEMP and local.source == last.source

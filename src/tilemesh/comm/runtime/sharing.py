@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.arena import Arena, Meeting, Turn
+from tilemesh.comm.runtime.arena import Arena, ArenaTurn, Meeting
+from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, ufunc_of
 from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
-from tilemesh.comm.runtime.lower import Program
-from tilemesh.comm.runtime.plan import Shape
-from tilemesh.comm.runtime.shared import STACK_BYTES, Bound, ByLast, Reducer, ufunc_of
+from tilemesh.comm.runtime.lower import Program, ProgramKey
+from tilemesh.comm.runtime.observe import Stopwatch
+from tilemesh.comm.runtime.shared import ArenaProgram, ByLast
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.collectives import REDUCING
@@ -38,7 +39,7 @@ class SharedCall:
     """A call but for its arrays. `lo`: where in DATA its result begins. `direct`: what to use instead if every rank's
     arrays lie in the arena; `natively`: the library's own collective, where that is the choice if they do not."""
 
-    shape: Shape
+    key: ProgramKey
     lo: int
     direct: str | None = None
     natively: Callable[[Array, Array], Iterator[Token]] | None = None
@@ -47,25 +48,26 @@ class SharedCall:
 class Sharing:
     """The shared-memory calls of one communicator."""
 
-    def __init__(self, arena: Arena, program: Callable[[Shape], Program]) -> None:
+    def __init__(self, arena: Arena, program: Callable[[ProgramKey], Program]) -> None:
         self.arena = arena
         self.program = program
-        self.kept: OrderedDict[tuple[Shape, int, Places], Bound | ByLast] = OrderedDict()
+        self.kept: OrderedDict[tuple[ProgramKey, int, Places], ArenaProgram | ByLast] = OrderedDict()
+        self.stopwatch: Stopwatch | None = None  # of the call whose parts are timed: see `Caller.breakdown`
 
     def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
         return self._steps(self.arena.turn(), call, given, data)
 
-    def ready(self, call: SharedCall) -> ReadyShared:
+    def ready(self, call: SharedCall) -> RepeatedShared:
         """The same, blocking, for calls like this one; only when nothing is under way."""
-        return ReadyShared(self, call)
+        return RepeatedShared(self, call)
 
     def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
         if arena.done != turn - 1:
-            yield Turn(arena, turn)
+            yield ArenaTurn(arena, turn)
         # Where the arrays of a single rank lie does not matter.
-        if arena.ranks > 1 and (is_direct(call.shape.algorithm) or (call.direct is not None and arena.live)):
+        if arena.ranks > 1 and (is_direct(call.key.algorithm) or (call.direct is not None and arena.live)):
             try:
                 yield from self._agreed(call, given, data)
             except UsageError:  # on every rank alike: this call is over, and those after it have their turn
@@ -78,85 +80,85 @@ class Sharing:
     def _otherwise(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         if call.natively is not None:
             return call.natively(given, data)
-        return self._staged(call.shape, given, data, call.lo)
+        return self._staged(call.key, given, data, call.lo)
 
-    def _staged(self, shape: Shape, given: Array, data: Array, lo: int) -> Iterator[Token]:
-        bound = self.bound(shape, lo)
-        in_place = shape.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
+    def _staged(self, key: ProgramKey, given: Array, data: Array, lo: int) -> Iterator[Token]:
+        bound = self.bound(key, lo)
+        in_place = key.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
         if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
             given = given.copy()  # the result grows while later segments are still to be put on the stage
-        yield from bound.steps(given, data)
+        yield from bound.steps(given, data, self.stopwatch)
 
     def _agreed(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """Tell the others where this rank's arrays lie, and go the way that is open to all."""
-        arena, flags, shape = self.arena, self.arena.flags, call.shape
+        arena, flags, key = self.arena, self.arena.flags, call.key
         source, target = self._place(given, 1), self._place(data, 2)
-        if np.may_share_memory(given, data) and not self._harmless(shape, source, target):
+        if np.may_share_memory(given, data) and not self._harmless(key, source, target):
             source = target = 0  # a neighbour would read what is being overwritten
         flags.put(SOURCE, source)
         flags.put(TARGET, target)
         yield Meeting(arena)
         places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
-        name = self._way(shape, places, shape.algorithm if is_direct(shape.algorithm) else call.direct)
+        name = self._way(key, places, key.algorithm if is_direct(key.algorithm) else call.direct)
         if name is not None:
-            shape = shape._replace(algorithm=name)
-            bound = self.bound(shape, call.lo, places)
-            assert isinstance(bound, Bound)
-            yield from bound.steps(given, data, is_met=arena.ranks > 1)
+            key = key._replace(algorithm=name)
+            bound = self.bound(key, call.lo, places)
+            assert isinstance(bound, ArenaProgram)
+            yield from bound.steps(given, data, self.stopwatch, is_met=arena.ranks > 1)
             return
         yield from self._refused(call, places, given, data)
 
     def _refused(self, call: SharedCall, places: Places, given: Array, data: Array) -> Iterator[Token]:
         """Not every rank's arrays lie there."""
         yield Meeting(self.arena)  # the places must not change while somebody still looks at them
-        if is_direct(call.shape.algorithm):
-            raise UsageError(_why(call.shape, places))
+        if is_direct(call.key.algorithm):
+            raise UsageError(_why(call.key, places))
         yield from self._otherwise(call, given, data)
 
-    def _harmless(self, shape: Shape, source: int, target: int) -> bool:
+    def _harmless(self, key: ProgramKey, source: int, target: int) -> bool:
         """Whether the input lies in the result where it will be, so that overwriting it changes nothing too early."""
-        if shape.collective == "all_gather":
-            target += sum(shape.sizes[: self.arena.rank]) * shape.like.carrier.itemsize
-        return shape.collective in ("all_reduce", "all_gather") and source == target
+        if key.collective == "all_gather":
+            target += sum(key.sizes[: self.arena.rank]) * key.like.carrier.itemsize
+        return key.collective in ("all_reduce", "all_gather") and source == target
 
-    def _way(self, shape: Shape, places: Places, wanted: str | None) -> str | None:
+    def _way(self, key: ProgramKey, places: Places, wanted: str | None) -> str | None:
         """The direct algorithm that is open, or None."""
-        contributes = [shape.collective != "broadcast" or rank == shape.root for rank in range(len(places))]
+        contributes = [key.collective != "broadcast" or rank == key.root for rank in range(len(places))]
         inputs = all(source for (source, _), does in zip(places, contributes, strict=True) if does)
         if not inputs:
             return None
         if wanted == "direct_slices":
             return wanted if all(target for _, target in places) else None
-        if shape.collective == "all_reduce" and wanted == "direct+":
+        if key.collective == "all_reduce" and wanted == "direct+":
             wanted = "direct"
             if all(target for _, target in places):
                 return "direct_slices"
-        if shape.collective == "all_reduce" and any(source == target for source, target in places):
+        if key.collective == "all_reduce" and any(source == target for source, target in places):
             return None  # neighbours would read an input that its owner already overwrites
         return wanted and "direct"
 
-    def bound(self, shape: Shape, lo: int, places: Places = ()) -> Bound | ByLast:
-        key = (shape, lo, places)
-        bound = self.kept.get(key)
+    def bound(self, key: ProgramKey, lo: int, places: Places = ()) -> ArenaProgram | ByLast:
+        where = (key, lo, places)
+        bound = self.kept.get(where)
         if bound is None:
-            bound = self.kept[key] = self._bind(shape, lo, places)
+            bound = self.kept[where] = self._bind(key, lo, places)
             if len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         return bound
 
-    def _bind(self, shape: Shape, lo: int, places: Places) -> Bound | ByLast:
-        if shape.algorithm == "flat_one" and is_by_last(shape, self.arena.ranks):
-            length = sum(shape.sizes)
-            mine = shape.sizes[self.arena.rank] if shape.collective == "reduce_scatter" else length
-            function = ufunc_of(shape.op, shape.like.dtype)
-            return ByLast(self.arena, shape.like.carrier, function, length, slice(lo, lo + mine), mine)
-        program = self.program(shape)
-        lengths = (program.lengths[0], self._result_length(shape, program))
-        return Bound(program, self.arena, shape.like.carrier, _reducer(shape), lengths, lo, places)
+    def _bind(self, key: ProgramKey, lo: int, places: Places) -> ArenaProgram | ByLast:
+        if key.algorithm == "flat_one" and is_by_last(key, self.arena.ranks):
+            length = sum(key.sizes)
+            mine = key.sizes[self.arena.rank] if key.collective == "reduce_scatter" else length
+            function = ufunc_of(key.op, key.like.dtype)
+            return ByLast(self.arena, key.like.carrier, function, length, slice(lo, lo + mine), mine)
+        program = self.program(key)
+        lengths = (program.lengths[0], self._result_length(key, program))
+        return ArenaProgram(program, self.arena, key.like.carrier, _reducer(key), lengths, lo, places)
 
-    def _result_length(self, shape: Shape, program: Program) -> int:
-        if shape.collective in ("reduce_scatter", "scatter"):
-            return shape.sizes[self.arena.rank]
+    def _result_length(self, key: ProgramKey, program: Program) -> int:
+        if key.collective in ("reduce_scatter", "scatter"):
+            return key.sizes[self.arena.rank]
         return program.lengths[1]
 
     def _place(self, array: Array, of_nothing: int) -> int:
@@ -170,7 +172,7 @@ class Sharing:
 
         def steps() -> Iterator[Token]:
             if self.arena.done != turn - 1:
-                yield Turn(self.arena, turn)
+                yield ArenaTurn(self.arena, turn)
             block = yield from self.arena.allocate(nbytes)
             self.arena.done = turn
             made.append(block.view(carrier).reshape(shape))
@@ -178,17 +180,17 @@ class Sharing:
         return steps(), made
 
 
-class ReadyShared:
+class RepeatedShared:
     """Calls like one that was made before, blocking, on flat arrays; only when nothing is under way."""
 
     def __init__(self, sharing: Sharing, call: SharedCall) -> None:
         self.sharing, self.call = sharing, call
-        self.wanted = call.shape.algorithm if is_direct(call.shape.algorithm) else call.direct
-        has_stage = call.natively is None and not is_direct(call.shape.algorithm)
-        self.staged = sharing.bound(call.shape, call.lo) if has_stage else None
+        self.wanted = call.key.algorithm if is_direct(call.key.algorithm) else call.direct
+        has_stage = call.natively is None and not is_direct(call.key.algorithm)
+        self.staged = sharing.bound(call.key, call.lo) if has_stage else None
         flags = self.flags = sharing.arena.flags
         self.told = [flags.words[word : flags.ranks * WORDS : WORDS] for word in (SOURCE, TARGET)]
-        self.ways: dict[tuple[bytes, bytes], Bound | Fixed | None] = {}
+        self.ways: dict[tuple[bytes, bytes], ArenaProgram | Fixed | None] = {}
 
     def run(self, given: Array, data: Array) -> None:
         arena, staged = self.sharing.arena, self.staged
@@ -216,35 +218,35 @@ class ReadyShared:
             return None
         return source, target
 
-    def agreed(self, source: int, target: int) -> Bound | Fixed | None:
+    def agreed(self, source: int, target: int) -> ArenaProgram | Fixed | None:
         """Tell the others where this rank's arrays lie; what is to be done if the direct way is open to all."""
         flags, (sources, targets) = self.flags, self.told
         words, mine = flags.words, flags.mine
         words[mine + SOURCE] = source
         words[mine + TARGET] = target
         flags.meet()
-        key = sources.tobytes(), targets.tobytes()
+        told = sources.tobytes(), targets.tobytes()
         try:
-            return self.ways[key]
+            return self.ways[told]
         except KeyError:
-            way = self._way(key)
+            way = self._way(told)
             if len(self.ways) > KEPT:
                 self.ways.clear()
-            self.ways[key] = way
+            self.ways[told] = way
             return way
 
-    def _way(self, key: tuple[bytes, bytes]) -> Bound | Fixed | None:
-        shape = self.call.shape
-        sources, targets = (memoryview(words).cast("Q").tolist() for words in key)
+    def _way(self, told: tuple[bytes, bytes]) -> ArenaProgram | Fixed | None:
+        key = self.call.key
+        sources, targets = (memoryview(words).cast("Q").tolist() for words in told)
         places = tuple(zip(sources, targets, strict=True))
-        name = self.sharing._way(shape, places, self.wanted)
+        name = self.sharing._way(key, places, self.wanted)
         if name is None:
             return None
-        bound = self.sharing.bound(shape._replace(algorithm=name), self.call.lo, places)
-        assert isinstance(bound, Bound)
+        bound = self.sharing.bound(key._replace(algorithm=name), self.call.lo, places)
+        assert isinstance(bound, ArenaProgram)
         return bound if bound.uses_stage or not targets[self.flags.rank] else bound.fixed()
 
-    def otherwise(self, way: Bound | None, given: Array, data: Array) -> None:
+    def otherwise(self, way: ArenaProgram | None, given: Array, data: Array) -> None:
         """What was agreed on goes over the stage, or writes elsewhere; or (None) the direct way is not open to all."""
         if way is not None:
             way.run(given, data, is_met=True)
@@ -258,27 +260,27 @@ class ReadyShared:
                 token.wait()
 
 
-def is_by_last(shape: Shape, ranks: int) -> bool:
+def is_by_last(key: ProgramKey, ranks: int) -> bool:
     """Whether whoever comes last may add up for all: small, with numpy's own function. The same on every rank."""
-    nbytes = sum(shape.sizes) * shape.like.carrier.itemsize
-    is_even = shape.collective == "all_reduce" or len(set(shape.sizes)) == 1
-    return ranks > 1 and is_even and 0 < nbytes <= STACK_BYTES and ufunc_of(shape.op, shape.like.dtype) is not None
+    nbytes = sum(key.sizes) * key.like.carrier.itemsize
+    is_even = key.collective == "all_reduce" or len(set(key.sizes)) == 1
+    return ranks > 1 and is_even and 0 < nbytes <= STACK_BYTES and ufunc_of(key.op, key.like.dtype) is not None
 
 
-def _reducer(shape: Shape) -> Reducer | None:
-    return Reducer(shape.op, shape.like.dtype, shape.like.carrier) if shape.collective in REDUCING else None
+def _reducer(key: ProgramKey) -> Reducer | None:
+    return Reducer(key.op, key.like.dtype, key.like.carrier) if key.collective in REDUCING else None
 
 
 def _same_start(one: Array, other: Array) -> bool:
     return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
 
 
-def _why(shape: Shape, places: Places) -> str:
+def _why(key: ProgramKey, places: Places) -> str:
     missing = [str(rank) for rank, (source, _) in enumerate(places) if not source]
     what = "input" if missing else "out"
     who = missing or [str(rank) for rank, (_, target) in enumerate(places) if not target]
     where = f"the {what} of rank{'s' if len(who) > 1 else ''} {', '.join(who)}" if who else "an input that is also out"
     return (
-        f"algorithm '{shape.algorithm}' cannot serve this {shape.collective}: {where} does not lie in memory that "
+        f"algorithm '{key.algorithm}' cannot serve this {key.collective}: {where} does not lie in memory that "
         "comm.empty() made"
     )

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from tilemesh.comm.runtime.device import OPS, Device, Work
+from tilemesh.comm.runtime.device import OPS, Device, TorchWork
 from tilemesh.comm.runtime.transport import (
     TAGS,
     Bytes,
@@ -141,7 +141,7 @@ class TorchTransport:
         # Blocks of a gather are alike everywhere; in an exchange one rank may have nothing while others do.
         if call.collective == "all_gather" and call.target.size == 0:
             return Done()
-        return Lazy(lambda: self._call(call, False), lambda: Work(self._call(call, True)))
+        return Lazy(lambda: self._call(call, False), lambda: TorchWork(self._call(call, True)))
 
     def _call(self, call: NativeCall, is_async: bool) -> Any:
         options: dict[str, Any] = {"group": self.group, "async_op": is_async}

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-from tilemesh.comm.runtime.records import Board, Doing, Record
+from tilemesh.comm.runtime.records import CallBoard, CallRecord, Doing
 from tilemesh.core.units import format_bytes
 
 TICK_S = 0.2
@@ -40,7 +40,7 @@ _YIELDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERAT
 Note: TypeAlias = tuple[int, str, int, int]
 
 
-class Process:
+class Watchdog:
     """What one rank publishes and watches over, for all its communicators.
 
     `find(frame)`: the communicator's watch and the call, if this is the frame of one of the library's collectives.
@@ -49,7 +49,7 @@ class Process:
     def __init__(
         self,
         rank: int,
-        board: Board,
+        board: CallBoard,
         end: Callable[[str], object],
         find: Callable[[FrameType], tuple[Watch, str, int] | None] | None = None,
         pids: bool = True,
@@ -80,7 +80,7 @@ class Process:
         if self.thread is not None:
             self.thread.join(_STOP_S)
         # Whoever waits for this rank from now on waits for nothing.
-        self.board.write(self.rank, Record(os.getpid(), time.monotonic_ns(), seen=self._seen(), is_over=True))
+        self.board.write(self.rank, CallRecord(os.getpid(), time.monotonic_ns(), seen=self._seen(), is_over=True))
 
     def _watch(self) -> None:
         while not self.stopped.wait(self._tick_s()):
@@ -112,7 +112,7 @@ class Process:
         waiting = min(under_way, key=lambda one: one[1][3] + one[0].timeout_s * 1e9, default=None)
         doing = None if waiting is None else Doing(waiting[0].label, *waiting[1])
         where = ", ".join(filter(None, [self.stage, place]))
-        self.board.write(self.rank, Record(os.getpid(), now, where, doing, self._seen()))
+        self.board.write(self.rank, CallRecord(os.getpid(), now, where, doing, self._seen()))
         return waiting
 
     def _seen(self) -> dict[str, int]:
@@ -185,7 +185,7 @@ class Watch:
     """
 
     def __init__(
-        self, process: Process, members: Sequence[int], label: str = "world", timeout_s: float = TIMEOUT_S
+        self, process: Watchdog, members: Sequence[int], label: str = "world", timeout_s: float = TIMEOUT_S
     ) -> None:
         self.process = process
         self.members = tuple(members)
@@ -248,7 +248,7 @@ class Watch:
             parts.append(f"arrived: {ranges(here)}")
         return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
 
-    def _instead(self, record: Record | None) -> str:
+    def _instead(self, record: CallRecord | None) -> str:
         if record is None:
             return "(no word from it: not connected yet, or on another node)"
         if record.is_over:
@@ -300,7 +300,7 @@ def _is_program(file: str) -> bool:
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
 
 
-def _is_silent(record: Record) -> bool:
+def _is_silent(record: CallRecord) -> bool:
     return time.monotonic_ns() - record.at_ns > _SILENT_S * 1e9
 
 

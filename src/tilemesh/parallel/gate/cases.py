@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
 STEPS = 3
@@ -67,12 +67,9 @@ class Case:
 
 def microbatches(layout: Layout, dp_index: int) -> list[tuple[int, int]]:
     """(first row, rows) of each microbatch of a replica: contiguous, of sizes that differ by at most one."""
-    sizes = cut(ROWS, layout.dp)
-    row, turns = sum(sizes[:dp_index]), []
-    for rows in cut(sizes[dp_index], layout.accumulation):
-        turns.append((row, rows))
-        row += rows
-    return turns
+    first, count = share(ROWS, layout.dp, dp_index)
+    turns = (share(count, layout.accumulation, turn) for turn in range(layout.accumulation))
+    return [(first + row, rows) for row, rows in turns]
 
 
 def layouts(ranks: int) -> list[Layout]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tilemesh.comm.schedules.collectives import cut
+from tilemesh.core.shard import share
 from tilemesh.model.dropout import Place
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gate import alone
@@ -119,9 +119,8 @@ def _slices(case: Case, mesh: Mesh, laid: Laid, wanted: list[Tensor]) -> Iterato
     """Of the whole batch's activations, what this rank should have seen: its rows, with sequence shards its tokens."""
     tokens = slice(0, TOKENS)
     if laid.plan.sequence_parallel:
-        sizes = cut(TOKENS, mesh.tp.size)
-        first = sum(sizes[: mesh.tp.index])
-        tokens = slice(first, first + sizes[mesh.tp.index])
+        first, count = share(TOKENS, mesh.tp.size, mesh.tp.index)
+        tokens = slice(first, first + count)
     for row, rows in microbatches(case.layout, mesh.dp.index):
         yield wanted[0][row : row + rows, tokens]
 

@@ -96,8 +96,8 @@ def _copies_not_summed(whole: bool) -> Callable[[Laid], None]:
     def put(laid: Laid) -> None:
         assert isinstance(laid.gradients, Gradients)
         for bucket in laid.gradients.buckets:
-            if (bucket.copies == laid.mesh.tp.size) == whole:
-                bucket.partial = False
+            if (bucket.copies_summed == (("tp", laid.mesh.tp.size),)) == whole:
+                bucket.copies_summed = ()
 
     return put
 

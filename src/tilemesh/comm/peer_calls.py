@@ -11,7 +11,7 @@ from tilemesh.core.errors import UsageError
 Native = Callable[[], object]
 
 
-def native_call(comm: Communicator, collective: str, x: Any, out: Any) -> Native:
+def peer_call(comm: Communicator, collective: str, x: Any, out: Any) -> Native:
     """A call of the library's own on these arrays, blocking, with nothing of ours in between."""
     if comm.backend == "mpi":
         return _mpi(comm, collective, x, out)

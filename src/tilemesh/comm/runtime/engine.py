@@ -1,7 +1,6 @@
-"""Running a program: binding it to memory once, then stepping through it, blocking or in the background.
+"""All that is under way: calls are generators that yield what must be done before they can go on.
 
-`Bound` is a program whose every range has become a view of real memory. `steps` is a generator that yields whatever
-has to be waited for: a blocking call waits for each, a background call tests. The engine moves *all* that is under way
+A blocking call waits for each thing that it yields, a background call tests. The engine moves *all* that is under way
 whenever somebody waits, because two ranks may wait for their handles in different orders.
 """
 
@@ -12,76 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
-from tilemesh.comm.runtime.arithmetic import Combine
-from tilemesh.comm.runtime.lower import LANDING, Instruction, Local, Post, Program, Span, Wait
-from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
-from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
+from tilemesh.comm.runtime.observe import TEST, WAIT, clock
+from tilemesh.comm.runtime.transport import Token
+from tilemesh.comm.runtime.watch import Watch
 from tilemesh.core.errors import RunError
-
-_POST, _WAIT, _COPY, _REDUCE = range(4)
-
-
-class Bound:
-    """A program with its memory: views made once, used at every call."""
-
-    def __init__(self, program: Program, transport: Transport, combine: Combine | None, memory: Memory) -> None:
-        self.transport = transport
-        self.combine = combine
-        self.memory = memory
-        self.posts = 0
-        self.code: list[tuple[int, Any, Any]] = []
-        for instruction in program.instructions:
-            self._bind(instruction)
-
-    def _bind(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Post):
-            self.posts += 1
-            messages = [self._message(*message) for message in instruction.messages]
-            self.code.append((_POST, instruction.number, messages))
-        elif isinstance(instruction, Wait):
-            self.code.append((_WAIT, instruction.number, None))
-        elif isinstance(instruction, Local):
-            target, source = self.memory.view(instruction.target), self.memory.view(instruction.source)
-            if instruction.reduce:
-                self.code.append((_REDUCE, target, source))
-            elif not _is_same(target, source):
-                self.code.append((_COPY, target, source))
-
-    def _message(self, is_send: bool, peer: int, span: Span) -> Message:
-        region = as_bytes(self.memory.view(span))
-        return Message(is_send, peer, self.transport.view(region), region.nbytes)
-
-    def steps(self, tag: int) -> Iterator[Token]:
-        """Carry the program out, yielding what must be done before it can go on."""
-        post, combine, copy = self.transport.post, self.combine, np.copyto
-        tokens: list[Token] = [None] * self.posts  # type: ignore[list-item]
-        for code, first, second in self.code:
-            if code == _POST:
-                tokens[first] = post(second, tag)
-            elif code == _WAIT:
-                yield tokens[first]
-            elif code == _REDUCE:
-                combine(first, second)  # type: ignore[misc]
-            else:
-                copy(first, second)
-
-
-class Memory:
-    """The spaces of one rank as flat arrays. Given arrays are used as they are; missing ones are made."""
-
-    def __init__(self, program: Program, carrier: np.dtype[Any], given: Array | None, data: Array | None) -> None:
-        lengths = program.lengths
-        self.spaces: dict[int, Array] = {
-            INPUT: np.empty(lengths[INPUT], carrier) if given is None else given,
-            DATA: np.empty(lengths[DATA], carrier) if data is None else data,
-            TEMP: np.empty(lengths[TEMP], carrier),
-            LANDING: np.empty(lengths[LANDING], carrier),
-        }
-
-    def view(self, span: Span) -> Array:
-        return self.spaces[span.space][span.lo : span.hi]
 
 
 class Running:
@@ -207,6 +140,67 @@ class Engine:
             return True
 
 
+class Handle:
+    """What `wait=False` returns. Until `wait()` has returned, neither input nor result is yours.
+
+    `wait()` returns the result; `test()` moves all that is under way and says whether this one is done.
+
+    There is no thread in the background: things move inside `test()`, `wait()` and other calls of the communicator.
+    """
+
+    def __init__(self, engine: Engine, running: Running, watch: Watch, doing: tuple[int, str, int]) -> None:
+        self._engine = engine
+        self._running = running
+        self._watch = watch
+        self._doing = doing
+
+    def test(self) -> bool:
+        if not self._running.is_done:
+            self._engine.progress()
+        return self._running.is_done
+
+    def wait(self) -> Any:
+        if self._running.is_done and self._running.error is None:
+            return self._running.result
+        self._watch.enter(*self._doing)
+        try:
+            return self._engine.wait(self._running)
+        finally:
+            self._watch.leave()
+
+    def __repr__(self) -> str:
+        sequence, name, _ = self._doing
+        what = f"{name} #{sequence}" if sequence >= 0 else name
+        return f"<{what} of {self._watch.label}: {'done' if self._running.is_done else 'under way; call wait()'}>"
+
+
+class ObservedHandle(Handle):
+    """The handle of an observed call. `tell(began_s, phase)`: a test or a wait that began then is over."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        running: Running,
+        watch: Watch,
+        doing: tuple[int, str, int],
+        tell: Callable[[float, str], None],
+    ) -> None:
+        super().__init__(engine, running, watch, doing)
+        self._tell = tell
+
+    def test(self) -> bool:
+        began_s = clock()
+        is_done = super().test()
+        self._tell(began_s, TEST)
+        return is_done
+
+    def wait(self) -> Any:
+        began_s = clock()
+        result = super().wait()
+        self._tell(began_s, WAIT)
+        return result
+
+
 class Turns:
     """Calls that cannot begin at once begin in the order in which they were made, as the library underneath demands.
 
@@ -248,7 +242,3 @@ class Turn:
         while turns.next in turns.over:
             turns.over.remove(turns.next)
             turns.next += 1
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

@@ -1,0 +1,222 @@
+"""Which part of a tensor each rank of a mesh holds, as a plain value.
+
+The one idea: a shard is a list of cuts, each along one dim over one axis of the mesh. Every cut is applied to what the
+cuts before it left, so tensor parallelism and then ZeRO, along different dims or the same one, is two cuts. Along each
+dim a rank then holds a few stretches of the whole, and its part is their product: a few boxes. All else follows from
+the value: what any other rank holds, which ranks hold the same, whose gradients are to be summed, and which one rank
+writes a box to a checkpoint. Cuts may be uneven and nothing is padded, so a checkpoint is independent of the layout.
+
+No arrays here: cutting and joining them is in `parallel/shard.py`, reading and writing boxes in `runs/`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilemesh.core.axes import Axes, Blocks, coordinates, ranks_of, size_of
+from tilemesh.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of an array: where it begins and how long it is along each dim."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """To index the whole array with."""
+        return tuple(slice(begin, begin + length) for begin, length in zip(self.begin, self.shape, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """What two boxes share; None where they share nothing."""
+        begin = tuple(map(max, self.begin, other.begin))
+        ends = zip(self.begin, self.shape, other.begin, other.shape, begin, strict=True)
+        shape = tuple(min(a + n, b + m) - start for a, n, b, m, start in ends)
+        return None if any(length <= 0 for length in shape) else Box(begin, shape)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Slices that index this box in an array that holds the outer one."""
+        begins = zip(self.begin, outer.begin, self.shape, strict=True)
+        return tuple(slice(begin - first, begin - first + length) for begin, first, length in begins)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut along one dim over one axis of the mesh, into pieces that differ by at most one unit, larger ones first.
+
+    `parts`: equal blocks stacked along the dim, each cut alike (3 where q, k and v are one matrix).
+    `units`: what each block consists of and what stays whole (heads); None: single rows.
+    `pieces`: into how many; None: one per rank of the axis. If fewer, consecutive ranks hold the same, equally many.
+    """
+
+    axis: str
+    dim: int
+    parts: int = 1
+    units: int | None = None
+    pieces: int | None = None
+
+    def stretches(self, length: int, size: int, index: int) -> list[tuple[int, int]]:
+        """(begin, length) of what rank `index` of `size` keeps of a dim of this length."""
+        block = length // self.parts
+        units = block if self.units is None else self.units
+        unit = block // units if units else 0
+        pieces = self.pieces or size
+        first, count = share(units, pieces, index // (size // pieces))
+        return [(part * block + first * unit, count * unit) for part in range(self.parts)]
+
+
+def share(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(begin, length) of one part when `total` is cut into parts that differ by at most one, the larger ones first."""
+    base, more = divmod(total, parts)
+    return index * base + min(index, more), base + (index < more)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch along one dim: from `local` in the rank's own tensor, from `whole` in the whole one."""
+
+    local: int
+    whole: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank of a mesh holds of one parameter."""
+
+    name: str
+    """Of the parameter in the whole model, which is also its name in the local one."""
+    whole: tuple[int, ...]
+    """Shape of the whole."""
+    axes: Axes = ()
+    rank: int = 0
+    cuts: tuple[Cut, ...] = ()
+    """In the order in which they are applied, at most one for each axis."""
+    partial: tuple[str, ...] = ()
+    """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
+
+    def __post_init__(self) -> None:
+        lengths = list(self.whole)
+        if not 0 <= self.rank < ranks_of(self.axes):
+            raise UsageError(f"{self.name}: rank {self.rank} of a mesh of {ranks_of(self.axes)}")
+        if len({cut.axis for cut in self.cuts}) < len(self.cuts):
+            raise UsageError(f"{self.name} is cut twice over one axis: {self.cuts}")
+        for cut in self.cuts:
+            size = size_of(self.axes, cut.axis)
+            if not 0 <= cut.dim < len(lengths):
+                raise UsageError(f"{self.name} of shape {self.whole} has no dim {cut.dim} to cut over {cut.axis}")
+            length = lengths[cut.dim]
+            if length % cut.parts or (cut.units and length // cut.parts % cut.units):
+                raise UsageError(f"{self.name}: {length} along dim {cut.dim} cannot be cut by {cut}")
+            if size % (cut.pieces or size):
+                raise UsageError(f"{self.name}: {size} ranks of {cut.axis} cannot hold {cut.pieces} pieces alike")
+            index = coordinates(self.rank, self.axes).get(cut.axis, 0)
+            lengths[cut.dim] = sum(kept for _, kept in cut.stretches(length, size, index))
+
+    # What is where ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """For each dim the stretches of the whole that this rank holds, in the order of its own tensor."""
+        found: list[tuple[Span, ...]] = [(Span(0, 0, length),) if length else () for length in self.whole]
+        place = coordinates(self.rank, self.axes)
+        for cut in self.cuts:
+            length = sum(span.length for span in found[cut.dim])
+            kept = cut.stretches(length, size_of(self.axes, cut.axis), place.get(cut.axis, 0))
+            found[cut.dim] = _kept(found[cut.dim], kept)
+        return tuple(found)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        return tuple(sum(span.length for span in spans) for spans in self.spans)
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, Box], ...]:
+        """(in the local tensor, in the whole one) of each box; together they are all of the local tensor, once."""
+        return tuple(
+            (
+                Box(tuple(span.local for span in spans), tuple(span.length for span in spans)),
+                Box(tuple(span.whole for span in spans), tuple(span.length for span in spans)),
+            )
+            for spans in itertools.product(*self.spans)
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.shape == self.whole
+
+    # Who else -----------------------------------------------------------------------------------------------------
+
+    def on(self, rank: int) -> Shard:
+        """The same parameter as another rank of the mesh holds it."""
+        return replace(self, rank=rank)
+
+    def cut_over(self, cut: Cut) -> Shard:
+        """Cut once more."""
+        return replace(self, cuts=(*self.cuts, cut))
+
+    def copies_along(self, axis: str) -> int:
+        """How many consecutive ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
+        size = size_of(self.axes, axis)
+        for cut in self.cuts:
+            if cut.axis == axis:
+                return size // (cut.pieces or size)
+        return size
+
+    @property
+    def replicas(self) -> Blocks:
+        """Along which axes, and in blocks of how many, ranks hold the same boxes as this one."""
+        blocks = ((name, self.copies_along(name)) for name, _ in self.axes)
+        return tuple((name, count) for name, count in blocks if count > 1)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks of the whole mesh hold the same boxes."""
+        return math.prod(count for _, count in self.replicas)
+
+    @property
+    def summed(self) -> Blocks:
+        """Those of the replicas whose gradients have to be summed."""
+        return tuple((name, count) for name, count in self.replicas if name in self.partial)
+
+    @property
+    def alike(self) -> int:
+        """How many ranks have the very same gradient before any is summed."""
+        return math.prod(count for name, count in self.replicas if name not in self.partial)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one of all ranks with the same boxes that writes them to a checkpoint: the first."""
+        place = coordinates(self.rank, self.axes)
+        return all(place[name] % self.copies_along(name) == 0 for name, _ in self.axes)
+
+
+def _kept(spans: tuple[Span, ...], stretches: list[tuple[int, int]]) -> tuple[Span, ...]:
+    """What is left of spans when only these stretches of the local dim are kept; neighbours become one."""
+    made: list[Span] = []
+    local = 0
+    for begin, length in stretches:
+        for span in spans:
+            first = max(begin, span.local)
+            count = min(begin + length, span.local + span.length) - first
+            if count <= 0:
+                continue
+            whole = span.whole + first - span.local
+            if made and made[-1].whole + made[-1].length == whole:
+                made[-1] = replace(made[-1], length=made[-1].length + count)
+            else:
+                made.append(Span(local, whole, count))
+            local += count
+    return tuple(made)

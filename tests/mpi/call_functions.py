@@ -1,0 +1,55 @@
+"""Functions that tests/mpi/test_call.py calls on ranks. Rank 1 is the one that misbehaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tilemesh.core.context import membership
+
+
+def my_rank() -> int:
+    member = membership()
+    assert member is not None
+    return member.rank
+
+
+def given(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return {"rank": my_rank(), "pid": os.getpid(), "arguments": arguments, "options": options}
+
+
+def total(length: int) -> Any:
+    from tilemesh.comm import connect
+
+    with connect(timeout_s=30.0) as comm:
+        return comm.all_reduce(np.full(length, comm.rank + 1.0))
+
+
+def counted(upto: int) -> Iterator[int]:
+    for number in range(upto):
+        yield my_rank() * 100 + number
+
+
+def said(text: str) -> None:
+    print(text)
+
+
+def unsendable() -> Any:
+    return {"a": [1, 2, 3, {4}]}
+
+
+def misbehave(how: str) -> str:
+    if how == "all raise" or (my_rank() == 1 and how in ("raise", "raise alone")):
+        raise ValueError("the widget is bent\nand more")
+    if my_rank() == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if my_rank() == 1 and how == "leave":
+        os._exit(0)
+    if (my_rank() == 1 and how == "hang") or how in ("kill", "leave", "raise alone"):
+        time.sleep(300)
+    return how

@@ -1,0 +1,197 @@
+"""`launch.call` and `Ranks`: results in rank order, ranks that serve many calls, and what a failing one leaves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import call_functions
+from started import is_running, wait_until
+
+from tilemesh.core.context import outside_any_job
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.launch import RankError, Ranks, call, values
+from tilemesh.launch.calls import name_of
+from tilemesh.launch.folder import base_folder
+from tilemesh.launch.start import find_mpiexec
+
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+TRANSPORTS = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(3, transport=request.param) as ranks:
+        yield ranks
+
+
+def test_results_come_in_rank_order_and_the_ranks_stay(pool: Ranks) -> None:
+    array = np.arange(12.0).reshape(3, 4)
+    first = pool.call("call_functions:given", array, {"a": [None, b"xy"]}, word="é")
+    second = pool.call(call_functions.given)
+    assert [result["rank"] for result in first] == [0, 1, 2]
+    for result in first:
+        assert np.array_equal(result["arguments"][0], array)
+        assert result["arguments"][1] == {"a": [None, b"xy"]}
+        assert result["options"] == {"word": "é"}
+    assert [result["pid"] for result in first] == [result["pid"] for result in second], "the same processes"
+
+
+def test_ranks_connect_as_often_as_they_like(pool: Ranks) -> None:
+    for length in (3, 50_000):
+        for result in pool.call("call_functions:total", length):
+            assert np.array_equal(result, np.full(length, 6.0))
+
+
+def test_what_a_function_yields_comes_as_it_is_made(pool: Ranks) -> None:
+    heard: list[tuple[int, Any]] = []
+    results = pool.call("call_functions:counted", 3, hear=lambda rank, value: heard.append((rank, value)))
+    assert results == [[100 * rank + number for number in range(3)] for rank in range(3)]
+    assert [value for rank, value in heard if rank == 1] == [100, 101, 102]
+
+
+def test_what_a_call_prints_is_there_when_it_returns(pool: Ranks) -> None:
+    lines: list[tuple[int, str, bytes]] = []
+    before, pool.sink = pool.sink, lambda *line: lines.append(line)
+    pool.call("call_functions:said", "hello")
+    pool.sink = before
+    assert sorted(lines) == [(rank, "out", b"hello") for rank in range(3)]
+
+
+def test_ranks_that_raise_are_named_and_stay_usable(pool: Ranks) -> None:
+    with pytest.raises(RankError, match=r"(?m)^rank 1 raised ValueError: the widget is bent$") as caught:
+        pool.call("call_functions:misbehave", "raise")
+    assert caught.value.rank == 1
+    assert "in misbehave" in caught.value.traceback
+    assert "serve.py" not in caught.value.traceback, "the launcher's own frames are noise"
+    assert "and more" in caught.value.__notes__[0]
+    with pytest.raises(
+        RankError, match=r"(?m)^rank \d raised ValueError: the widget is bent \(ranks \d, \d raised, too\)$"
+    ):
+        pool.call("call_functions:misbehave", "all raise")
+    with pytest.raises(RankError, match=r'raised UsageError: result\["a"\]\[3\]: a set'):
+        pool.call("call_functions:unsendable")
+    with pytest.raises(RankError, match="raised UsageError: call_functions has no function 'nothing'"):
+        pool.call("call_functions:nothing")
+    with pytest.raises(RankError, match="raised ModuleNotFoundError: No module named 'no_such'"):
+        pool.call("no_such.module:function")
+    with pytest.raises(UsageError, match=r'call\["arguments"\]\[0\]\["x"\]: a set'):
+        pool.call("call_functions:given", {"x": {1}})
+    assert pool.call("call_functions:misbehave", "well") == ["well"] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("kill", r"^rank 1 was killed by SIGKILL .*at: calling call_functions:misbehave"),
+        ("leave", r"^rank 1 left in the middle of the job"),
+        ("raise alone", r"^rank 1 raised ValueError: the widget is bent; rank 0 did not return after it, at: calling"),
+        ("hang", r"^rank 1 was not done within 2.0 s, at: calling call_functions:misbehave"),
+    ],
+)
+def test_a_rank_that_is_gone_or_stuck_ends_them_all(transport: str, how: str, words: str) -> None:
+    ranks = Ranks(2, transport=transport, grace_s=0.5)
+    pids = [result["pid"] for result in ranks.call("call_functions:given")]
+    start = time.monotonic()
+    with pytest.raises(RunError, match=words):
+        ranks.call("call_functions:misbehave", how, timeout_s=2.0 if how == "hang" else 60.0)
+    assert time.monotonic() - start < 30
+    with pytest.raises(RunError, match=r"these ranks have ended: .*; start others"):
+        ranks.call("call_functions:given")
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+    ranks.close()  # nothing more to do
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_call_starts_and_ends_its_ranks(transport: str) -> None:
+    before = set(base_folder().iterdir())
+    results = call("call_functions:given", 2, 5, transport=transport, word="é", timeout_s=100.0)
+    assert [(result["rank"], result["arguments"], result["options"]) for result in results] == [
+        (rank, (5,), {"word": "é"}) for rank in range(2)
+    ]
+    wait_until(lambda: not any(is_running(result["pid"]) for result in results))
+    left = [path for path in set(base_folder().iterdir()) - before if path.name.startswith("tilemesh-job-")]
+    assert [path for path in left if not (path / "lock").exists()] == []
+
+
+def test_an_error_of_the_caller_ends_the_ranks() -> None:
+    def fail(rank: int, value: Any) -> None:
+        raise LookupError("not what was wanted")
+
+    with Ranks(2, transport="torch") as ranks, pytest.raises(LookupError):
+        ranks.call("call_functions:counted", 2, hear=fail)
+    assert ranks.ended == "LookupError in a call of call_functions:counted"
+
+
+def test_inside_a_job_it_is_refused() -> None:
+    inside = os.environ | {"RANK": "0", "WORLD_SIZE": "4"}
+    with pytest.raises(UsageError, match="inside a job of 4 ranks that torchrun started: call the function itself"):
+        call("call_functions:given", 2, transport="torch", environ=inside)
+    assert len(call("call_functions:given", 1, transport="torch", environ=outside_any_job(inside))) == 1
+
+
+class Holder:
+    def method(self) -> None: ...
+
+    @staticmethod
+    def static() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda: None, r"<lambda> is a lambda, which a rank cannot import: put it into a module"),
+        (Holder().method, r"Holder.method is a method, which a rank cannot import"),
+        (Holder.static, r"has no Holder.static of its own that a rank could import"),
+        (functools.partial(print, 1), r"is a partial, which a rank cannot import"),
+        ("module.function", r"function 'module.function': expected 'package.module:function'"),
+        ("a b:c", r"expected 'package.module:function'"),
+        ("module:Class.method", r"expected 'package.module:function'"),
+        ("__main__:main", r"a rank has another __main__"),
+    ],
+)
+def test_what_a_rank_could_not_import_is_refused_with_a_reason(function: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call(function, 2)
+
+
+def test_a_closure_is_refused_and_a_function_of_main_too() -> None:
+    def closure() -> None: ...
+
+    with pytest.raises(UsageError, match=r"closure is defined inside another function, which a rank cannot import"):
+        name_of(closure)
+    function = type(closure)(closure.__code__, {"__name__": "__main__"}, "shown")
+    function.__qualname__, function.__module__ = "shown", "__main__"
+    with pytest.raises(UsageError, match="shown is of __main__, and a rank has another one"):
+        name_of(function)
+    assert name_of(os.getpid) == "posix:getpid"
+
+
+def through_a_file(value: object, folder: Path) -> Any:
+    values.write(folder / "value", value, "result")
+    return values.read(folder / "value")
+
+
+def test_tensors_of_every_dtype(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64):
+        for shape in ((), (0, 3), (2, 3)):
+            tensor = torch.arange(6)[: max(1, int(np.prod(shape)))].to(dtype)[: int(np.prod(shape))].reshape(shape)
+            (back,) = through_a_file([tensor.requires_grad_(dtype.is_floating_point)], tmp_path)
+            assert back.dtype == dtype
+            assert back.equal(tensor.detach())
+
+
+def test_a_tensor_that_is_not_dense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="send a dense one"):
+        through_a_file(torch.eye(3).to_sparse(), tmp_path)
