@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from paged_cache import Model, through_pages, through_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.core.errors import UsageError
+from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
 from tilemesh.model.dropout import Place, Site, dropout, fold_seed, keep_mask
-from tilemesh.model.transformer import IGNORED, Cache, Layer, Transformer, initialize, loss, loss_sum
+from tilemesh.model.transformer import IGNORED, Layer, Transformer, initialize, loss, loss_sum
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
@@ -295,23 +298,78 @@ def test_it_compiles_to_one_graph_for_every_seed() -> None:
 @pytest.mark.parametrize("pieces", [(9,), (1,) * 9, (5, 1, 1, 1, 1), (3, 4, 2)], ids=str)
 def test_tokens_piece_by_piece_give_the_logits_of_the_whole(config: ModelConfig, pieces: tuple[int, ...]) -> None:
     model, tokens_BT = lively(config), some_tokens(config)
-    cache = Cache(capacity=10)
+    cache = DenseCache(rows=2, capacity=10)
     with torch.no_grad():
-        made = [model(piece, cache=cache) for piece in tokens_BT.split(pieces, dim=1)]
+        made = [model(piece, cache=cache.extend(piece.shape[1])) for piece in tokens_BT.split(pieces, dim=1)]
         torch.testing.assert_close(torch.cat(made, dim=1), model(tokens_BT), rtol=1e-12, atol=1e-12)
-    assert cache.length == 9
-    assert cache.stored[0][0].shape == (2, config.kv_heads, 10, config.head_width)
+    assert cache.lengths == [9, 9]
 
 
-def test_a_cache_too_small_or_of_other_rows_is_refused() -> None:
-    model, tokens_BT = lively(GROUPED), some_tokens(GROUPED)
-    cache = Cache(capacity=9)
+# Sequences of other lengths, one of them as long as the context, one shorter than a page.
+LENGTHS = (7, 12, 1, 10, 4)
+CACHED = {
+    "learned": GPT2,
+    "rotary-grouped": GROUPED,
+    "learned-one-key-head": GPT2.replace(kv_heads=1),
+    "rotary": GROUPED.replace(kv_heads=4),
+}
+
+
+def check_sequences(config: ModelConfig, through: Callable[[Model, list[Tensor]], list[Tensor]]) -> None:
+    """What a cached way makes of several sequences at once is what the model makes of each alone."""
+    model, tokens_BT = lively(config), some_tokens(config, len(LENGTHS), config.context)
+    sequences = [tokens_T[:length] for tokens_T, length in zip(tokens_BT, LENGTHS, strict=True)]
     with torch.no_grad():
-        model(tokens_BT, cache=cache)
+        made = through(lambda tokens_BT, cache: model(tokens_BT, cache=cache), sequences)
+        for tokens_T, logits_TV in zip(sequences, made, strict=True):
+            torch.testing.assert_close(logits_TV, model(tokens_T[None])[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", CACHED.values(), ids=CACHED)
+@pytest.mark.parametrize("how", ["left", "right", "packed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_paged_cache_from_outside_gives_the_logits_of_each_sequence(config: ModelConfig, how: str, seed: int) -> None:
+    check_sequences(config, lambda model, sequences: through_pages(model, sequences, config.context, how, seed))
+
+
+@pytest.mark.parametrize("config", CACHED.values(), ids=CACHED)
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_different_lengths_in_a_dense_cache(config: ModelConfig, seed: int) -> None:
+    check_sequences(config, lambda model, sequences: through_rows(model, sequences, config.context, seed))
+
+
+def test_a_cache_gets_tokens_before_heads_and_no_more_than_the_new_ones() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Watching(DenseCache):
+        def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+            assert q_BTHE.is_contiguous()  # a packed pass is (tokens, heads, width) without a copy
+            assert k_BTKE.is_contiguous()
+            seen.append((layer, *(tuple(x.shape) for x in (q_BTHE, k_BTKE, v_BTKE))))
+            return super().attend(layer, q_BTHE, k_BTKE, v_BTKE)
+
+    cache = Watching(2, 12)
+    with torch.no_grad():
+        lively(GROUPED)(some_tokens(GROUPED, tokens=3), cache=cache.extend(3))
+    assert seen == [(layer, (2, 3, 4, 6), (2, 3, 2, 6), (2, 3, 2, 6)) for layer in (0, 1)]
+
+
+def test_a_cache_too_small_too_large_or_not_prepared_is_refused() -> None:
+    model, tokens_BT = lively(GROUPED), some_tokens(GROUPED)
+    cache = DenseCache(2, 9)
+    with torch.no_grad():
+        model(tokens_BT, cache=cache.extend(9))
         with pytest.raises(UsageError, match="10 tokens: the cache has room for 9"):
-            model(tokens_BT[:, :1], cache=cache)
-        with pytest.raises(UsageError, match="1 rows and a cache of 2"):
-            model(tokens_BT[:1, :1], cache=Cache(11, 9, cache.stored))
+            cache.extend([0, 1])
+        with pytest.raises(UsageError, match="layer 0 came twice"):
+            model(tokens_BT, cache=cache)
+        with pytest.raises(UsageError, match=r"tokens are \(1, 9\) and the cache is prepared for \(2, 9\)"):
+            model(tokens_BT[:1], cache=cache)
+        with pytest.raises(UsageError, match="for 13 tokens per sequence: the model's context is 12"):
+            model(tokens_BT, cache=DenseCache(2, 13).extend(9))
+    for counts in ([1], [1, -1], -1):
+        with pytest.raises(UsageError, match="expected a number of at least 0 for each of the cache's 2 rows"):
+            DenseCache(2, 9).extend(counts)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paged_cache import through_pages, through_rows
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,8 +27,9 @@ from tilemesh.comm.schedules.cost import count
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.launch.job import launch
+from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import IGNORED, Cache, Transformer, loss_sum
+from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffic
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.data import Gradients
@@ -228,10 +230,29 @@ def forward(comm: Communicator) -> None:
     whole.eval()
     with torch.no_grad():
         close(laid.logits(tokens_BT), whole(tokens_BT))
-        cache, wanted_cache = Cache(10), Cache(10)
-        for part in tokens_BT[:2].split([4, 1, 1, 4], dim=1):
-            close(laid.logits(part, cache=cache), whole(part, cache=wanted_cache))
     assert laid.module.training
+
+
+def cached(comm: Communicator) -> None:
+    """Generation over ranks, each with a cache of its own heads, for sequences of different lengths in one pass."""
+    for model in MODELS:
+        whole = whole_of(model).eval()
+        tokens_BT, _ = alone.batch(whole.config, 0)
+        sequences = [tokens_T[:length] for tokens_T, length in zip(tokens_BT, (7, 10, 1, 5), strict=False)]
+        laid = laid_of(comm, model, 1, comm.size, sequence=comm.size > 1)
+
+        def logits(tokens_BT: Tensor, cache: KeyValueCache, laid: Laid = laid) -> Tensor:
+            return laid.logits(tokens_BT, cache=cache)
+
+        capacity = whole.config.context
+        for made in (
+            through_pages(logits, sequences, capacity, "packed", seed=1),
+            through_pages(logits, sequences, capacity, "left", seed=2),
+            through_rows(logits, sequences, capacity, seed=3),
+        ):
+            for tokens_T, logits_TV in zip(sequences, made, strict=True):
+                with torch.no_grad():
+                    close(logits_TV, whole(tokens_T[None])[0])
 
 
 # Backward ---------------------------------------------------------------------------------------------------------
@@ -485,7 +506,7 @@ def _status(key: str) -> int:
 PARTS: dict[str, Callable[[Communicator], None]] = {
     part.__name__: part
     for part in (
-        groups, configurations_differ, sharding, exchanges, forward, own_module, buckets, readiness_differs,
+        groups, configurations_differ, sharding, exchanges, forward, cached, own_module, buckets, readiness_differs,
         bytes_on_the_wire, loss_memory,
     )
 }  # fmt: skip

@@ -18,13 +18,18 @@ from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
-PARTS = ["exchanges", "forward", "bytes_on_the_wire", "loss_memory"]
+PARTS = ["exchanges", "forward", "cached", "bytes_on_the_wire", "loss_memory"]
 
 
 @pytest.mark.parametrize("part", ["exchanges", "forward"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_on_threads(part: str, ranks: int) -> None:
     run_threads(ranks, parallel_cases.PARTS[part])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_caches_of_a_rank_s_own_heads(ranks: int) -> None:
+    run_threads(ranks, parallel_cases.cached)
 
 
 def test_bytes_on_the_wire() -> None:

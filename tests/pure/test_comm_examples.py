@@ -10,10 +10,13 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tilemesh.comm import run_threads
-from tilemesh.comm.schedules.book import ALGORITHMS
+from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, build
+from tilemesh.comm.schedules.check import check
+from tilemesh.comm.schedules.cost import Traffic, traffic
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -84,16 +87,37 @@ def test_the_notebook_runs_from_top_to_bottom() -> None:
 
 def test_the_code_on_the_documentation_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (EXAMPLES.parent / "docs" / "comm" / "README.md").read_text(encoding="utf-8")
-    first, observing, schedule = re.findall(r"```python\n(.*?)```", page, re.S)
+    first, observing = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(first, names)
     exec(observing, names)
     assert ("world", "all_reduce", "naive") in names["seconds"]
     assert list(names["parts"]) == ["copy", "wire", "reduce", "wait"]
-    exec(schedule, {})
     said = capsys.readouterr().out
     assert "all_reduce of 64 MiB float32 on 1 rank over threads: naive (one rank: nothing moves)" in said
-    assert "line all_reduce: 5 ranks, 1 chunk" in said
+
+
+def test_the_schedule_of_the_how_to_is_proved_drawn_counted_and_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (EXAMPLES.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = page.partition("## Add a schedule")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert "star all_reduce: 4 ranks, 1 chunk" in capsys.readouterr().out
+    monkeypatch.setitem(BOOK["all_reduce"], "star", names["all_reduce"])
+    for ranks in range(1, 20):
+        check(build("all_reduce", "star", ranks))
+    # It has no closed form: what it sends is counted.
+    sent = [traffic("all_reduce", "star", 4, 1000, rank=rank) for rank in range(4)]
+    assert sent == [Traffic(3, 3000), *[Traffic(1, 1000)] * 3]
+    totals = run_threads(3, lambda comm: comm.all_reduce(np.arange(5.0) + comm.rank, algorithm="star"))
+    assert all(np.array_equal(total, 3 * np.arange(5.0) + 3) for total in totals)
+    assert (
+        "3 messages, 3 KiB sent by the busiest rank"
+        in run_threads(4, lambda comm: str(comm.explain("all_reduce", 1024)))[0].partition("star")[2].partition("\n")[0]
+    )
 
 
 def test_the_page_lists_every_algorithm_with_what_it_serves() -> None:

@@ -96,6 +96,13 @@ def test_a_simulation_shows_who_overtakes_whom(capsys: pytest.CaptureFixture[str
     assert "tree is overtaken by ring between 1 MiB and 4 MiB" in page
 
 
+def test_a_simulation_of_named_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_collective(["all_to_all"], simulate="flat", ranks="8", sizes="1KiB", algorithms="bruck,naive")
+    assert capsys.readouterr().out.splitlines()[1].split() == ["size", "bruck", "naive", "quickest"]
+    with pytest.raises(UsageError, match="none of ring serves all_to_all: expected some of pairwise, bruck"):
+        bench_collective(["all_to_all"], simulate="flat", algorithms="ring")
+
+
 @pytest.mark.parametrize("module", ["tilemesh.comm", "tilemesh.comm.schedules.book", "tilemesh.comm.schedules.draw"])
 def test_schedules_load_neither_numpy_nor_torch_nor_mpi(module: str) -> None:
     code = f"import {module}, sys; print(sorted({{'torch', 'mpi4py', 'numpy'}} & set(sys.modules)))"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.comm.schedules import draw, ring
-from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, algorithms, build
+from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, algorithms, build, is_direct, is_shared
 from tilemesh.comm.schedules.check import BrokenScheduleError, check
 from tilemesh.comm.schedules.collectives import BLOCKED, COLLECTIVES, ROOTED, cut, layout
 from tilemesh.comm.schedules.cost import Traffic, count, traffic
@@ -367,6 +367,17 @@ def test_wrong_names_are_refused(arguments: tuple[Any, ...], message: str) -> No
     with pytest.raises(UsageError) as caught:
         build(*arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_a_name_says_what_a_schedule_is(collective: str, algorithm: str) -> None:
+    """The runtime goes by names before it builds anything; and a segmented schedule gets the segments asked for."""
+    schedule = build(collective, algorithm, 6, segments=3)
+    assert (schedule.collective, schedule.algorithm) == (collective, algorithm)
+    assert bool(schedule.shared) is is_shared(algorithm)
+    assert (INPUT in schedule.shared) is is_direct(algorithm)
+    if algorithm.endswith("_segmented"):
+        assert schedule.chunks == 3 * build(collective, algorithm, 6, segments=9).chunks // 9
 
 
 def test_every_algorithm_name_serves_something() -> None:

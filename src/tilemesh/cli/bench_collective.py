@@ -22,7 +22,8 @@ def bench_collective(
         str, typer.Option("--transport", help="mpi, gloo or nccl; auto takes what there is.")
     ] = "auto",
     algorithms: Annotated[
-        str, typer.Option("--algorithms", help="Which of ours to time besides auto; all, none, or names with commas.")
+        str,
+        typer.Option("--algorithms", help="Which of ours to time besides auto, or to simulate: all, none, or names."),
     ] = "all",
     fit: Annotated[bool, typer.Option("--fit", help="Measure and store what auto predicts from.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter readings.")] = False,
@@ -53,7 +54,7 @@ def bench_collective(
     if draw is not None:
         run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, node_size, svg, html)
     elif simulate is not None:
-        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes, node_size)
+        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes, node_size, algorithms)
     elif fit:
         run.fit_machine(ranks, sizes, transport, quick)
     else:

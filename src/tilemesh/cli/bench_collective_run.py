@@ -31,6 +31,7 @@ from tilemesh.measure.row import Row, write_rows
 TRANSPORTS = {"auto": "auto", "mpi": "mpi", "gloo": "torch", "nccl": "torch"}
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 TOPOLOGIES = ("flat", "ring", "two-level")
+AT_SCALE = ("ring", "tree", "hierarchical")  # what is simulated unless named
 
 # Without these the library's large collectives lose a third of their time to fresh pages at each call.
 MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2000000000:glibc.malloc.top_pad=268435456"
@@ -54,12 +55,7 @@ def measure(
     html: str | None = None,
 ) -> None:
     wanted = _known(collectives)
-    chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
-    for name in chosen:
-        if name not in ALGORITHMS:
-            raise unknown("algorithm", name, ALGORITHMS)
-    if names == "none":
-        chosen = ("none",)
+    chosen = ("none",) if names == "none" else _named(names)
     if chart is not None and not chart.endswith(".svg"):
         raise UsageError(f"chart '{chart}': expected a file that ends in .svg")
     repeats, seconds = (5, 0.1) if quick else (15, 0.5)
@@ -90,6 +86,15 @@ def measure(
 
         write_bench_page(rows, html)
         console.print(f"page: {html}", soft_wrap=True)
+
+
+def _named(names: str) -> tuple[str, ...]:
+    """The algorithms of --algorithms; none for `all`, which every command reads in its own way."""
+    chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
+    for name in chosen:
+        if name not in ALGORITHMS:
+            raise unknown("algorithm", name, ALGORITHMS)
+    return chosen
 
 
 def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
@@ -136,15 +141,19 @@ def draw_schedule(
 
 
 def simulate_scale(
-    collectives: Sequence[str], topology: str, ranks: str, sizes: str, node_size: int | None = None
+    collectives: Sequence[str], topology: str, ranks: str, sizes: str, node_size: int | None = None, names: str = "all"
 ) -> None:
-    """Predicted seconds of ring, tree and hierarchical over sizes, and where the quickest changes."""
+    """Predicted seconds over sizes, of ring, tree and hierarchical unless named, and where the quickest changes."""
     if topology not in TOPOLOGIES:
         raise unknown("topology", topology, TOPOLOGIES)
     counts = parse_ranks("64,1024,16384" if ranks == "2,4,8" else ranks)
     size_of_node = node_size or NODE
     for collective in collectives:
-        known = [name for name in ("ring", "tree", "hierarchical") if name in algorithms(collective)]
+        known = [name for name in _named(names) or AT_SCALE if name in algorithms(collective)]
+        if not known:
+            raise UsageError(
+                f"none of {names} serves {collective}: expected some of {', '.join(algorithms(collective))}"
+            )
         for count in counts:
             times: dict[str, Any] = {name: [] for name in known}
             for size in parse_sizes(sizes):

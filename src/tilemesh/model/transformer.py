@@ -4,7 +4,7 @@ The one idea: every matrix is its own module with a name that says how it may be
 `fc_gate`, `fc_in` by their output, `fc_o`, `fc_out` by their input), and whatever belongs to one forward pass travels
 in a `Pass` value. So a mesh can be laid over the model from outside; nothing in here knows of ranks.
 
-B: rows (sequences); T: tokens of this pass; S: tokens attended to; D: width; H: query heads; K: key and value heads;
+B: rows (sequences); T: tokens of this pass; D: width; H: query heads; K: key and value heads;
 E: head width; F: MLP width; V: vocabulary.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, Place, Site, dropout
 
@@ -29,30 +30,6 @@ INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "swiglu": "none"}
 
 
-@dataclass
-class Cache:
-    """Keys and values of the tokens seen so far, layer by layer: a pass over new tokens attends to these as well."""
-
-    capacity: int
-    """Tokens there is room for."""
-    length: int = 0
-    """Tokens in it; the model moves this on once all layers have added theirs."""
-    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, the new ones last; memory is taken when a layer first comes."""
-        end = self.length + k_BKTE.shape[2]
-        if layer not in self.stored:
-            shape = (*k_BKTE.shape[:2], self.capacity, k_BKTE.shape[3])
-            self.stored[layer] = (k_BKTE.new_empty(shape), v_BKTE.new_empty(shape))
-        keys, values = self.stored[layer]
-        if len(keys) != len(k_BKTE):
-            raise UsageError(f"{len(k_BKTE)} rows and a cache of {len(keys)}: expected as many as in its first pass")
-        keys[:, :, self.length : end] = k_BKTE
-        values[:, :, self.length : end] = v_BKTE
-        return keys[:, :, :end], values[:, :, :end]
-
-
 @dataclass(frozen=True)
 class Pass:
     """What one forward pass is about, besides its activations."""
@@ -60,12 +37,12 @@ class Pass:
     # No field has a default: torch.compile up to 2.11 evaluates the defaults of a generated `__init__` even where
     # they are not used, and cannot trace one that is itself a dataclass.
     rotary: tuple[Tensor, Tensor] | None
-    """Cosines and sines (T, E/2) of the tokens' positions."""
+    """Cosines and sines of the tokens' positions: (T, E/2), or with a cache (B, T, 1, E/2), each row its own."""
     dropout_seed: int | Tensor | None
     """None: nothing is dropped."""
     place: Place
-    """Where this pass's activations stand in the whole batch; decides what is dropped and which positions are added."""
-    cache: Cache | None
+    """Where this pass's activations stand in the whole batch: says what is dropped and, without a cache, positions."""
+    cache: KeyValueCache | None
 
 
 class Linear(nn.Linear):
@@ -114,22 +91,26 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         projections = (self.fc_q, self.fc_k, self.fc_v)
         q, k, v = joined(x_BTD, projections) if self.joined else (one(x_BTD) for one in projections)
-        q_BHTE = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k_BKSE = k.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        v_BKSE = v.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        if now.rotary is not None:
-            q_BHTE, k_BKSE = rotate(q_BHTE, *now.rotary), rotate(k_BKSE, *now.rotary)
-        if now.cache is not None:
-            k_BKSE, v_BKSE = now.cache.extend(self.layer, k_BKSE, v_BKSE)
-        tokens, seen = q_BHTE.shape[2], k_BKSE.shape[2]
-        mask_TS = None
-        if 1 < tokens < seen:  # the triangle ends at the lower right; torch's own begins at the upper left
-            mask_TS = torch.ones(tokens, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - tokens)
-        y_BHTE = functional.scaled_dot_product_attention(
-            q_BHTE, k_BKSE, v_BKSE, mask_TS, is_causal=tokens == seen, enable_gqa=self.heads != self.kv_heads
-        )
-        y_BTD: Tensor = self.fc_o(y_BHTE.transpose(1, 2).flatten(-2))
+        q_BTHE = q.unflatten(-1, (self.heads, -1))
+        k_BTKE, v_BTKE = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
+        if now.cache is None:
+            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, now)
+        else:
+            if now.rotary is not None:
+                q_BTHE, k_BTKE = rotate(q_BTHE, *now.rotary), rotate(k_BTKE, *now.rotary)
+            y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE)
+        y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
+
+    def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, now: Pass) -> Tensor:
+        """The pass's tokens attend to one another; heads stand before tokens from here on, as torch's kernels want."""
+        q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+        if now.rotary is not None:
+            q_BHTE, k_BKTE = rotate(q_BHTE, *now.rotary), rotate(k_BKTE, *now.rotary)
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
+        return y_BHTE.transpose(1, 2)
 
 
 class Mlp(nn.Module):
@@ -212,11 +193,11 @@ class Transformer(nn.Module):
         self,
         tokens_BT: Tensor,
         *,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
         place: Place = ORIGIN,
     ) -> Tensor:
-        """Logits (B, T, V). With a cache the tokens follow those already in it.
+        """Logits (B, T, V). With a cache the tokens attend to those already in it and stand where it says.
 
         Training with dropout wants `dropout_seed`, another each step: `fold_seed(seed, step)`; and where the batch is a
         part of a larger one, `place`.
@@ -225,16 +206,13 @@ class Transformer(nn.Module):
         x_BTD = self.embed(tokens_BT, now)
         for layer in self.layers:
             x_BTD = layer(x_BTD, now)
-        logits_BTV = self.head(x_BTD)
-        if cache is not None:
-            cache.length += tokens_BT.shape[1]
-        return logits_BTV
+        return self.head(x_BTD)
 
     def prepare(
         self,
         tokens_BT: Tensor,
         *,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
         place: Place = ORIGIN,
     ) -> Pass:
@@ -243,12 +221,15 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"tokens are {tuple(tokens_BT.shape)} of {tokens_BT.dtype}: expected (rows, tokens) of int64 or int32"
             )
-        config, start = self.config, place.token + (0 if cache is None else cache.length)
-        end = start + tokens_BT.shape[1]
-        if end > config.context:
-            raise UsageError(f"{end} tokens: the model's context is {config.context}; give fewer or set model.context")
-        if cache is not None and end > cache.capacity:
-            raise UsageError(f"{end} tokens: the cache has room for {cache.capacity}; make it with a larger capacity")
+        config = self.config
+        if cache is None:
+            end = place.token + tokens_BT.shape[1]
+            if end > config.context:
+                raise UsageError(
+                    f"{end} tokens: the model's context is {config.context}; give fewer or set model.context"
+                )
+        else:
+            _check_cache(cache, tokens_BT, config)
         dropping = self.training and config.dropout > 0
         if dropping and dropout_seed is None:
             raise UsageError(
@@ -256,17 +237,23 @@ class Transformer(nn.Module):
             )
         rotary = None
         if config.positions == "rotary":
-            position_T = torch.arange(start, end, device=tokens_BT.device)
             wide = self.token_embedding.weight.dtype == torch.float64
-            rotary = rotary_table(position_T, config, torch.float64 if wide else torch.float32)
+            dtype = torch.float64 if wide else torch.float32
+            if cache is None:
+                rotary = rotary_table(torch.arange(place.token, end, device=tokens_BT.device), config, dtype)
+            else:
+                rotary = rotary_table(cache.positions_BT[:, :, None], config, dtype)
         return Pass(rotary, dropout_seed if dropping else None, place, cache)
 
     def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
         """Tokens to activations: what comes before the first layer."""
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            start = now.place.token + (0 if now.cache is None else now.cache.length)
-            x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
+            if now.cache is None:
+                start = now.place.token
+                x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
+            else:
+                x_BTD = x_BTD + self.position_embedding(now.cache.positions_BT)
         y_BTD: Tensor = self.embedding_dropout(x_BTD, now)
         return y_BTD
 
@@ -323,17 +310,17 @@ def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def rotary_table(position_T: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, E/2): pair i of a head turns by position x base^(-2i/E) (Su et al. 2021)."""
-    pair = torch.arange(0, config.head_width, 2, device=position_T.device).to(dtype)
-    angle = position_T.to(dtype)[:, None] * config.rotary_base ** (-pair / config.head_width)
+def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., E/2): pair i of a head turns by position x base^(-2i/E) (Su et al. 2021)."""
+    pair = torch.arange(0, config.head_width, 2, device=positions.device).to(dtype)
+    angle = positions.to(dtype)[..., None] * config.rotary_base ** (-pair / config.head_width)
     return angle.cos(), angle.sin()
 
 
-def rotate(x_BHTE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head's pairs by the tokens' angles. A pair is (i, i + E/2), as in Hugging Face's weights of Llama."""
-    a, b = x_BHTE.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHTE.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 @torch.no_grad()
@@ -359,6 +346,20 @@ def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
+
+
+def _check_cache(cache: KeyValueCache, tokens_BT: Tensor, config: ModelConfig) -> None:
+    """Nothing is read off a device here: positions stay below the capacity, which is a number of the host."""
+    if cache.positions_BT.shape != tokens_BT.shape:
+        raise UsageError(
+            f"tokens are {tuple(tokens_BT.shape)} and the cache is prepared for {tuple(cache.positions_BT.shape)}: "
+            "expected a position per token; prepare the cache before each pass"
+        )
+    if cache.capacity > config.context:
+        raise UsageError(
+            f"a cache for {cache.capacity} tokens per sequence: the model's context is {config.context}; "
+            "make it with a smaller capacity"
+        )
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:

@@ -15,8 +15,9 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
+from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, Place
-from tilemesh.model.transformer import Cache, Pass, Transformer, draw, loss_sum
+from tilemesh.model.transformer import Pass, Transformer, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.data import Gradients, NaiveGradients
 from tilemesh.parallel.mesh import Mesh
@@ -69,8 +70,8 @@ class Laid:
             return loss_sum(logits_BTV, targets_BT)
         return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
 
-    def logits(self, tokens_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
-        """Whole logits on every rank, nothing dropped: for evaluation and for generation with a cache."""
+    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
         model = self._transformer()
         was_training, sequence = model.training, self.seams.sequence
         model.eval()
@@ -81,8 +82,6 @@ class Laid:
         finally:
             model.train(was_training)
             self.seams.sequence = sequence
-        if cache is not None:
-            cache.length += tokens_BT.shape[1]
         if self.mesh.tp.size == 1:
             return logits_BTV
         return self.seams.join_features(logits_BTV, model.config.vocabulary)
@@ -99,7 +98,7 @@ class Laid:
         tokens_BT: Tensor,
         dropout_seed: int | Tensor | None,
         place: Place,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """This rank's part of the logits."""
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)

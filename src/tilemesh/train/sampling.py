@@ -15,12 +15,13 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.model.cache import DenseCache, KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.transformer import Cache, Transformer
+from tilemesh.model.transformer import Transformer
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.train.config import of_run
 
-Logits = Callable[[Tensor, Cache], Tensor]
+Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
 
 def sample(
@@ -45,13 +46,13 @@ def sample(
         raise UsageError(f"temperature is {temperature}: expected 0 or more")
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
-    cache = Cache(context)
+    cache = DenseCache(1, context, device)
     pending = whole[-context:]
     for _ in range(tokens):
-        if cache.length + len(pending) > context:
-            cache, pending = Cache(context), whole[-max(1, context // 2) :]
+        if cache.lengths[0] + len(pending) > context:
+            cache, pending = DenseCache(1, context, device), whole[-max(1, context // 2) :]
         with torch.no_grad():
-            found = logits(torch.tensor([pending], device=device), cache)[0, -1]
+            found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
         scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
         if temperature == 0:
             token = int(scores.argmax())

@@ -1,7 +1,8 @@
 """Every schedule by name: which algorithms serve which collective, and the one function that makes them.
 
 A new algorithm is a builder `(ranks, root) -> Schedule` and a line in this table; checking, drawing, counting,
-simulating and running it need nothing more.
+simulating and running it need nothing more. What its name says is relied upon: `flat…` goes through memory that ranks
+share, `direct…` reads the neighbours' inputs in place, `…_segmented` is given `segments`.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def build(
     stage_segments: int = 1,
     node_size: int | None = None,
 ) -> Schedule:
-    """The schedule of that name. `segments` matters to ring_segmented, `node_size` to hierarchical.
+    """The schedule of that name. `segments` matters to the segmented ones, `node_size` to those that know nodes.
 
     `stage_segments`: in how many the shared-memory ones pass over the stage.
     """
@@ -145,7 +146,7 @@ def build(
     make = BOOK[collective][algorithm]
     takes = inspect.signature(make).parameters
     options: dict[str, int] = {}
-    if algorithm == "ring_segmented":
+    if algorithm.endswith("_segmented"):
         options["segments"] = segments
     elif is_shared(algorithm) and "segments" in takes:
         options["segments"] = stage_segments

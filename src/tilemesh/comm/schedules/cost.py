@@ -1,16 +1,19 @@
 """What a schedule sends: counted step by step, and as closed forms that must agree with the count.
 
-The forms are for payloads that divide evenly; `nbytes` is the whole payload (for collectives with one block a rank: all
-blocks together). They are per rank, because in a tree or through a root ranks do not do the same.
+A form is optional: without one, `traffic` counts. The forms are for payloads that divide evenly; `nbytes` is the whole
+payload (for collectives with one block a rank: all blocks together). They are per rank, because in a tree or through a
+root ranks do not do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
-from tilemesh.comm.schedules.collectives import Layout
+from tilemesh.comm.schedules.book import build, is_shared
+from tilemesh.comm.schedules.collectives import BLOCKED, Layout, cut, layout
 from tilemesh.comm.schedules.recursive import below, distances
 from tilemesh.comm.schedules.schedule import NOBODY, Schedule
 from tilemesh.comm.schedules.tree import depth
@@ -59,11 +62,22 @@ def traffic(
     segments: int = 4,
     node_size: int = 8,
 ) -> Traffic:
-    """The closed form: what one rank sends."""
-    if ranks == 1 or algorithm.startswith(("flat", "direct")):
+    """What one rank sends: by the algorithm's closed form, or counted where it has none."""
+    if ranks == 1 or is_shared(algorithm):
         return Traffic()  # shared memory is read, not sent
-    case = _Case(collective, ranks, nbytes, rank, root, segments, node_size)
-    return _FORMS[algorithm](case)
+    form = _FORMS.get(algorithm)
+    if form is None:
+        return _counted(collective, algorithm, ranks, nbytes, root, segments, node_size)[rank]
+    return form(_Case(collective, ranks, nbytes, rank, root, segments, node_size))
+
+
+@lru_cache(maxsize=64)  # asked for rank after rank
+def _counted(
+    collective: str, algorithm: str, ranks: int, nbytes: int, root: int, segments: int, node_size: int
+) -> list[Traffic]:
+    schedule = build(collective, algorithm, ranks, root, segments=segments, node_size=node_size)
+    sizes = cut(nbytes, ranks) if collective in BLOCKED else (nbytes,)
+    return count(schedule, lambda rank: layout(collective, rank, root, ranks, schedule.chunks, sizes, sizes))
 
 
 @dataclass(frozen=True)
