@@ -130,7 +130,7 @@ def test_a_second_run_in_a_process_counts_its_own_memory(tmp_path: Path) -> None
 
     Of each parameter 16 bytes (weight, gradient, two moments) and 2 of a bf16 copy: 35.9 M x 18 = 647 MB for the large
     model, 2.5 M x 18 = 45 MB for the small one. To either come the activations of 4 x 128 tokens, a few tens of MB, and
-    workspaces of cuBLAS and cuBLASLt: two threads (forward, backward) on two streams (the current one, that of captures).
+    workspaces of cuBLAS and cuBLASLt: two threads (forward, backward) on two streams (the current one, the captures').
     """
     own, before = [], []
     for name, width in (("large", 1024), ("small", 256)):
