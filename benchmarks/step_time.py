@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from tilemesh.cli.local import local_machine
+from tilemesh.comm.connection import connect
 from tilemesh.core.config import load, to_dict
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
@@ -36,9 +37,11 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp
 from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.parallel.gradients import Local, Parts, Step
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import trained
 from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.step import predict
-from tilemesh.train.alone import LateStep, LocalGradients
 from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.graph import StepGraph
@@ -178,8 +181,9 @@ def make_step(
         prepare_for_compile(model)
     elif given.device == "cuda" and given.precision != "fp64":
         suit_gpu(model, compiled=False)
-    gradients = LocalGradients(model.parameters(), batch * context)
-    optimizer = Optimizer(OptimizerConfig(), model, given.precision)
+    held = trained(model)
+    gradients = Local(Parts(held, Mesh(connect("alone"))), batch * context)
+    optimizer = Optimizer(OptimizerConfig(), held, given.precision)
     batches = torch.randint(config.vocabulary, (8, batch, context + 1), device=device)
     autocast = AUTOCAST.get(given.precision)
 
@@ -193,7 +197,7 @@ def make_step(
     rate = torch.tensor(1e-4, dtype=torch.float32, device=device)
     count = 0
 
-    def body() -> LateStep:
+    def body() -> Step:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             total, targets = run(tokens, seed)
         gradients.backward(total, targets)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from tilemesh.cli.train_rows import rows
 from tilemesh.comm import connect, run_threads
@@ -32,6 +33,7 @@ from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.gradients import Step, read
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.plan.step import predict
 from tilemesh.runs import checkpoint
@@ -44,15 +46,16 @@ from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
 from tilemesh.train import bench_rank, graph, optimizer, sampling
-from tilemesh.train.alone import AHEAD, LateStep, Pace
 from tilemesh.train.config import TrainConfig, load
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.pace import AHEAD, Pace
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.rank import Result, lay_model, train_here
 from tilemesh.train.record import Recorder
-from tilemesh.train.steps import Stepper, read
+from tilemesh.train.source import Microbatch, Objective, TextSource, next_token
+from tilemesh.train.steps import Stepper
 
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,"
@@ -360,11 +363,11 @@ class PlayedGraphs:
     def __init__(self, log: list[str], fails: bool = False) -> None:
         self.log, self.fails = log, fails
 
-    def run(self, body: Callable[[], LateStep]) -> LateStep:
+    def run(self, body: Callable[[], Step]) -> Step:
         self.log.append("run")
         return body()
 
-    def capture(self, body: Callable[[], LateStep]) -> PlayedGraphs:
+    def capture(self, body: Callable[[], Step]) -> PlayedGraphs:
         self.log.append("capture")
         if self.fails:
             raise RunError("cannot be captured in a CUDA graph: RuntimeError: something was waited for")
@@ -380,8 +383,8 @@ class TestStepGraph:
     def steps(self, count: int, log: list[str], **options: Any) -> list[float]:
         loss = torch.zeros(())
 
-        def body() -> LateStep:
-            return LateStep(loss.add_(1.0), 8, loss)
+        def body() -> Step:
+            return Step(loss.add_(1.0), 8, loss)
 
         fails = options.pop("fails", False)
         told = options.pop("told", lambda now: None)
@@ -422,13 +425,51 @@ class TestAlone:
         self, text: str, late: bool, sets: str = "optimizer.clip=0.5", replayed: bool = False
     ) -> list[tuple[int, float, float]]:
         config = made(text, "dp=1,tp=1", "plan.microbatch=4", sets)
-        laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
-        optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
-        stepper = Stepper(config, laid, open_corpus(config.data), optimizer, Recorder(Trace(None)), late=late)
+        mesh, device = Mesh(connect("alone")), torch.device("cpu")
+        laid = lay_model(config, mesh, device, late=late)
+        optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
+        source = TextSource(config, open_corpus(config.data), mesh.dp, device)
+        stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), Recorder(Trace(None)))
         assert stepper.is_late is late
         if replayed:  # as a graph does it: the same call on the same tensors each time
             stepper.replay = stepper._move  # type: ignore[assignment]
-        return read([stepper(number) for number in range(1, 7)])
+        done = read([stepper(number) for number in range(1, 7)])
+        stepper.close()
+        return [(number, loss, norm) for number, (loss, norm) in enumerate(done, 1)]
+
+    def test_another_source_and_another_objective_are_handed_in(self, text: str) -> None:
+        """A source of three tensors and a loss of two terms: a step needs to know of neither."""
+        config = made(text, "dp=1,tp=1", "train.steps=8,optimizer.lr=0.02")
+        laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+        tokens = torch.arange(17)[None] % 13
+        teacher = torch.zeros(1, 16, config.model.vocabulary).scatter_(-1, tokens[:, 1:, None], 5.0)
+
+        class Taught:
+            names = ("tokens", "targets", "teacher")
+
+            def fetch(self, number: int) -> list[Microbatch]:
+                return [Microbatch((tokens[:, :-1], tokens[:, 1:], teacher), 0)]
+
+            def held_out(self) -> Iterator[Microbatch]:
+                yield from self.fetch(1)
+
+            def fingerprint(self) -> str:
+                return "taught"
+
+            def go_on(self, steps: int, position: int) -> None:
+                raise AssertionError
+
+        def distilled(inputs: torch.Tensor, targets: torch.Tensor, wanted: torch.Tensor) -> Any:
+            logits = laid.module(inputs)
+            return functional.mse_loss(logits, wanted, reduction="sum"), torch.tensor(targets.numel())
+
+        optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
+        objective = Objective(distilled, distilled)
+        stepper = Stepper(config, laid, optimizer, Taught(), objective, Recorder(Trace(None)))
+        before = stepper.evaluate()
+        losses = [loss for loss, _ in read([stepper(number) for number in range(1, 9)])]
+        assert losses[0] == pytest.approx(before, rel=1e-5)
+        assert losses[-1] < 0.9 * losses[0]
 
     @pytest.mark.parametrize("sets", ["optimizer.fused=true", "optimizer.fused=false", "optimizer.name=sgd"])
     def test_they_come_to_the_same(self, text: str, sets: str) -> None:

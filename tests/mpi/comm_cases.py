@@ -664,7 +664,7 @@ def bytes_on_the_wire(comm: Communicator, algorithms: Sequence[str] = ALGORITHMS
             if collective in BLOCKED:
                 sizes = (case.length,) * n if collective in ("all_gather", "gather") else cut(case.length, n)
             root = case.root if collective in ROOTED else 0
-            schedule = build(collective, algorithm, n, root, node_size=comm._caller.planner.node_size)
+            schedule = build(collective, algorithm, n, root, node_size=comm.node_size)
             received = (sizes[me],) * n if collective == "all_to_all" else ()
             place = layout(collective, me, schedule.root, n, schedule.chunks, sizes, received)
             wanted = count(schedule, lambda _, p=place: p, 4)[me] if n > 1 else None
@@ -811,7 +811,7 @@ def _block_of(array: Any) -> Any:
 
 def memory_goes_back(comm: Communicator) -> None:
     """What all ranks have dropped is given out again: in the end as much is taken as before."""
-    arena = comm._caller.sharing.arena
+    arena = comm.arena
     gc.collect()  # arrays of the cases before may hang in the tracebacks of expected errors
     comm.barrier()
     places = []
@@ -936,7 +936,7 @@ def run_surface(comm: Communicator) -> tuple[int, list[str]]:
 
 def run_hierarchical(comm: Communicator, node_size: int) -> tuple[int, list[str]]:
     """The cases of the two-level algorithm, on ranks that are to be taken for nodes of that size."""
-    assert comm._caller.planner.node_size == node_size
+    assert comm.node_size == node_size
     chosen = [case for case in cases(comm, full=False) if case.algorithm == "hierarchical"]
     served = {name for name, row in BOOK.items() if "hierarchical" in row}
     assert {case.collective for case in chosen} == served

@@ -32,7 +32,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffic
 from tilemesh.parallel.agree import agree
-from tilemesh.parallel.data import Gradients
+from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import MODELS
 from tilemesh.parallel.laid import Laid
@@ -311,12 +311,12 @@ def own_module(comm: Communicator) -> None:
         whole = made()
     loss = whole(tokens).square().sum()
     loss.backward()
-    for bucket_bytes in (1, 1 << 20, None):
+    for way, bucket_bytes in (("bucketed", 1), ("bucketed", 1 << 20), ("naive", 1)):
         with GENERATOR:
             local = made()
         laid = lay(
             local, Mesh(comm, tp=comm.size), ParallelPlan(tp=comm.size, precision="fp64"), SPLITS,
-            bucket_bytes=bucket_bytes,
+            gradients=way, bucket_bytes=bucket_bytes,
         )  # fmt: skip
         mine = laid.module(tokens).square().sum()
         close(mine, loss)
@@ -334,10 +334,11 @@ def buckets(comm: Communicator) -> None:
     config = MODELS["post"]
     steps = {}
     for bucket_bytes in (None, 1, 3000, 1 << 30):
-        laid = laid_of(comm, config, comm.size, 1, bucket_bytes=bucket_bytes, algorithm="ring")
+        way = {"gradients": "naive"} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        laid = laid_of(comm, config, comm.size, 1, algorithm="ring", **way)
         tokens_BT, targets_BT = alone.batch(config, 0)
         order: list[int] = []
-        if isinstance(laid.gradients, Gradients):
+        if isinstance(laid.gradients, Bucketed):
             _note_order(laid.gradients, order)
         rows = cut(len(tokens_BT), comm.size)
         first = sum(rows[: comm.rank])
@@ -350,7 +351,7 @@ def buckets(comm: Communicator) -> None:
                 assert laid.mesh.dp.comm.sent.nbytes == sent, "only the last microbatch exchanges"
         done = laid.gradients.finish(max_norm=0.01)
         assert order == sorted(order)
-        if isinstance(laid.gradients, Gradients):
+        if isinstance(laid.gradients, Bucketed):
             assert len(order) == len(laid.gradients.buckets)
             for parameter in laid.module.parameters():
                 assert any(_is_view(parameter.grad, flat) for flat in laid.gradients.buffers)
@@ -367,14 +368,14 @@ def buckets(comm: Communicator) -> None:
                 close(gradients[name], wanted[name], 1e-11)
 
 
-def _note_order(gradients: Gradients, order: list[int]) -> None:
-    start = gradients._start
+def _note_order(gradients: Bucketed, order: list[int]) -> None:
+    exchange = gradients.exchange
 
-    def noted(bucket: Any) -> None:
+    def noted(bucket: Any) -> Any:
         order.append(next(i for i, known in enumerate(gradients.buckets) if known is bucket))
-        start(bucket)
+        return exchange(bucket)
 
-    gradients._start = noted  # type: ignore[method-assign]
+    gradients.exchange = noted  # type: ignore[method-assign]
 
 
 def _is_view(view: Tensor | None, flat: Tensor) -> bool:
@@ -430,12 +431,12 @@ def bytes_on_the_wire(comm: Communicator) -> None:
 
 def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, tokens: int, turns: int) -> None:
     mesh = laid.mesh
-    assert isinstance(laid.gradients, Gradients)
+    assert isinstance(laid.gradients, Bucketed)
     counted = {"tp": mesh.tp.comm, "dp": mesh.dp.comm, "mesh": comm}
     counted |= {
         f"tp {blocks[0][1]}": group
-        for blocks, group in laid.gradients._copies.items()
-        if group is not mesh.tp.comm and blocks
+        for blocks, group in laid.gradients.groups.items()
+        if group is not mesh.tp.comm and dict(blocks).get("tp")
     }
     before = {axis: group.sent.nbytes for axis, group in counted.items()}
     tokens_BT = torch.arange(rows * tokens).reshape(rows, tokens) % config.vocabulary

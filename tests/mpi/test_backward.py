@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.launch.job import launch
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel import Column, Mesh, Vocabulary, lay
+from tilemesh.parallel.buckets import Bucket, Bucketed
+from tilemesh.parallel.gradients import Gradients, Step, read
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
 PARTS = ["own_module", "buckets", "readiness_differs"]
@@ -36,43 +39,128 @@ def test_of_processes(transport: str, part: str) -> None:
     parallel_cases.require_part(transport, part)
 
 
-def alone(bucket_bytes: int | None = 1 << 20) -> tuple[torch.nn.Linear, object]:
+def alone(way: str = "bucketed", tokens: int | None = None) -> tuple[torch.nn.Linear, Gradients]:
     model = torch.nn.Linear(3, 2, dtype=torch.float64)
     mesh = Mesh(connect("alone"))
-    return model, lay(model, mesh, ParallelPlan(precision="fp64"), {}, bucket_bytes=bucket_bytes).gradients
+    return model, lay(model, mesh, ParallelPlan(precision="fp64"), {}, gradients=way, tokens=tokens).gradients
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 1 << 20])
-def test_a_step_on_one_rank_is_torchs_own(bucket_bytes: int | None) -> None:
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("way", ["bucketed", "naive", "local"])
+def test_a_step_on_one_rank_is_torchs_own(way: str, divide: bool) -> None:
     """Mean over counted tokens, clipped like clip_grad_norm_; scale is taken out again; nothing is left over."""
-    model, gradients = alone(bucket_bytes)
+    model, gradients = alone(way, tokens=4)
     x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    scale = 1.0 if way == "local" else 8.0
     for _ in range(2):
         for turn, rows in enumerate((x[:1], x[1:])):
-            gradients.backward(model(rows).square().sum(), len(rows), last=turn == 1, scale=8.0)  # type: ignore[attr-defined]
-        done = gradients.finish(max_norm=1.0)  # type: ignore[attr-defined]
+            gradients.backward(model(rows).square().sum(), len(rows), last=turn == 1, scale=scale)
+        done = gradients.finish(max_norm=1.0, divide=divide)
+        assert (done.divisor is None) == divide
+        if done.divisor is not None:  # what the optimizer does on its way
+            for flat in gradients.buffers:
+                flat /= done.divisor
+        assert isinstance(done.norm, torch.Tensor) == gradients.is_late == (way == "local")
+        [(loss_read, norm_read)] = read([done])
         whole = torch.nn.Linear(3, 2, dtype=torch.float64)
         whole.load_state_dict(model.state_dict())
         loss = whole(x).square().sum() / 4
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        torch.testing.assert_close(model.weight.grad, whole.weight.grad)
-        torch.testing.assert_close(model.bias.grad, whole.bias.grad)
+        # A divisor is float32, as the optimizers' kernels take it.
+        bound = {"rtol": 1e-7, "atol": 1e-7} if not divide else {}
+        torch.testing.assert_close(model.weight.grad, whole.weight.grad, **bound)
+        torch.testing.assert_close(model.bias.grad, whole.bias.grad, **bound)
         assert done.tokens == 4
-        assert math.isclose(done.loss, loss.item(), rel_tol=1e-12)
-        assert math.isclose(done.norm, norm.item(), rel_tol=1e-12)
+        assert math.isclose(loss_read, loss.item(), rel_tol=1e-12)
+        assert math.isclose(norm_read, norm.item(), rel_tol=1e-12)
+        gradients.clear()
+
+
+def test_several_steps_are_read_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or tolist(tensor))
+    steps = [Step(torch.tensor(float(number)), 8, 2.0 * number) for number in range(3)]
+    assert read(steps) == [(0.0, 0.0), (1.0, 2.0), (2.0, 4.0)]
+    assert waits == [1]
+    assert read([]) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: alone("local"), "local gradients without tokens"),
+        (lambda: alone("buckets"), "unknown gradients 'buckets': did you mean 'bucketed'"),
+        (
+            lambda: alone("local", 4)[1].backward(torch.ones(()), 1, scale=2.0),
+            "a loss scale of 2.0 with local gradients",
+        ),
+        (lambda: alone("local", 4)[1].finish(), "before the last microbatch"),
+        (lambda: run_threads(2, _local_on_two), "local gradients on a mesh of dp=2 × tp=1: they are for one process"),
+    ],
+)
+def test_what_a_way_of_making_gradients_cannot_do(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def _local_on_two(comm: Communicator) -> None:
+    plan = ParallelPlan(dp=2, precision="fp32")
+    lay(torch.nn.Linear(2, 2), Mesh(comm, dp=2), plan, {}, gradients="local", tokens=4)
+
+
+def test_another_exchange_is_a_method_away() -> None:
+    """What compression does: it sends something else; the bucket holds the sum once the handle has been waited for."""
+
+    class Halved(Bucketed):
+        """Sends 16 bits of each number."""
+
+        def exchange(self, bucket: Bucket) -> Any:
+            sent = bucket.flat.bfloat16()
+            handle = self.groups[bucket.batch_summed].all_reduce(sent, out=sent, algorithm=self.algorithm, wait=False)
+
+            class Expanding:
+                def test(self) -> bool:
+                    return bool(handle.test())
+
+                def wait(self) -> None:
+                    handle.wait()
+                    bucket.flat.copy_(sent)
+
+            return Expanding()
+
+    def main(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, int]:
+        found = []
+        for way in ("bucketed", Halved):
+            model = torch.nn.Linear(64, 64)
+            with torch.no_grad():
+                model.weight.copy_(torch.linspace(-1, 1, 64 * 64).reshape(64, 64))
+            mesh = Mesh(comm, dp=2)
+            laid = lay(model, mesh, ParallelPlan(dp=2, precision="fp32"), {}, gradients=way, algorithm="ring")
+            before = mesh.dp.comm.sent.nbytes
+            laid.gradients.backward(laid.module(torch.ones(3, 64) * (comm.rank + 1)).square().sum(), 3)
+            laid.gradients.finish()
+            assert model.weight.grad is not None
+            found.append((model.weight.grad, mesh.dp.comm.sent.nbytes - before))
+        return found[0][0], found[1][0], found[0][1] // found[1][1]
+
+    for exact, halved, ratio in run_threads(2, main):
+        assert ratio == 2
+        assert 0 < float((halved - exact).norm() / exact.norm()) < 2**-7
 
 
 def test_gradients_that_are_not_finite_are_told_by_the_norm() -> None:
     model, gradients = alone()
-    gradients.backward(model(torch.full((1, 3), math.inf, dtype=torch.float64)).sum(), 1)  # type: ignore[attr-defined]
-    assert not math.isfinite(gradients.finish(max_norm=1.0).norm)  # type: ignore[attr-defined]
+    gradients.backward(model(torch.full((1, 3), math.inf, dtype=torch.float64)).sum(), 1)
+    assert not math.isfinite(gradients.finish(max_norm=1.0).norm)
 
 
 def test_a_step_without_any_counted_token_changes_nothing() -> None:
     model, gradients = alone()
-    gradients.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum() * 0, 0)  # type: ignore[attr-defined]
-    done = gradients.finish(max_norm=1.0)  # type: ignore[attr-defined]
+    gradients.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum() * 0, 0)
+    done = gradients.finish(max_norm=1.0)
     assert (done.loss, done.tokens, done.norm) == (0.0, 0, 0.0)
     assert not model.weight.grad.any()
 
@@ -81,10 +169,10 @@ def test_steps_out_of_order_are_refused() -> None:
     model, gradients = alone()
     loss = model(torch.ones(1, 3, dtype=torch.float64)).sum()
     with pytest.raises(UsageError, match="before the last microbatch"):
-        gradients.finish()  # type: ignore[attr-defined]
-    gradients.backward(loss, 1)  # type: ignore[attr-defined]
+        gradients.finish()
+    gradients.backward(loss, 1)
     with pytest.raises(UsageError, match="call finish\\(\\) first"):
-        gradients.backward(loss, 1)  # type: ignore[attr-defined]
+        gradients.backward(loss, 1)
 
 
 def test_a_region_wants_its_input_unnamed() -> None:

@@ -20,10 +20,11 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
-from tilemesh.parallel.data import BUCKET_BYTES, Gradients, NaiveGradients
+from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
+from tilemesh.parallel.gradients import Gradients, Local, Naive, Parts, Way
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take
+from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
 
 Splits = Mapping[str, str | Split]
@@ -37,7 +38,9 @@ def lay(
     *,
     device: torch.device | str = "cpu",
     algorithm: str = "auto",
-    bucket_bytes: int | None = BUCKET_BYTES,
+    gradients: str | Way = "bucketed",
+    bucket_bytes: int = BUCKET_BYTES,
+    tokens: int | None = None,
 ) -> Laid:
     """This rank's part of the model, ready to train. A collective call; the model given becomes the local one.
 
@@ -45,7 +48,8 @@ def lay(
     each is split: "column", "row", "vocabulary", "region", "whole" or a value of `shard.py`; the last match counts, and
     what matches nothing is whole on every rank. `device`: where a model without memory (on the meta device) gets its
     part; its weights are NaN until `load` or `initialize`. `algorithm`: of every exchange, as a communicator takes it.
-    `bucket_bytes`: gradients are exchanged in pieces of about so many bytes; None: naively, one a parameter at the end.
+    `gradients`: "bucketed" in pieces of about `bucket_bytes`, "naive", or "local" for one process, whose steps have
+    `tokens` targets each (see `gradients.py`); or what makes another implementation.
     """
     kinds = transformer_splits(model.config) if isinstance(model, Transformer) and splits is None else splits
     if kinds is None:
@@ -58,15 +62,25 @@ def lay(
     _cut_parameters(model, shards, torch.device(device))
     if mesh.tp.size > 1:
         _cut_modules(model, found, seams)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not parameters:
+    held = trained(model, shards)
+    if not held:
         raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
-    gradients: Gradients | NaiveGradients
-    if bucket_bytes is None:
-        gradients = NaiveGradients(parameters, shards, mesh, algorithm=algorithm)
-    else:
-        gradients = Gradients(parameters, shards, mesh, bucket_bytes=bucket_bytes, algorithm=algorithm)
-    return Laid(model, mesh, plan, shards, seams, gradients)
+    made = _gradients(gradients, Parts(held, mesh, algorithm), bucket_bytes, tokens)
+    return Laid(model, mesh, plan, shards, held, seams, made)
+
+
+def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | None) -> Gradients:
+    if callable(way):
+        return way(parts)
+    if way == "bucketed":
+        return Bucketed(parts, bucket_bytes)
+    if way == "naive":
+        return Naive(parts)
+    if way == "local":
+        if tokens is None:
+            raise UsageError("local gradients without tokens: say how many targets a step has")
+        return Local(parts, tokens)
+    raise unknown("gradients", way, ("bucketed", "naive", "local"))
 
 
 def transformer_splits(config: ModelConfig) -> Splits:

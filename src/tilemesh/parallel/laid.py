@@ -19,9 +19,9 @@ from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, Place
 from tilemesh.model.transformer import Pass, Transformer, draw, loss_sum
 from tilemesh.parallel.agree import tell
-from tilemesh.parallel.data import Gradients, NaiveGradients
+from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import join, take
+from tilemesh.parallel.shard import Held, join, take
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
@@ -29,7 +29,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Laid:
-    """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange."""
+    """`module`: the local model; `shards`: what each of its parameters is of the whole; `gradients`: their exchange.
+
+    `held`: the parameters that are trained, by name, each with its shard.
+    """
 
     def __init__(
         self,
@@ -37,17 +40,24 @@ class Laid:
         mesh: Mesh,
         plan: ParallelPlan,
         shards: Mapping[str, Shard],
+        held: Mapping[str, Held],
         seams: Seams,
-        gradients: Gradients | NaiveGradients,
+        gradients: Gradients,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.plan = plan
         self.shards = shards
+        self.held = held
         self.seams = seams
         self.gradients = gradients
         self.recompute_every = 1 if plan.recompute == "full" else 0
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
+
+    @property
+    def loss_copies(self) -> int:
+        """How many ranks have the same loss: a sum over all ranks of the mesh counts it so many times."""
+        return loss_shard(self.mesh).alike
 
     # Forward ------------------------------------------------------------------------------------------------------
 

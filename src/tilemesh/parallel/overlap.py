@@ -24,12 +24,13 @@ from tilemesh.measure.timing import compare
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
-from tilemesh.parallel.data import Gradients
+from tilemesh.parallel.buckets import Bucketed
+from tilemesh.parallel.gradients import Way, read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 
 
-class AfterBackward(Gradients):
+class AfterBackward(Bucketed):
     """The bucketed exchange without overlap: nothing starts before `finish`."""
 
     def _launch(self) -> None:
@@ -55,29 +56,24 @@ def measure(
     tokens_BT = torch.randint(0, config.vocabulary, (rows, tokens), generator=generator)
     targets_BT = torch.randint(0, config.vocabulary, (rows, tokens), generator=generator)
 
-    def laid(mesh: Mesh, bucket_bytes: int | None) -> Laid:
+    def laid(mesh: Mesh, gradients: str | Way = "bucketed") -> Laid:
         plan = ParallelPlan(dp=mesh.dp.size, precision="fp32")
-        return lay(Transformer(config, seed=1), mesh, plan, bucket_bytes=bucket_bytes, algorithm=algorithm)
+        model = Transformer(config, seed=1)
+        return lay(model, mesh, plan, algorithm=algorithm, gradients=gradients, bucket_bytes=bucket_bytes)
 
     def step(model: Laid) -> Callable[[int], object]:
         def run(_: int) -> float:
             loss, count = model.loss(tokens_BT, targets_BT, dropout_seed=1)
             model.gradients.backward(loss, count)
-            return model.gradients.finish(max_norm=1.0).loss
+            return read([model.gradients.finish(max_norm=1.0)])[0][0]
 
         return run
 
-    after = laid(mesh, bucket_bytes)
-    assert isinstance(after.gradients, Gradients)
-    after.gradients.close()
-    after.gradients = AfterBackward(
-        dict(after.module.named_parameters()), after.shards, mesh, bucket_bytes=bucket_bytes, algorithm=algorithm
-    )
     candidates = {
-        "compute": step(laid(Mesh(connect("alone")), bucket_bytes)),
-        "after": step(after),
-        "bucketed": step(laid(mesh, bucket_bytes)),
-        "naive": step(laid(mesh, None)),
+        "compute": step(laid(Mesh(connect("alone")))),
+        "after": step(laid(mesh, lambda parts: AfterBackward(parts, bucket_bytes))),
+        "bucketed": step(laid(mesh)),
+        "naive": step(laid(mesh, "naive")),
     }
     timer = rank_timer(comm)
     return dict(compare(candidates, timer=timer, repeats=repeats, warmup=2, seconds=seconds, on_error="raise"))

@@ -14,13 +14,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tilemesh.core.axes import Axes, size_of
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.shard import Cut, Shard, share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Held(NamedTuple):
+    """A parameter as this rank holds it, and what that is of the whole: what gradients and optimizers work on."""
+
+    tensor: nn.Parameter
+    shard: Shard
+
+
+def trained(module: nn.Module, shards: Mapping[str, Shard] | None = None) -> dict[str, Held]:
+    """The parameters of a module that are trained, by name; without shards each of them is the whole."""
+    return {
+        name: Held(tensor, Shard(name, tuple(tensor.shape)) if shards is None else shards[name])
+        for name, tensor in module.named_parameters()
+        if tensor.requires_grad
+    }
 
 
 @dataclass(frozen=True)

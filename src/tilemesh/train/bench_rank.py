@@ -34,6 +34,7 @@ from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.peers import PlainStep
 from tilemesh.train.rank import choose_device, lay_model
 from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
+from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
 TURN_FILE = "turn.json"
@@ -87,10 +88,11 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
-    optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
-    stepper = Stepper(config, laid, open_corpus(config.data), optimizer, recorder)
+    source = TextSource(config, open_corpus(config.data), mesh.dp, device)
+    stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
     loop = Loop(config, stepper, writer, Journal(nowhere, False, print), nowhere, lambda event: None)
 
     def run() -> float:

@@ -15,7 +15,7 @@ import torch
 from tilemesh.core.errors import RunError
 from tilemesh.core.plan import REPLAY_ROOM
 from tilemesh.measure.gpu import CudaGraphs
-from tilemesh.train.alone import LateStep
+from tilemesh.parallel.gradients import Step
 
 PLAIN_STEPS = 2
 """Steps launched one kernel at a time before one is captured: the first compiles and makes the optimiser's state."""
@@ -32,9 +32,9 @@ class Captured(Protocol):
 class Graphs(Protocol):
     """What this needs of `measure.gpu.CudaGraphs`; a test puts its own in place."""
 
-    def run(self, body: Callable[[], LateStep]) -> LateStep: ...
+    def run(self, body: Callable[[], Step]) -> Step: ...
 
-    def capture(self, body: Callable[[], LateStep]) -> Captured: ...
+    def capture(self, body: Callable[[], Step]) -> Captured: ...
 
 
 class StepGraph:
@@ -46,7 +46,7 @@ class StepGraph:
 
     def __init__(
         self,
-        body: Callable[[], LateStep],
+        body: Callable[[], Step],
         capturing: Callable[[bool], None] = lambda now: None,
         always: bool = False,
         graphs: Graphs | None = None,
@@ -56,16 +56,15 @@ class StepGraph:
         self.captured: Captured | None = None
         self._calls = 0
 
-    def __call__(self) -> LateStep:
+    def __call__(self) -> Step:
         self._calls += 1
         if self._calls == PLAIN_STEPS + 1 and (self.always or has_room()):
             self.captured = self._capture()
         if self.captured is None:
             return self.graphs.run(self.body)
         self.captured.replay()
-        done: LateStep = self.captured.result
-        # Copies: the next replay writes over what this one left.
-        return LateStep(done.loss.clone(), done.tokens, done.norm.clone())
+        done: Step = self.captured.result
+        return done.copied()
 
     def _capture(self) -> Captured:
         self.capturing(True)

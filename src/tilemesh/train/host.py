@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilemesh.comm.connection import connect
 from tilemesh.measure.figure import Figure, Outcome
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer, loss_sum
-from tilemesh.train.alone import LocalGradients
+from tilemesh.parallel.gradients import Local, Parts
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import trained
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.plain import prepare_for_compile
@@ -161,8 +164,9 @@ def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
     model = Transformer(config, device=device).train()
     if code == "compiled":
         prepare_for_compile(model)
-    gradients = LocalGradients(model.parameters(), config.context)
-    optimizer = Optimizer(OptimizerConfig(), model, "bf16")
+    held = trained(model)
+    gradients = Local(Parts(held, Mesh(connect("alone"))), config.context)
+    optimizer = Optimizer(OptimizerConfig(), held, "bf16")
     # A CPU without bf16 products, where the tests run this, takes them one by one.
     autocast = device == "cuda"
     tokens = torch.randint(config.vocabulary, (1, config.context + 1), device=device)

@@ -22,8 +22,9 @@ import torch
 
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.matmul.choice import picks
+from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
+from tilemesh.parallel.gradients import Step, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.metrics import STEP, STOPPED
@@ -34,7 +35,7 @@ from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
 from tilemesh.train.schedule import rate
-from tilemesh.train.steps import Done, Stepper, read
+from tilemesh.train.steps import Stepper
 
 Bytes = dict[str, dict[str, int]]  # axis: operation: bytes
 
@@ -119,10 +120,10 @@ class Loop:
         self.recorder, self.laid, self.optimizer = stepper.recorder, stepper.laid, stepper.optimizer
         self.mesh, self.device = stepper.laid.mesh, stepper.device
         self.progress, self.timing = Progress(), Timing()
-        self.fingerprint = stepper.corpus.train.fingerprint()
+        self.fingerprint = stepper.source.fingerprint()
         self.interrupted = False
         self.step_bytes: Bytes = {}
-        self._unread: list[Done] = []
+        self._unread: list[tuple[int, Step]] = []
         self._began = 0  # the step this attempt goes on from
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
@@ -164,7 +165,7 @@ class Loop:
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
         recorder.is_in_step = True
-        self._unread.append(self.stepper(progress.step + 1))
+        self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
         progress.step += 1
         progress.position += self.config.batch
         asked = interrupt is not None and (interrupt.asked or progress.step == interrupt.stop_after)
@@ -174,7 +175,9 @@ class Loop:
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
-        values, self._unread = read(self._unread), []
+        numbers = read([step for _, step in self._unread])
+        values = [(number, loss, norm) for (number, _), (loss, norm) in zip(self._unread, numbers, strict=True)]
+        self._unread = []
         for step, loss, norm in values:
             if self.stepper.is_bad(loss, norm):
                 self._refuse(step, loss, norm)
@@ -215,11 +218,7 @@ class Loop:
     def _checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
-            parts = [
-                part
-                for kind, name, tensor in self.optimizer.tensors()
-                for part in parts_of(f"{kind}:{name}", self.laid.shards[name], tensor)
-            ]
+            parts = [part for name, shard, tensor in self.optimizer.tensors() for part in parts_of(name, shard, tensor)]
             values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
         self.write_choices()
@@ -230,7 +229,7 @@ class Loop:
             "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
-            "matmul": {**self.earlier.get("matmul", {}), **picks()},
+            "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
         }
         if made != self._choices:
             self.journal.write(CHOICES, made)
@@ -287,8 +286,9 @@ class Loop:
         """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
         name = bad_batch(step, self.mesh.dp.index)
         if self.mesh.tp.index == 0:
-            tokens, targets, _ = zip(*self.stepper.fetch(step), strict=True)
-            whole = {"tokens": torch.cat(tokens).cpu(), "targets": torch.cat(targets).cpu()}
+            source = self.stepper.source
+            columns = zip(*(tensors for tensors, _ in source.fetch(step)), strict=True)
+            whole = {name: torch.cat(column).cpu() for name, column in zip(source.names, columns, strict=True)}
             write_tensors(self.folder / name, whole)
         what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         advice = "a smaller optimizer.lr or optimizer.clip may help"

@@ -1,7 +1,8 @@
-"""AdamW and SGD over a model's parameters, with their state by the parameters' names, and the precisions.
+"""AdamW and SGD over named shards of parameters, with their state by the same names, and the precisions.
 
-The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it, so a checkpoint
-stores it beside the weight and any layout can read it back. torch's own optimisers do the arithmetic (fused into one
+The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
+how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
+they are all of a layer's, is not asked. torch's own optimisers do the arithmetic (fused into one
 kernel where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one
 parameter at a time, so that no second copy of all gradients exists.
 """
@@ -9,12 +10,14 @@ parameter at a time, so that no second copy of all gradients exists.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
+from tilemesh.core.shard import Shard
+from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
 
@@ -51,19 +54,21 @@ def _multiplies(short: str) -> bool:
 
 
 class Optimizer:
-    """Steps the parameters of a module. `tensors` is everything a checkpoint has to keep of them."""
+    """Steps parameters. `tensors` is everything a checkpoint has to keep of them."""
 
-    def __init__(self, config: OptimizerConfig, module: nn.Module, precision: str) -> None:
+    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str) -> None:
         self.config = config
+        self.shards = {name: shard for name, (_, shard) in held.items()}
         self.kinds = _KINDS[config.name] if config.name == "adamw" or config.momentum else ()
-        self.parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+        self.parameters = {name: tensor for name, (tensor, _) in held.items()}
         self.has_masters = precision == "bf16-master"
         self.stepped: dict[str, nn.Parameter] = dict(self.parameters)
         if self.has_masters:
             self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
         self.steps = 0
         groups = [
-            {name: value for name, value in self.stepped.items() if decays(value) is way} for way in (True, False)
+            {name: value for name, value in self.stepped.items() if decays(self.shards[name].whole) is way}
+            for way in (True, False)
         ]
         decay = (config.weight_decay, 0.0)
         if self.has_masters:
@@ -132,14 +137,14 @@ class Optimizer:
 
     # State --------------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(kind, parameter's name, tensor) of all there is to keep; before the first step only the weights."""
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        """("KIND:PARAMETER", shard, tensor) of all there is to keep; before the first step only the weights."""
         for name, value in self.stepped.items():
-            yield WEIGHT, name, value.detach()
+            yield f"{WEIGHT}:{name}", self.shards[name], value.detach()
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield kind, name, self._state(name)[kind]
+                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
@@ -181,9 +186,9 @@ class Optimizer:
         return found
 
 
-def decays(parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, not to biases and norms."""
-    return parameter.dim() >= 2
+def decays(whole: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter of this whole shape: to matrices, not to biases and norms."""
+    return len(whole) >= 2
 
 
 class LossScale:

@@ -42,8 +42,8 @@ class PlainStep:
         model: Any = plain_model(config, device)
         parameters = list(model.parameters())
         groups = [
-            {"params": [p for p in parameters if decays(p)], "weight_decay": config.optimizer.weight_decay},
-            {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+            {"params": [p for p in parameters if decays(p.shape)], "weight_decay": config.optimizer.weight_decay},
+            {"params": [p for p in parameters if not decays(p.shape)], "weight_decay": 0.0},
         ]
         chosen = config.optimizer
         self.optimizer = torch.optim.AdamW(

@@ -31,7 +31,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import check_tokens, open_corpus
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
-from tilemesh.kernels.matmul.choice import keep_to
+from tilemesh.kernels.context import default_context
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
@@ -60,6 +60,7 @@ from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
 from tilemesh.train.sampling import sample
+from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
 
@@ -145,9 +146,9 @@ def train_here(
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
-    keep_to(earlier.get("matmul", {}))
+    default_context().keep_to("matmul", earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
-    optimizer = Optimizer(config.optimizer, laid.module, config.plan.precision)
+    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -157,7 +158,8 @@ def train_here(
         say=say,
         note=journal.add,
     )
-    stepper = Stepper(config, laid, corpus, optimizer, recorder)
+    source = TextSource(config, corpus, mesh.dp, device)
+    stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
     loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
@@ -178,18 +180,26 @@ def train_here(
         trace.close()
     if loop.interrupted:
         journal.add(STOPPED, loop.progress.step, why="asked to stop")
-    return _finish(loop, recorder, journal, baseline, began)
+    result = _finish(loop, corpus, recorder, journal, baseline, began)
+    stepper.close()
+    return result
 
 
-def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device) -> Laid:
-    """The model of the config on this rank of the mesh, with fresh weights."""
+def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool | None = None) -> Laid:
+    """The model of the config on this rank of the mesh, with fresh weights.
+
+    `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
+    """
     dtype = stored_dtype(config.plan.precision)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
     if config.kernels_on(device.type) == "torch":
         make_plain(model)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=config.train.compile and config.kernels_on(device.type) == "torch")
-    laid = lay(model, mesh, config.plan)
+    if late is None:
+        late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
+    way = "local" if late else "bucketed"
+    laid = lay(model, mesh, config.plan, gradients=way, tokens=config.tokens_per_step)
     laid.recompute_every = config.segment
     laid.module.train()
     return laid
@@ -223,14 +233,14 @@ def restore(loop: Loop, reader: Reader) -> None:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
     tensors = {
-        (kind, name): reader.local(f"{kind}:{name}", loop.laid.shards[name])
+        (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
         for kind in kinds
         for name in loop.optimizer.stepped
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
-    loop.stepper.steps, loop.stepper.position = step, int(values["position"])
+    loop.stepper.source.go_on(step, int(values["position"]))
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step
@@ -277,7 +287,7 @@ def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
 # ---- the end ---------------------------------------------------------------------------------------------------
 
 
-def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
+def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, baseline: int, began: float) -> Result:
     comm, progress, config = loop.mesh.comm, loop.progress, loop.config
     told = {} if loop.steps_done else read_small(loop.folder, SUMMARY)
     # Where nothing was left to do, what the steps came to when they were done stays as it was told then.
@@ -289,7 +299,7 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
-        text = _sample(loop)
+        text = _sample(loop, corpus)
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
@@ -307,13 +317,13 @@ def _finish(loop: Loop, recorder: Recorder, journal: Journal, baseline: int, beg
     return Result(loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted)
 
 
-def _sample(loop: Loop) -> str:
+def _sample(loop: Loop, corpus: Corpus) -> str:
     """What the model writes now; every rank of the first replica takes part, since each holds a part of the model."""
-    config, tokenizer = loop.config, loop.stepper.corpus.tokenizer
+    config, tokenizer = loop.config, corpus.tokenizer
     try:
         prompt = encode_prompt(tokenizer, config.sample.prompt)
     except UsageError:  # shards from elsewhere: begin as a document does
-        prompt = [int(loop.stepper.corpus.train.sample(0, 1)[0])]
+        prompt = [int(corpus.train.sample(0, 1)[0])]
     tokens = sample(
         lambda x, cache: loop.laid.logits(x, cache=cache),
         prompt,

@@ -12,6 +12,7 @@ import numpy as np
 from tilemesh.comm.runtime.arithmetic import BF16
 from tilemesh.comm.runtime.memory import Like, described, opened
 from tilemesh.comm.runtime.transport import Array
+from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 
 
@@ -89,6 +90,23 @@ def counts_of(counts: Sequence[int] | None, size: int, what: str) -> tuple[int, 
 def require_total(counts: tuple[int, ...], length: int, axis: int, what: str) -> None:
     if sum(counts) != length:
         raise UsageError(f"{what} {list(counts)} add up to {sum(counts)}: the input has {length} along axis {axis}")
+
+
+def parts_of(counts: Any, size: int, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
+    """How long each rank's part of an axis is: as given, else as even as can be."""
+    parts = counts_of(counts, size, what)
+    if parts is None:
+        return cut(length, size)
+    require_total(parts, length, axis, what)
+    return parts
+
+
+def lengths_of(counts: Any, size: int, rank: int, mine: int) -> tuple[int, ...]:
+    """How long each rank's array is along an axis: as given, else all as this rank's own."""
+    parts = counts_of(counts, size, "counts") or (mine,) * size
+    if parts[rank] != mine:
+        raise UsageError(f"counts {list(parts)} give rank {rank} {parts[rank]}: its array has {mine}")
+    return parts
 
 
 def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:

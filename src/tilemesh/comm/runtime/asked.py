@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilemesh.comm.runtime.choose import Choice
+from tilemesh.comm.runtime.lower import ProgramKey
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.native import WIDENED
-from tilemesh.comm.runtime.transport import Array
+from tilemesh.comm.runtime.transport import Array, NativeCall
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED
 from tilemesh.core.errors import UsageError
 
@@ -47,6 +48,23 @@ class Call(NamedTuple):
     def length(self) -> int:
         """Elements of the result."""
         return math.prod(self.shape)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether a rank's result is one block of what the algorithm works on."""
+        return self.collective in ("reduce_scatter", "scatter")
+
+    def begins_at(self, rank: int) -> int:
+        """Where in the algorithm's data a rank's result begins, in elements."""
+        return sum(self.sizes[:rank]) if self.is_block else 0
+
+    def key(self, algorithm: str) -> ProgramKey:
+        """All that a program for this call depends on."""
+        return ProgramKey(self.collective, algorithm, self.root, self.sizes, self.received, self.wire, self.op)
+
+    def native(self, given: Array, result: Array) -> NativeCall:
+        """This call on these arrays, for the library underneath."""
+        return NativeCall(self.collective, given, result, self.op, self.root, self.sizes, self.received, self.private)
 
     def words(self, algorithm: str) -> str:
         """What must be the same on every rank, as text; the sizes, which can be long, last."""

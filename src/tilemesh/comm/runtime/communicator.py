@@ -1,36 +1,45 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
-Every collective goes the same way: check the arguments, flatten, choose an algorithm, run it (or hand it to the
-library), give the result the shape and kind of what came in (`call.py`). Whatever is wrong with the arguments is said
-before anything is sent, so the communicator stays usable. Ranks must make the same calls in the same order.
+Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
+the same calls in the same order. An array's way through `all_reduce`, in five files:
+
+1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
+   (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
+2. `call.py`: `Caller.run` decides upon the call and carries it out. The array becomes flat, a result is given its shape
+   and kind at the end.
+3. `choose.py`: `choose` picks the algorithm, from what was measured on this machine.
+4. `lower.py`: `Planner` builds the schedule, lowers it to this rank's flat list of instructions, and binds these to
+   memory: each now has its view. `MessageProgram.steps` carries them out: post, wait, copy, add.
+5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
+
+Ranks that share a node's memory take `sharing.py` and `shared.py` in place of 4, and `arena.py` in place of 5.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from tilemesh.comm.runtime import arguments as check
-from tilemesh.comm.runtime.arena import Arena
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.asked import Call, Made, Scatter
-from tilemesh.comm.runtime.call import Caller, Closed, flattened
-from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
+from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import Engine, Handle
-from tilemesh.comm.runtime.fit import Fit
-from tilemesh.comm.runtime.memory import Like, described, here, opened, store
-from tilemesh.comm.runtime.observe import Observer, Observers
-from tilemesh.comm.runtime.transport import Message, Sent, Transport, as_bytes
+from tilemesh.comm.runtime.group import Closed
+from tilemesh.comm.runtime.inspection import Inspected
+from tilemesh.comm.runtime.memory import Like, described, flattened, here, opened, store
+from tilemesh.comm.runtime.messages import Messages
+from tilemesh.comm.runtime.observe import Observer
+from tilemesh.comm.runtime.transport import Message, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
-from tilemesh.comm.schedules.collectives import REDUCING, cut, require_collective
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
 
 
-class Communicator:
+class Communicator(Inspected):
     """Ranks 0 to size-1 of a group. `x` may be a numpy array or a torch tensor; what goes in comes out.
 
     Common to all collectives: `out` takes the result (and may be `x` itself), `algorithm` is "auto", "native" or a
@@ -52,55 +61,10 @@ class Communicator:
         `observers`: each with the number of repeated calls of which it is told once (`observe`).
         """
         self.nodes = tuple(nodes or [rank // (node_size or NODE_SIZE) for rank in range(transport.size)])
-        self.transport = transport
-        self.engine = engine
-        self.watch = watch
-        self.label = watch.label
-        self._observers = Observers(watch.label, observers)
-        self._caller = Caller(transport, engine, watch, self._observers, node_size)
-        self._ready = self._caller.kept
+        super().__init__(transport, engine, watch, node_size, observers)
+        self._messages = Messages(self._caller)
         self._splits = 0
         self._is_closed = False
-
-    @property
-    def rank(self) -> int:
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        return self.transport.size
-
-    @property
-    def backend(self) -> str:
-        return self.transport.name
-
-    @property
-    def sent(self) -> Sent:
-        """Messages and bytes this rank has sent point to point (the library's own collectives are not counted)."""
-        return self.transport.sent
-
-    @property
-    def node_size(self) -> int:
-        """How many neighbouring ranks the hierarchical schedules take for one node."""
-        return self._caller.planner.node_size or NODE_SIZE
-
-    @property
-    def fit(self) -> Fit | None:
-        """What was measured on this machine for this many ranks, by which `auto` picks; None: nothing was."""
-        return self._caller.fit
-
-    @property
-    def arena(self) -> Arena | None:
-        """The memory that all its ranks share; None where they are not on one node."""
-        return None if self._caller.sharing is None else self._caller.sharing.arena
-
-    @property
-    def under_way(self) -> int:
-        """Calls of this communicator that have been begun and not finished."""
-        return self._caller.under_way
-
-    def __repr__(self) -> str:
-        return f"<Communicator {self.label}: rank {self.rank} of {self.size} over {self.backend}>"
 
     # Collectives --------------------------------------------------------------------------------------------------
     # The look for a ready call is spelt out in each: one more function entered costs a small call a microsecond.
@@ -174,7 +138,7 @@ class Communicator:
         shape, like = described(x)
         require_operation(op, like.dtype)
         axis = check.axis_of(axis, shape)
-        parts = self._parts(counts, shape[axis], axis)
+        parts = check.parts_of(counts, self.size, shape[axis], axis)
         mine = check.with_length(shape, axis, parts[self.rank])
         call = Call("reduce_scatter", like, mine, check.elements(parts, shape, axis), op=op, axis=axis, out=out)
         key = ("reduce_scatter", op, algorithm, x.dtype, x.shape)
@@ -202,7 +166,7 @@ class Communicator:
                     return result
         shape, like = described(x)
         axis = check.axis_of(axis, shape)
-        parts = self._lengths(counts, shape[axis])
+        parts = check.lengths_of(counts, self.size, self.rank, shape[axis])
         joined = check.with_length(shape, axis, sum(parts))
         call = Call("all_gather", like, joined, check.elements(parts, shape, axis), axis=axis, out=out)
         key = ("all_gather", "", algorithm, x.dtype, x.shape)
@@ -223,7 +187,7 @@ class Communicator:
         shape, like = described(x)
         root = check.rank_of(root, self.size, "root")
         axis = check.axis_of(axis, shape)
-        parts = self._lengths(counts, shape[axis])
+        parts = check.lengths_of(counts, self.size, self.rank, shape[axis])
         joined = check.with_length(shape, axis, sum(parts))
         call = Call("gather", like, joined, check.elements(parts, shape, axis), root=root, axis=axis, out=out)
         return self._caller.run(call, x, algorithm, wait)
@@ -246,7 +210,7 @@ class Communicator:
 
         def prepared(shape: tuple[int, ...], like: Like, out: Any = out) -> Call:
             along = check.axis_of(axis, shape)
-            lengths = self._parts(parts, shape[along], along)
+            lengths = check.parts_of(parts, self.size, shape[along], along)
             mine = check.with_length(shape, along, lengths[self.rank])
             check.out_array(out, mine, like)
             return Call("scatter", like, mine, check.elements(lengths, shape, along), root=root, axis=along, out=out)
@@ -305,7 +269,7 @@ class Communicator:
         axis = check.axis_of(axis, shape)
         if (send_counts is None) != (recv_counts is None):
             raise UsageError("all_to_all takes send_counts and recv_counts together, or neither")
-        sends = self._parts(send_counts, shape[axis], axis, "send_counts")
+        sends = check.parts_of(send_counts, self.size, shape[axis], axis, "send_counts")
         receives = check.counts_of(recv_counts, self.size, "recv_counts") or (sends[self.rank],) * self.size
         if sends[self.rank] != receives[self.rank]:
             raise UsageError(
@@ -362,8 +326,7 @@ class Communicator:
             raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
         region = as_bytes(flat)
         message = Message(is_send, peer, self.transport.view(region), region.nbytes)
-        name = f"{'send to' if is_send else 'recv from'} rank {self.watch.members[peer]}"
-        return self._caller.start_message(name, message, tag, finish)
+        return self._messages.start(message, tag, finish)
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 
@@ -405,45 +368,6 @@ class Communicator:
             group.keep_to(self._caller.choices[0])
         return group
 
-    # Looking on ---------------------------------------------------------------------------------------------------
-
-    def observe(self, observer: Observer, *, every: int = 16) -> Callable[[], None]:
-        """Tell the observer of all that passes through this communicator and groups split from it from now on.
-
-        See `observe.py` for what it is asked and told. `every`: where the same call comes again and again, one of so
-        many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs instead of 0.15).
-        Returns what detaches the observer from this communicator. Each rank does this by itself.
-        """
-        if check.whole(every, "every") < 1:
-            raise UsageError(f"every {every}: expected at least 1")
-        self._observers.attach(observer, every)
-        self._ready.clear()  # made anew, observed, by the next call of each kind
-
-        def detach() -> None:
-            self._observers.detach(observer)
-            self._ready.clear()
-
-        return detach
-
-    def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
-        """Seconds by part (copy, wire, reduce, wait) inside one blocking call of this communicator, on this rank.
-
-        `call` makes it, and should have been made before. What is left of its whole time is set-up.
-        """
-        return self._caller.breakdown(call)
-
-    def keep_to(self, choices: Choices, name: str | None = None) -> None:
-        """From now on `auto` repeats the picks of the table, and notes in it what it picks (on all ranks alike).
-
-        `name`: what this group is called in the table's keys; its label by default.
-        """
-        self._caller.choices = (choices, self.label if name is None else name)
-        self._ready.clear()
-
-    def choice(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> Choice:
-        """What `auto` picks for a call of that size, and why."""
-        return choose(Request(collective, nbytes, dtype, op), "auto", self.transport, self.fit)
-
     def close(self) -> None:
         """Give back what the library keeps for this communicator (a collective call). Twice is as good as once.
 
@@ -456,7 +380,7 @@ class Communicator:
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
         self._ready.clear()
-        self._caller = cast(Any, Closed(self.label))
+        self._caller = self._messages = cast(Any, Closed(self.label))
         self.watch.forget()
         self.transport.close()
 
@@ -477,18 +401,6 @@ class Communicator:
         with self._observers.during("empty"):
             return self._caller.empty(lengths, like)
 
-    def explain(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> str:
-        """What `auto` would pick for a call of that size and why, and what every algorithm would send."""
-        require_collective(collective)
-        size = check.whole(nbytes, "nbytes")
-        if size < 0:
-            raise UsageError(f"nbytes {size}: expected 0 or more")
-        kind = check.dtype_of(dtype).dtype
-        if collective in REDUCING:
-            require_operation(op, kind)
-        request = Request(collective, size, kind, op)
-        return explanation(self.transport, request, self._caller.planner.node_size, self.fit)
-
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""
         return [float(value) for value in self.all_reduce(np.array(values, np.float64), "max")]
@@ -496,16 +408,3 @@ class Communicator:
     def abort(self, reason: str) -> None:
         """End the whole job, now."""
         self.transport.abort(reason)
-
-    def _parts(self, counts: Sequence[int] | None, length: int, axis: int, what: str = "counts") -> tuple[int, ...]:
-        parts = check.counts_of(counts, self.size, what)
-        if parts is None:
-            return cut(length, self.size)
-        check.require_total(parts, length, axis, what)
-        return parts
-
-    def _lengths(self, counts: Sequence[int] | None, mine: int) -> tuple[int, ...]:
-        parts = check.counts_of(counts, self.size, "counts") or (mine,) * self.size
-        if parts[self.rank] != mine:
-            raise UsageError(f"counts {list(parts)} give rank {self.rank} {parts[self.rank]}: its array has {mine}")
-        return parts

@@ -106,6 +106,23 @@ def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
     return host.numpy(), like
 
 
+def flattened(array: Array, axis: int = 0) -> Array:
+    """The elements in a row, `axis` slowest; the same memory where it already lies so.
+
+    One that lies across its elements' boundaries (a view of bytes) is copied: mpi4py does not take it as numbers.
+    """
+    if not array.flags.aligned:
+        array = array.copy()
+    return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).reshape(-1)
+
+
+def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether a result can be written there as it is; any other `out` goes the ordinary way, which checks it."""
+    # Almost always the very same dtype object, which is quicker to see than equality.
+    is_alike = type(out) is np.ndarray and (out.dtype is dtype or out.dtype == dtype)
+    return is_alike and out.shape == shape and out.flags.carray
+
+
 def here(kind: str) -> str | None:
     """This rank's own device of a kind ("numpy", "cpu" or "cuda"): None for numpy."""
     if kind != "cuda":

@@ -13,10 +13,14 @@ from functools import cache, lru_cache, partial
 from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, NoReturn
+from weakref import ref
 
 import numpy as np
 from mpi4py import MPI
 
+from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.memory import fits
+from tilemesh.comm.runtime.native import orders, widens
 from tilemesh.comm.runtime.transport import (
     Array,
     Bytes,
@@ -25,12 +29,14 @@ from tilemesh.comm.runtime.transport import (
     Lazy,
     Message,
     NativeCall,
+    ReadyCall,
     Sent,
     Token,
     as_bytes,
     tags_below,
     wrong_size,
 )
+from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import COLLECTIVES, REDUCING
 from tilemesh.core.errors import RunError, UsageError
 
@@ -40,6 +46,13 @@ _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # 
 _LONG_DOUBLES = ("longdouble", "float128", "float96")  # numpy names it after its bits, which differ by machine
 
 _MOST = 2**31 - 1  # what MPI's int counts
+
+_READY = {
+    "all_reduce": "Allreduce",
+    "reduce_scatter": "Reduce_scatter_block",
+    "all_gather": "Allgather",
+    "all_to_all": "Alltoall",
+}
 
 _EVEN = {"all_gather": "Allgather", "all_to_all": "Alltoall"}  # quicker than those that take vectors of counts
 
@@ -201,6 +214,20 @@ class MpiTransport:
         blocking = partial(getattr(self.comm, name), *arguments)
         return Lazy(blocking, lambda: self.worker.start(blocking))
 
+    def ready_native(self, call: Call, x: Array, pending: Sequence[object], watch: Watch) -> ReadyCall | None:
+        """None where the ordinary way puts something around the library's call."""
+        dtype = call.like.dtype
+        if widens(call.collective, dtype) or orders(call.collective, dtype, call.op) or x.dtype == bool:
+            return None
+        is_even = len(set(call.sizes)) == 1 and call.nbytes <= _MOST
+        if not self.blocks or call.collective not in _READY or not is_even:
+            return None
+        function = getattr(self.comm, _READY[call.collective])
+        combines = call.collective in REDUCING
+        rest = (_OPS[call.op],) if combines else ()
+        unit = MPI.Datatype.fromcode(x.dtype.char) if combines else MPI.BYTE
+        return _ready(call, x.dtype, function, rest, unit, self.size, pending, watch)
+
     def common(self, nbytes: int) -> Common | None:
         return None
 
@@ -281,3 +308,78 @@ def _as_one(nbytes: int) -> Any:
     whole, rest = divmod(nbytes, 1 << 20)
     many = MPI.BYTE.Create_contiguous(1 << 20)
     return MPI.Datatype.Create_struct([whole, rest], [0, whole << 20], [many, MPI.BYTE]).Commit()
+
+
+# Calls kept ready -----------------------------------------------------------------------------------------------------
+
+
+def _ready(
+    call: Call,
+    made: np.dtype[Any],
+    function: Callable[..., object],
+    rest: tuple[Any, ...],
+    unit: Any,
+    ranks: int,
+    pending: Sequence[object],
+    watch: Watch,
+) -> ReadyCall:
+    """The same call as `native` makes, with all that does not change made once.
+
+    The same function in the same form, because another rank may make the call in the ordinary way, and MPI matches no
+    other. When the same two arrays come again, even what mpi4py finds out about them is kept: where they lie.
+    """
+    result, is_average = call.shape, call.op == "avg"
+    watched = (watch, call.collective, call.nbytes)
+    ndarray, combines = np.ndarray, bool(rest)
+    count = call.sizes[0] * made.itemsize // unit.Get_size()  # of one block, where there are blocks
+    seen = (0, 0)
+    # The arrays that come again and again; known weakly, so that they are their owner's alone.
+    known_x: Callable[[], Any] = _nobody
+    known_out: Callable[[], Any] = _nobody
+    again: Callable[[], object] = _nobody
+
+    def place(array: Any) -> list[Any]:
+        there = MPI.buffer.fromaddress(array.__array_interface__["data"][0], array.nbytes)
+        return [there, count, unit]
+
+    def ready(x: Any, out: Any, watched: tuple[Watch, str, int] = watched) -> Any:
+        # No notes for the watchdog: it knows of the call from this frame's `watched` (`Watchdog.native_codes`).
+        nonlocal seen, known_x, known_out, again
+        if pending:
+            return NotImplemented
+        if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
+            watch.sequence += 1
+            again()
+        else:
+            if type(x) is not ndarray or not x.flags.c_contiguous or not x.flags.aligned:
+                return NotImplemented
+            if out is None:
+                out = np.empty(result, made)
+            elif not fits(out, result, made) or _overlap(x, out):
+                return NotImplemented
+            elif seen == (id(x), id(out)):
+                # An array that is weakly known cannot be resized where it is, so its place holds while it lives.
+                known_x, known_out = ref(x), ref(out)
+                again = partial(function, place(x), place(out), *rest)
+            else:
+                seen = (id(x), id(out))
+            watch.sequence += 1
+            if combines:
+                function(x, out, *rest)
+            else:
+                function([x, count, unit], [out, count, unit])
+        if is_average:
+            np.divide(out, ranks, out)
+        return out
+
+    watch.process.native_codes.add(ready.__code__)
+    return ready
+
+
+def _nobody() -> None:
+    return None
+
+
+def _overlap(x: Any, out: Any) -> bool:
+    # Two arrays that own their memory do not; asking numpy takes longer than to see that.
+    return (out is x or x.base is not None or out.base is not None) and np.may_share_memory(x, out)

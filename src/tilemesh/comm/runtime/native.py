@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16, bf16_as_float32, is_floating
+from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
 from tilemesh.comm.schedules.collectives import REDUCING
 
@@ -28,7 +29,19 @@ def orders(collective: str, dtype: str, op: str) -> bool:
     return collective in REDUCING and op in ("min", "max") and is_floating(dtype)
 
 
-def native_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
+def native_steps(
+    transport: Transport, call: NativeCall, dtype: str, stopwatch: Stopwatch | None = None
+) -> Iterator[Token]:
+    """Timed, it is all of one part: the library does not say what it does."""
+    if stopwatch is None:
+        yield from _steps(transport, call, dtype)
+    else:
+        stopwatch.begin("wire")
+        yield from _steps(transport, call, dtype)
+        stopwatch.begin(None)
+
+
+def _steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
     is_wide, is_ordered = widens(call.collective, dtype), orders(call.collective, dtype, call.op)
     if not is_wide and not is_ordered:
         yield transport.native(call)

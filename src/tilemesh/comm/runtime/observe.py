@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+from tilemesh.comm.runtime.transport import ReadyCall
+
 # Phases: a blocking call is seen once, as a whole; of one that is not, each stretch in which it had the rank is seen.
 CALL, BEGIN, TEST, WAIT = "call", "begin", "test", "wait"
 
@@ -54,7 +56,6 @@ class Seen(NamedTuple):
 
 Note: TypeAlias = Callable[[float, float, int], object]  # (began_s, ended_s) of a call, and how many it stands for
 Observer: TypeAlias = Callable[[Seen], Note | None]
-ReadyFunction: TypeAlias = Callable[[Any, Any], Any]  # a call that is kept ready: (x, out) to its result
 
 
 class Observers:
@@ -95,7 +96,7 @@ class Observers:
         if note is not None:
             note(began_s, ended_s, 1)
 
-    def wrapped(self, ready: ReadyFunction, operation: str, nbytes: int, algorithm: str) -> ReadyFunction:
+    def wrapped(self, ready: ReadyCall, operation: str, nbytes: int, algorithm: str) -> ReadyCall:
         """A call that is kept ready, observed; the very same one where nobody is interested."""
         note = self.note_of(operation, CALL, nbytes, algorithm)
         if note is None:
@@ -123,7 +124,7 @@ def _joined(notes: list[Note]) -> Note | None:
     return tell_all
 
 
-def _every_one(ready: ReadyFunction, note: Note) -> ReadyFunction:
+def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
     read = clock
 
     def observed(x: Any, out: Any) -> Any:
@@ -136,7 +137,7 @@ def _every_one(ready: ReadyFunction, note: Note) -> ReadyFunction:
     return observed
 
 
-def _one_in(every: int, ready: ReadyFunction, note: Note) -> ReadyFunction:
+def _one_in(every: int, ready: ReadyCall, note: Note) -> ReadyCall:
     """Of each so many the last is timed, and stands for all of them; of the first few, every one."""
     calls, stands_for, each, read = 0, 1, _EACH, clock
 

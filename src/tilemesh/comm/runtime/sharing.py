@@ -18,11 +18,14 @@ import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, ArenaTurn, Meeting
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, ufunc_of
+from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
 from tilemesh.comm.runtime.lower import Program, ProgramKey
+from tilemesh.comm.runtime.native import native_steps
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.shared import ArenaProgram, ByLast
-from tilemesh.comm.runtime.transport import Array, Token
+from tilemesh.comm.runtime.transport import Array, Token, Transport
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.collectives import REDUCING
 from tilemesh.core.errors import UsageError
@@ -48,17 +51,30 @@ class SharedCall:
 class Sharing:
     """The shared-memory calls of one communicator."""
 
-    def __init__(self, arena: Arena, program: Callable[[ProgramKey], Program]) -> None:
+    def __init__(self, arena: Arena, program: Callable[[ProgramKey], Program], transport: Transport) -> None:
         self.arena = arena
         self.program = program
+        self.transport = transport
         self.kept: OrderedDict[tuple[ProgramKey, int, Places], ArenaProgram | ByLast] = OrderedDict()
-        self.stopwatch: Stopwatch | None = None  # of the call whose parts are timed: see `Caller.breakdown`
+        self.stopwatch: Stopwatch | None = None  # of the call whose parts are timed: see `Group.breakdown`
+
+    def call(self, call: Call, choice: Choice) -> SharedCall:
+        """What all calls like this one have in common."""
+
+        def natively(given: Array, result: Array) -> Iterator[Token]:
+            if np.may_share_memory(given, result) and given.size:
+                given = given.copy()
+            return native_steps(self.transport, call.native(given, result), call.wire.dtype, self.stopwatch)
+
+        name = choice.algorithm
+        begins_at = call.begins_at(self.transport.rank)
+        return SharedCall(call.key(name), begins_at, choice.direct, natively if name == "native" else None)
 
     def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
         return self._steps(self.arena.turn(), call, given, data)
 
-    def ready(self, call: SharedCall) -> RepeatedShared:
+    def repeated(self, call: SharedCall) -> RepeatedShared:
         """The same, blocking, for calls like this one; only when nothing is under way."""
         return RepeatedShared(self, call)
 

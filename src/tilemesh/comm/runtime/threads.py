@@ -117,6 +117,9 @@ class ThreadTransport:
     def native(self, call: NativeCall) -> Token:
         raise RunError(f"native {call.collective}: threads have no library of collectives underneath")
 
+    def ready_native(self, call: Any, x: Any, pending: Sequence[object], watch: Any) -> None:
+        return None
+
     def common(self, nbytes: int) -> Common | None:
         self._commons += 1
         world = self.world

@@ -167,6 +167,9 @@ class TorchTransport:
         sends, receives = [[count * size for count in counts] for counts in (call.counts, call.received)]
         return dist.all_to_all_single(target_bytes, source_bytes, receives, sends, **options)
 
+    def ready_native(self, call: Any, x: Any, pending: Sequence[object], watch: Any) -> None:
+        return None
+
     def common(self, nbytes: int) -> Common | None:
         return None
 

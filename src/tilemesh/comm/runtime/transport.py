@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ TAG_KINDS = 6  # of messages that a communicator's own tags keep apart
 
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
+ReadyCall: TypeAlias = Callable[[Any, Any], Any]  # a call kept ready: (x, out) to its result, or NotImplemented
 
 
 class Message(NamedTuple):
@@ -108,6 +109,12 @@ class Transport(Protocol):
 
     def native(self, call: NativeCall) -> Token:
         """The library's own collective; it starts when the token is first tested or waited for."""
+
+    def ready_native(self, call: Any, x: Array, pending: Sequence[object], watch: Any) -> ReadyCall | None:
+        """The library's own collective kept ready for calls like this `asked.Call`; None: there is no quicker way.
+
+        `pending`: what is under way, during which the quick way is not open; `watch`: the communicator's.
+        """
 
     def common(self, nbytes: int) -> Common | None:
         """Memory that all ranks have without asking the system; None: `arena.py` asks. A collective call."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TypeAlias
 
 from tilemesh.comm.runtime.records import CallBoard, CallRecord, Doing
@@ -59,6 +59,7 @@ class Watchdog:
         self.end = end
         self.find = find
         self.pids = pids
+        self.native_codes: set[CodeType] = set()  # of functions that make the library's calls, and say so in `watched`
         self.stage = ""  # what the program says it is at ("step 12: backward"), for the others to read
         self.worlds = 0  # how often this rank has connected
         self.watches: dict[str, Watch] = {}
@@ -130,7 +131,7 @@ class Watchdog:
         for innermost in frames:
             frame: FrameType | None = innermost
             while frame is not None:
-                call = self.find(frame)
+                call = frame.f_locals["watched"] if frame.f_code in self.native_codes else self.find(frame)
                 if call is not None and call[0].process is self:
                     watch, name, nbytes = call
                     before = self.found.get(watch)
@@ -295,8 +296,7 @@ def _outer(frame: FrameType) -> FrameType | None:
 
 def _is_program(file: str) -> bool:
     if file.startswith(_TILEMESH):
-        # A training loop of tilemesh is the program, too; what records its calls is not.
-        return not file.startswith((str(Path(_TILEMESH, "comm")), str(Path(_TILEMESH, "train", "record.py"))))
+        return not file.startswith(str(Path(_TILEMESH, "comm")))  # a training loop of tilemesh is the program, too
     return not file.startswith((_STANDARD, "<")) and "site-packages" not in file
 
 

@@ -23,6 +23,7 @@ from tilemesh.parallel.gate.alone import Trace
 from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, ORDER_FACTOR, STEPS, Case, microbatches
 from tilemesh.parallel.gate.find import find
 from tilemesh.parallel.gate.plant import Plant
+from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 
@@ -116,13 +117,13 @@ class Gate:
                     tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(step), place=Place(row=row)
                 )
                 laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
-            done = laid.gradients.finish(MAX_NORM)
-            clip = min(1.0, MAX_NORM / (done.norm + 1e-6))
+            [(loss_mean, norm)] = read([laid.gradients.finish(MAX_NORM)])
+            clip = min(1.0, MAX_NORM / (norm + 1e-6))
             gradients.append(laid.gather(_gradients(laid)) or {})
             for value in gradients[-1].values():
                 value /= clip  # as it was before clipping
-            losses.append(done.loss)
-            norms.append(done.norm)
+            losses.append(loss_mean)
+            norms.append(norm)
             optimizer.step()
         weights = laid.gather()
         return None if weights is None else Trace(losses, norms, gradients, weights)

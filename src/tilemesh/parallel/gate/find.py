@@ -18,6 +18,7 @@ from tilemesh.model.dropout import Place
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import MODELS, TOKENS, Case, microbatches
+from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 
@@ -37,7 +38,7 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         slices = _slices(case, mesh, laid, wanted[site])
         off.append(max(_off(a, b) for a, b in zip(pieces, slices, strict=True)))
     forward = _first(mesh, sites, off, tolerance)
-    done = laid.gradients.finish()
+    [(loss, _)] = read([laid.gradients.finish()])
     gradients = laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
     names = [name for name, _ in laid.module.named_parameters()]
     off = [0.0] * len(names)
@@ -47,7 +48,7 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     if forward is not None:
         parameter = _first(mesh, names, off, tolerance)
         return f"forward differs first at {forward}; first parameter whose gradient differs: {parameter}"
-    if abs(done.loss - wanted_loss) > tolerance * abs(wanted_loss):
+    if abs(loss - wanted_loss) > tolerance * abs(wanted_loss):
         parameter = _first(mesh, names[::-1], off[::-1], tolerance)
         return f"every layer's output agrees and the loss differs: loss; first parameter in backward: {parameter}"
     parameter = _first(mesh, names[::-1], off[::-1], tolerance)

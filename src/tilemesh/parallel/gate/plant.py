@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
-from tilemesh.parallel.data import Gradients
+from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import Layout
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
@@ -94,7 +94,7 @@ def _loss_without_sum(laid: Laid) -> None:
 
 def _copies_not_summed(whole: bool) -> Callable[[Laid], None]:
     def put(laid: Laid) -> None:
-        assert isinstance(laid.gradients, Gradients)
+        assert isinstance(laid.gradients, Bucketed)
         for bucket in laid.gradients.buckets:
             if (bucket.copies_summed == (("tp", laid.mesh.tp.size),)) == whole:
                 bucket.copies_summed = ()
@@ -119,14 +119,9 @@ def _mask_by_local_row(laid: Laid) -> None:
 
 def _bucket_left_out(laid: Laid) -> None:
     gradients = laid.gradients
-    assert isinstance(gradients, Gradients)
-    start, second = gradients._start, gradients.buckets[1]
-
-    def careless(bucket: Any) -> None:
-        if bucket is not second:
-            start(bucket)
-
-    gradients._start = careless  # type: ignore[method-assign]
+    assert isinstance(gradients, Bucketed)
+    exchange, second = gradients.exchange, gradients.buckets[1]
+    gradients.exchange = lambda bucket: None if bucket is second else exchange(bucket)  # type: ignore[method-assign]
 
 
 def _mean_of_means(laid: Laid) -> None:
@@ -140,7 +135,7 @@ def _mean_of_means(laid: Laid) -> None:
 
 def _last_microbatch_only(laid: Laid) -> None:
     gradients = laid.gradients
-    assert isinstance(gradients, Gradients)
+    assert isinstance(gradients, Bucketed)
     right = gradients.backward
 
     def backward(loss_sum: Tensor, count: Tensor, **options: Any) -> None:

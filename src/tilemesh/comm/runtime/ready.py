@@ -9,75 +9,48 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, stack_adder, ufunc_of
+from tilemesh.comm.runtime.asked import Call
+from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
+from tilemesh.comm.runtime.group import Group
+from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.shared import ByLast
+from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_shared
 
-if TYPE_CHECKING:
-    from tilemesh.comm.runtime.asked import Call
-    from tilemesh.comm.runtime.call import Caller
-    from tilemesh.comm.runtime.choose import Choice
-
-ReadyCall = Callable[[Any, Any], Any]
-
-KEPT = 1024
 RANK_MASK = (1 << RANK_BITS) - 1
 
-native_codes: set[CodeType] = set()  # functions whose frames tell the watchdog of a call of the library's
 
-
-class ReadyCalls(dict[tuple[Any, ...], ReadyCall]):
-    """ReadyCall calls by (collective, operation or root, algorithm, dtype, shape)."""
-
-    def keep(self, key: tuple[Any, ...], ready: ReadyCall | None) -> None:
-        if ready is not None:
-            if len(self) >= KEPT:
-                del self[next(iter(self))]
-            self[key] = ready
-
-
-def ready_call(caller: Caller, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """The quick way for calls like this one, or None when there is none."""
     name = choice.algorithm
     if x is None and not call.like.is_torch:
         x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
-    if type(x) is not np.ndarray or caller.is_debugging or call.private or caller.transport.size == 1:
+    if type(x) is not np.ndarray or group.is_debugging or call.private or group.transport.size == 1:
         return None
     if not x.flags.c_contiguous or not x.flags.aligned:
         return None
     if call.axis or not x.size or call.wire is not call.like:
         return None
-    if name == "native" and (choice.direct is None or caller.sharing is None):
-        if caller.transport.name != "mpi":
-            return None
-        from tilemesh.comm.runtime.mpi_ready import ready_native
-
-        return ready_native(caller, call, x)
-    if caller.sharing is None or not (is_shared(name) or choice.direct):
+    if name == "native" and (choice.direct is None or group.sharing is None):
+        return group.transport.ready_native(call, x, group.engine.pending, group.watch)
+    if group.sharing is None or not (is_shared(name) or choice.direct):
         return None
     if name == "flat_one" and choice.direct is None:
-        shared = caller.shared_call(call, choice)
-        bound = caller.sharing.bound(shared.key, shared.lo)
+        shared = group.sharing.call(call, choice)
+        bound = group.sharing.bound(shared.key, shared.lo)
         if isinstance(bound, ByLast):
-            return _by_last(caller, call, x, bound)
+            return _by_last(group, call, x, bound)
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
-        return _SMALL[call.collective](caller, call, x)
-    return _large(caller, call, x, choice)
-
-
-def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    """Whether a result can be written there as it is; any other `out` goes the ordinary way, which checks it."""
-    # Almost always the very same dtype object, which is quicker to see than equality.
-    is_alike = type(out) is np.ndarray and (out.dtype is dtype or out.dtype == dtype)
-    return is_alike and out.shape == shape and out.flags.carray
+        return _SMALL[call.collective](group, call, x)
+    return _large(group, call, x, choice)
 
 
 def unowned(array: Any) -> Any:
@@ -90,7 +63,7 @@ def _nobody() -> None:
     return None
 
 
-def _small_reduce(caller: Caller, call: Call, x: Any) -> ReadyCall:
+def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
     """all_reduce and reduce_scatter of at most a few pages: put on the stage, meet, add up all rows.
 
     Here and below the meeting is `Flags.meet` spelt out, with the looks that are enough for most ranks with a core of
@@ -98,10 +71,10 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> ReadyCall:
     again, unless its owner has locked it since: between two calls another rank had the core, and each function that is
     entered then costs a microsecond.
     """
-    assert caller.sharing is not None
-    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    assert group.sharing is not None
+    arena, pending, watch = group.sharing.arena, group.engine.pending, group.watch
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
-    at = 0 if call.collective == "all_reduce" else caller.transport.rank * call.length * dtype.itemsize
+    at = 0 if call.collective == "all_reduce" else group.transport.rank * call.length * dtype.itemsize
     nbytes = call.length * dtype.itemsize
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
@@ -152,10 +125,10 @@ def _small_reduce(caller: Caller, call: Call, x: Any) -> ReadyCall:
     return ready
 
 
-def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> ReadyCall:
+def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
     """all_reduce and reduce_scatter so small that calls are what costs: `ByLast.steps`, all of it in one function."""
-    assert caller.sharing is not None
-    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    assert group.sharing is not None
+    arena, pending, watch = group.sharing.arena, group.engine.pending, group.watch
     flags, ranks, dtype, result = arena.flags, arena.ranks, x.dtype, call.shape
     mine = [stage.reshape(x.shape) for stage in bound.mine]
     parts = [[part.reshape(result) for part in parts] for parts in bound.parts]
@@ -218,13 +191,13 @@ def _by_last(caller: Caller, call: Call, x: Any, bound: ByLast) -> ReadyCall:
     return ready
 
 
-def _small_gather(caller: Caller, call: Call, x: Any) -> ReadyCall:
+def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
     """all_gather and all_to_all: put on the stage, meet, copy the rows that are this rank's."""
-    assert caller.sharing is not None
-    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+    assert group.sharing is not None
+    arena, pending, watch = group.sharing.arena, group.engine.pending, group.watch
     flags, ranks, dtype, shape, result = arena.flags, arena.ranks, x.dtype, x.shape, call.shape
     block = x.nbytes if call.collective == "all_gather" else x.nbytes // ranks
-    at = 0 if call.collective == "all_gather" else caller.transport.rank * block
+    at = 0 if call.collective == "all_gather" else group.transport.rank * block
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
@@ -277,11 +250,11 @@ def _small_gather(caller: Caller, call: Call, x: Any) -> ReadyCall:
     return ready
 
 
-def _small_broadcast(caller: Caller, call: Call, x: Any) -> ReadyCall:
-    assert caller.sharing is not None
-    arena, pending, watch = caller.sharing.arena, caller.engine.pending, caller.watch
+def _small_broadcast(group: Group, call: Call, x: Any) -> ReadyCall:
+    assert group.sharing is not None
+    arena, pending, watch = group.sharing.arena, group.engine.pending, group.watch
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
-    is_root = caller.transport.rank == root
+    is_root = group.transport.rank == root
     staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     doing = (call.collective, call.nbytes)
 
@@ -314,24 +287,24 @@ _SMALL: dict[str, Callable[..., ReadyCall]] = {
 }
 
 
-def _large(caller: Caller, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """Any shared-memory call over flat arrays, without what the first one has found out.
 
     Where two arrays of the arena come again, not even they are looked at, only where the neighbours' lie.
     """
-    sharing = caller.sharing
+    sharing = group.sharing
     assert sharing is not None
     if call.collective in ("reduce", "gather", "scatter"):
         return None
-    pending, watch, arena = caller.engine.pending, caller.watch, sharing.arena
+    pending, watch, arena = group.engine.pending, group.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
-    shared = sharing.ready(caller.shared_call(call, choice))
+    shared = sharing.repeated(sharing.call(call, choice))
     run, agreed = shared.run, shared.agreed
-    contributes = call.collective != "broadcast" or caller.transport.rank == call.root
+    contributes = call.collective != "broadcast" or group.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average, ndarray = call.op == "avg", np.ndarray
     doing = (call.collective, call.nbytes)
-    # As in `mpi_ready`: known weakly, and what is weakly known cannot be resized where it is.
+    # As in `mpi.py`: known weakly, and what is weakly known cannot be resized where it is.
     known_x: Callable[[], Any] = _nobody
     known_out: Callable[[], Any] = _nobody
     places, seen = (0, 0), (0, 0)

@@ -1,0 +1,232 @@
+"""What all calls of one communicator share: its transport, what is under way, its memory, its fit, who looks on.
+
+A group begins with a few texts among its ranks (do they share memory, which fit is theirs). From then on it offers what
+every kind of call needs: tags of its own, a place in the order of calls, a start in the background, a watchdog's note.
+The calls themselves are in `call.py` (collectives), `ready.py` (the same, made before) and `messages.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import numpy as np
+
+from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_arena
+from tilemesh.comm.runtime.choose import Choice, Choices
+from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
+from tilemesh.comm.runtime.fit import Fit, stored_fit
+from tilemesh.comm.runtime.lower import Planner
+from tilemesh.comm.runtime.memory import Like
+from tilemesh.comm.runtime.observe import Observers, Stopwatch
+from tilemesh.comm.runtime.sharing import Sharing
+from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debugging
+from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
+from tilemesh.comm.runtime.watch import Watch
+from tilemesh.comm.schedules.book import is_shared
+from tilemesh.core.errors import UsageError
+from tilemesh.measure.machine import memory_bytes
+
+_THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
+_MOST_READY = 1024
+T = TypeVar("T")
+Tell: TypeAlias = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
+
+
+class ReadyCalls(dict[tuple[Any, ...], ReadyCall]):
+    """Ready calls by (collective, operation or root, algorithm, dtype, shape)."""
+
+    def keep(self, key: tuple[Any, ...], ready: ReadyCall | None) -> None:
+        if ready is not None:
+            if len(self) >= _MOST_READY:
+                del self[next(iter(self))]
+            self[key] = ready
+
+
+class Group:
+    """The ranks of one communicator, as its calls see them."""
+
+    def __init__(
+        self, transport: Transport, engine: Engine, watch: Watch, observers: Observers, node_size: int | None = None
+    ) -> None:
+        self.transport = transport
+        self.engine = engine
+        self.watch = watch
+        self.observers = observers
+        self.choices: tuple[Choices, str] | None = None  # what `auto` keeps to, and this group's name in it
+        self.stopwatch: Stopwatch | None = None  # of the call whose parts are timed: see `breakdown`
+        self.planner = Planner(transport, node_size)
+        self.is_debugging = is_debugging()
+        self.turns = Turns()
+        transport.names = watch.members
+        self.ready = ReadyCalls()
+        arena = self._open_arena()
+        self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
+        self.fit = self._stored_fit()
+
+    def _open_arena(self) -> Arena | None:
+        """Memory shared with all ranks of this communicator, where they are on one node. A collective call."""
+        transport = self.transport
+        common = transport.common(Regions(transport.size, _THREADS_BYTES).nbytes)
+        if common is not None:
+            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
+        arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
+        if arena is not None:
+            arena.flags.watch = self.watch
+            transport.caps = replace(transport.caps, arena=True)
+        return arena
+
+    def _stored_fit(self) -> Fit | None:
+        """The machine's fit for this many ranks, read by one of them for all: they must choose alike."""
+        transport = self.transport
+        if transport.size == 1 or transport.name == "threads":
+            return None
+        text = self._texts(stored_fit(transport.name, transport.size) if transport.rank == 0 else "")[0]
+        return Fit.from_dict(json.loads(text)) if text else None
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's text before any call has been made."""
+        told: list[str] = []
+
+        def steps() -> Iterator[Token]:
+            told.extend((yield from exchange(self.transport, text, self.tag(3, 0))))
+
+        self.carry_out(Running(steps(), lambda: None), (0, "connect", 0))
+        return told
+
+    # What every kind of call needs --------------------------------------------------------------------------------
+
+    def tag(self, kind: int, sequence: int) -> int:
+        """Collectives' own messages lie above the user's tags: 1 schedules, 2 comparisons, 3 words; 4 sizes."""
+        tags = self.transport.tags
+        return kind * tags + sequence % tags
+
+    def carry_out(self, running: Running, doing: tuple[int, str, int]) -> Any:
+        """To its end, blocking. `doing`: the call's number, name and bytes, for the watchdog."""
+        self.watch.enter(*doing)
+        try:
+            return self.engine.run(running)
+        finally:
+            self.watch.leave()
+
+    def start(self, running: Running, doing: tuple[int, str, int], tell: Tell | None) -> Handle:
+        """In the background. `tell`: what its handle tells observers by; None: there are none."""
+        running.owner = self
+        running.name = f"{doing[1]} #{doing[0]} of {self.watch.label}" if doing[0] >= 0 else doing[1]
+        self.engine.start(running)
+        if tell is None:
+            return Handle(self.engine, running, self.watch, doing)
+        return ObservedHandle(self.engine, running, self.watch, doing, tell)
+
+    def teller(self, operation: str, nbytes: int, algorithm: str = "", peer: int = -1) -> Tell | None:
+        """What tells observers of the stretches of a call; None: there are no observers."""
+        observers = self.observers
+        if not observers:
+            return None
+        return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
+
+    def later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
+        """A call that begins when `first` is through and those made before it have begun."""
+        turn = self.turns.take()
+        begun: list[Running] = []
+
+        def steps() -> Iterator[Token]:
+            try:
+                heard = yield from first
+                yield turn
+                begun.append(then(heard))
+                token = next(begun[0].steps, None)
+                if isinstance(token, Lazy):
+                    token.test()  # which starts it: before the next one's turn
+            finally:
+                turn.release()
+            if token is not None:
+                yield token
+                yield from begun[0].steps
+
+        return Running(steps(), lambda: begun[0].finish())
+
+    def agree(self, words: str, sequence: int, sent: Sequence[int] = (), expected: Sequence[int] = ()) -> Steps[None]:
+        """In debug mode: all ranks make the same call, or all raise."""
+        yield from compare_calls(self.transport, words, self.tag(2, sequence), sent, expected)
+
+    def goes_shared(self, choice: Choice) -> bool:
+        """Through the arena; or natively, after a look whether all arrays lie there."""
+        if self.sharing is None:
+            return False
+        return is_shared(choice.algorithm) or (choice.direct is not None and self.sharing.arena.live > 0)
+
+    @property
+    def under_way(self) -> int:
+        """Calls of this communicator that have been begun and not finished."""
+        return sum(running.owner is self for running in self.engine.pending)
+
+    # Groups, memory, and a look inside ----------------------------------------------------------------------------
+
+    def ask(self, name: str, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+        self.watch.sequence += 1
+        sequence, told = self.watch.sequence, []
+
+        def steps() -> Iterator[Token]:
+            if self.is_debugging:
+                yield from self.agree(f"{name}()", sequence)
+            told.extend((yield from exchange(self.transport, text, self.tag(3, sequence))))
+
+        self.carry_out(Running(steps(), lambda: None), (sequence, name, 0))
+        return told
+
+    def split(self, members: Sequence[int], label: str) -> Transport:
+        """A transport among the members, for which they wait for one another."""
+        with self.watch.during(self.watch.sequence, "split", 0):  # all have been heard of: nobody is waited for long
+            return self.transport.split(members, label)
+
+    def empty(self, shape: tuple[int, ...], like: Like) -> Any:
+        """Memory of the arena, for all ranks of the communicator."""
+        sharing = self.sharing
+        if sharing is None:
+            return like.back(np.empty(shape, like.carrier))
+        self.watch.sequence += 1
+
+        def running(_: None = None) -> Running:
+            steps, made = sharing.empty(shape, like.carrier)
+            return Running(steps, lambda: made[0])
+
+        # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
+        allocation = running() if self.turns.is_free else self.later(_at_once(), running)
+        block = self.carry_out(allocation, (self.watch.sequence, "empty", 0))
+        return like.back(block)
+
+    def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds by part inside one blocking call. It goes the ordinary way: ready calls have no parts to time."""
+        ready, stopwatch = dict(self.ready), Stopwatch()
+        self.ready.clear()
+        self._time_parts(stopwatch)
+        try:
+            call()
+        finally:
+            self._time_parts(None)
+            self.ready.update(ready)
+        return stopwatch.seconds
+
+    def _time_parts(self, stopwatch: Stopwatch | None) -> None:
+        self.stopwatch = stopwatch
+        if self.sharing is not None:
+            self.sharing.stopwatch = stopwatch
+
+
+def _at_once() -> Steps[None]:
+    """Nothing to hear from the others first."""
+    yield from ()
+
+
+class Closed:
+    """Stands where a closed communicator's group stood: any use says so, and open ones pay nothing for the check."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(f"communicator {self._label} is closed")

@@ -1,0 +1,180 @@
+"""The bucketed exchange of gradients: summed over replicas while backward still runs.
+
+The one idea: gradients lie in a few flat buffers (buckets), of which each parameter's `.grad` is a view, in the order
+backward makes them. A bucket's global-sum starts when it is full *and all before it have started*: an order that is the
+same on every rank by construction, where an order of readiness would let two ranks wait for different buckets.
+What was not used in backward counts as zeros. Only the last microbatch of a step exchanges anything.
+
+A hook runs on the thread that runs backward: on the CPU the caller's own, on CUDA one of autograd's, while the caller
+waits in `backward()`. So communicators are used from two threads, never at once: MPI must be initialised
+thread-multiple (mpi4py does), and nothing else may use this mesh's communicators during backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.axes import Blocks
+from tilemesh.core.errors import UsageError
+from tilemesh.parallel.gradients import Exchanging, Parts, Step, batch_summed, copies_summed
+from tilemesh.parallel.shard import Held
+
+BUCKET_BYTES = 8 << 20
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together: all of them are held and summed by the same ranks."""
+
+    copies: int
+    """Ranks of the mesh that hold the same."""
+    batch_summed: Blocks
+    """Those of them that take other parts of the batch: summed while backward still runs."""
+    copies_summed: Blocks
+    """Those that take the same part and each have a part of the gradient: summed at the end."""
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
+    missing: int = 0
+    """Gradients that are still to come in this backward."""
+    has_come: list[bool] = field(default_factory=list)
+    handle: Any = None
+
+
+class Bucketed(Exchanging):
+    """The bucketed exchange, in pieces of about `bucket_bytes`."""
+
+    def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(parts)
+        self.buckets = _buckets(self.held, bucket_bytes)
+        self._next = 0  # the first bucket that has not started
+        self._is_last = False
+        self._is_open = False
+        self._hooks: list[Any] = []
+        for bucket in self.buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(register(self._hook(bucket, place)))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Flat, in the order of the exchange."""
+        return [bucket.flat for bucket in self.buckets]
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        if not self._is_open:
+            self._open()
+        if self._is_last:
+            raise UsageError("backward after the last microbatch of a step: call finish() first")
+        self._is_last = last
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+        self.count(loss_sum, count, scale)
+        torch.autograd.backward(loss_sum if scale == 1.0 else loss_sum * scale)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+        if not self._is_last:
+            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
+        for bucket in self.buckets[self._next :]:
+            self._start(bucket)
+        for bucket in self.buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+                bucket.handle = None
+            self.sum_over(bucket.copies_summed, bucket.flat)
+        self._is_open = self._is_last = False
+        return self.settled([(bucket.flat, bucket.copies) for bucket in self.buckets], max_norm, divide)
+
+    def exchange(self, bucket: Bucket) -> Any:
+        """Begin to sum a full bucket over the ranks that took other parts of the batch; a handle to wait for, or None.
+
+        What another method changes: it may send something else, as long as `bucket.flat` holds the sum when the handle
+        has been waited for. Called for every bucket, in the same order on every rank.
+        """
+        if not bucket.batch_summed:
+            return None
+        flat = bucket.flat
+        return self.groups[bucket.batch_summed].all_reduce(flat, out=flat, algorithm=self.algorithm, wait=False)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _open(self) -> None:
+        """A new step. Gradients begin as None: autograd then hands over its own tensor instead of adding to zeros."""
+        self._is_open, self._next = True, 0
+        for bucket in self.buckets:
+            bucket.has_come = [False] * len(bucket.parameters)
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _hook(self, bucket: Bucket, place: int) -> Any:
+        view = bucket.views[place]
+
+        def arrived(parameter: Tensor) -> None:
+            if not self._is_open:
+                return  # somebody else's backward
+            if parameter.grad is not view:
+                assert parameter.grad is not None
+                if bucket.has_come[place]:  # someone set .grad to None between microbatches
+                    view.add_(parameter.grad)
+                else:
+                    view.copy_(parameter.grad)
+                parameter.grad = view
+            bucket.has_come[place] = True
+            bucket.missing -= 1
+            if self._is_last:
+                self._launch()
+
+        return arrived
+
+    def _launch(self) -> None:
+        """Start what is full, in order, and give what is under way a push: nothing moves by itself over MPI."""
+        started = self._next
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._start(self.buckets[self._next])
+            self._next += 1
+        if self._next == started > 0 and self.buckets[started - 1].handle is not None:
+            self.buckets[started - 1].handle.test()
+
+    def _start(self, bucket: Bucket) -> None:
+        for place, parameter in enumerate(bucket.parameters):
+            if not bucket.has_come[place]:
+                bucket.views[place].zero_()
+                parameter.grad = bucket.views[place]
+        bucket.handle = self.exchange(bucket)
+
+
+def _buckets(held: Mapping[str, Held], bucket_bytes: int) -> list[Bucket]:
+    """Parameters in the order backward comes to them, the last one first, packed by kind, dtype and size."""
+    if bucket_bytes < 1:
+        raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
+    packed: list[tuple[int, Any, list[nn.Parameter]]] = []  # (place of its last parameter, kind, parameters)
+    filling: dict[Any, tuple[int, list[nn.Parameter], int]] = {}
+    for place, (parameter, shard) in enumerate(list(held.values())[::-1]):
+        kind = (shard.copies, batch_summed(shard), copies_summed(shard), parameter.dtype, parameter.device)
+        _, members, nbytes = filling.get(kind, (0, [], 0))
+        members.append(parameter)
+        nbytes += parameter.numel() * parameter.element_size()
+        filling[kind] = (place, members, nbytes)
+        if nbytes >= bucket_bytes:
+            packed.append((place, kind, filling.pop(kind)[1]))
+    packed += [(place, kind, members) for kind, (place, members, _) in filling.items()]
+    return [
+        _bucket(kind[0], kind[1], kind[2], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])
+    ]
+
+
+def _bucket(copies: int, batch: Blocks, alike: Blocks, parameters: list[nn.Parameter]) -> Bucket:
+    first = parameters[0]
+    flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+    views, start = [], 0
+    for parameter in parameters:
+        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
+        start += parameter.numel()
+    return Bucket(copies, batch, alike, parameters, flat, views)

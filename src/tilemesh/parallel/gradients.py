@@ -1,0 +1,286 @@
+"""From losses to gradients that an optimizer can use: one protocol, and everything all its implementations share.
+
+A step calls `backward` for each microbatch and `finish` once; then every `.grad` is the mean over all counted tokens of
+the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor`. The implementation is chosen when the
+model is laid (`apply.lay(..., gradients=...)`) and never changes:
+
+    bucketed   summed over the ranks in a few flat buffers, while backward still runs (`buckets.py`)
+    naive      one blocking all_reduce per parameter, after backward: to read first, and to compare with
+    local      a model on one process: nothing is exchanged, and nothing makes the host wait for the device
+
+`settle` is the only place that divides and clips. What a step came to may be read late: on a device, loss and norm are
+tensors that are still being computed, and `read` waits once for any number of steps.
+
+Where later methods plug in. *ZeRO* subclasses the bucketed one: `exchange` becomes a reduce_scatter into this rank's
+part of a bucket, and the optimizer is handed parameters whose shards are cut once more (`Shard.cut_over`). *Compressed*
+gradients replace `exchange` too: compress, exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out,
+and average weights themselves every few steps. None of them needs other calls than these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.core.axes import BATCH, Blocks
+from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Shard
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.shard import Held
+
+_EPSILON = 1e-6  # as torch's clip_grad_norm_ has it
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step came to over the whole mesh; the same on every rank. Tensors where it is not waited for."""
+
+    loss: float | Tensor
+    """Mean nats per token."""
+    tokens: int
+    norm: float | Tensor
+    """Of the mean gradient of the whole model, before clipping."""
+    divisor: Tensor | None = None
+    """What gradients are yet to be divided by, where that was left to the optimizer."""
+
+    def copied(self) -> Step:
+        """Loss and norm in memory of their own: where a captured step leaves them, its next replay writes."""
+        loss, norm = (value.clone() if isinstance(value, Tensor) else value for value in (self.loss, self.norm))
+        return replace(self, loss=loss, norm=norm, divisor=None)
+
+
+def read(steps: Sequence[Step]) -> list[tuple[float, float]]:
+    """(loss, norm) of some steps as numbers, with one wait for all of them."""
+    if not steps:
+        return []
+    pairs = [[torch.as_tensor(value, dtype=torch.float64) for value in (step.loss, step.norm)] for step in steps]
+    return [(loss, norm) for loss, norm in torch.stack([torch.stack(pair) for pair in pairs]).tolist()]
+
+
+class Gradients(Protocol):
+    """How gradients are made, exchanged, divided and clipped."""
+
+    is_late: bool
+    """Whether `finish` returns before the device is done: its loss and norm are tensors."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory of all gradients."""
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        """Gradients of one microbatch's summed loss over `count` targets, added to the step's.
+
+        `last`: no microbatch follows, so an exchange may begin. `scale`: a factor on the loss, taken out by `finish`.
+        """
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+        """End the step: every `.grad` is the mean over the mesh, clipped to `max_norm`.
+
+        Without `divide` gradients may be left as they are, with `Step.divisor` for the optimizer to divide them by on
+        its way, which saves a pass over all of them.
+        """
+
+    def clear(self) -> None:
+        """After the update: give back what the next step makes anew."""
+
+    def close(self) -> None:
+        """Take hooks off the parameters."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an implementation is made from."""
+
+    held: Mapping[str, Held]
+    mesh: Mesh
+    algorithm: str = "auto"
+    """Of every exchange, as a communicator takes it."""
+
+
+Way = Callable[[Parts], Gradients]
+
+
+def loss_shard(mesh: Mesh) -> Shard:
+    """A step's loss as a value on the mesh: a part of it along the axes of the batch, the same along all others."""
+    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=BATCH)
+
+
+def batch_summed(mine: Shard) -> Blocks:
+    """The ranks whose gradients are summed because they took other parts of the batch."""
+    return tuple((name, count) for name, count in mine.summed if name in BATCH)
+
+
+def copies_summed(mine: Shard) -> Blocks:
+    """The ranks that took the same part of the batch, hold the same, and each have a part of its gradient."""
+    return tuple((name, count) for name, count in mine.summed if name not in BATCH)
+
+
+def settle(
+    gradients: Sequence[Tensor],
+    loss: float | Tensor,
+    tokens: int,
+    norm: float | Tensor,
+    *,
+    factor: float = 1.0,
+    max_norm: float | None = None,
+    divide: bool = True,
+) -> Step:
+    """Make gradients means and clip them: the one place that does.
+
+    `factor`: what turns them into means, 1 where the loss was divided before backward; `norm`: of the means, a number,
+    or a tensor that is still being computed, for which nothing here waits.
+    """
+    divisor = None
+    if isinstance(norm, Tensor):
+        if max_norm is not None:
+            divisor = ((norm + _EPSILON) / max_norm).clamp(min=1.0)
+        if divide and divisor is not None:
+            torch._foreach_mul_(list(gradients), divisor.reciprocal().to(gradients[0].dtype))
+            divisor = None
+        return Step(loss, tokens, norm, divisor)
+    if max_norm is not None and math.isfinite(norm):
+        factor *= min(1.0, max_norm / (norm + _EPSILON))
+    if divide:
+        for gradient in gradients:
+            gradient.mul_(factor)
+    else:
+        divisor = torch.tensor(1 / factor, dtype=torch.float32, device=gradients[0].device)
+    return Step(loss, tokens, norm, divisor)
+
+
+class Exchanging:
+    """What implementations over a mesh share: the step's totals, the sums, and the numbers that `settle` needs."""
+
+    is_late = False
+
+    def __init__(self, parts: Parts) -> None:
+        self.held, self.mesh, self.algorithm = dict(parts.held), parts.mesh, parts.algorithm
+        self._totals: Tensor | None = None
+        self._scale = 1.0
+        self._alike = loss_shard(parts.mesh).alike
+        shards = [mine.shard for mine in self.held.values()]
+        wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
+        # Asked for now, in the same order on every rank: making a group is a collective call.
+        self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
+
+    def count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
+        """Add a microbatch to the step's totals."""
+        if self._totals is not None and scale != self._scale:
+            raise UsageError(f"scale {scale} after {self._scale} in one step: expected the same for all microbatches")
+        now = torch.stack([loss_sum.detach().double(), torch.as_tensor(count, device=loss_sum.device).double()])
+        self._totals = now if self._totals is None else self._totals + now
+        self._scale = scale
+
+    def settled(self, summed: list[tuple[Tensor, int]], max_norm: float | None, divide: bool) -> Step:
+        """`summed`: gradients that have been exchanged, each with how many ranks of the mesh hold the same."""
+        assert self._totals is not None
+        parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in summed]
+        # Read in one go: on a GPU each reading waits for all that was started.
+        loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
+        # One small exchange for all. What several ranks have alike counts once.
+        mine = np.array([loss_sum / self._alike, count / self._alike, squares])
+        loss_sum, count, squares = self.mesh.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
+        tokens = round(count)
+        factor = 1 / (max(tokens, 1) * self._scale)
+        norm = math.sqrt(squares) * factor if math.isfinite(squares) else squares
+        self._totals = None
+        gradients, loss = [flat for flat, _ in summed], loss_sum / max(tokens, 1)
+        return settle(gradients, loss, tokens, norm, factor=factor, max_norm=max_norm, divide=divide)
+
+    def sum_over(self, blocks: Blocks, flat: Tensor) -> None:
+        """Sum gradients over a group of ranks, in place."""
+        if blocks:
+            self.groups[blocks].all_reduce(flat, out=flat, algorithm=self.algorithm)
+
+    def clear(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Naive(Exchanging):
+    """The plainest exchange: after backward, one blocking all_reduce per parameter."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._is_open = self._is_last = False
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [mine.tensor.grad for mine in self.held.values() if mine.tensor.grad is not None]
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        if not self._is_open:
+            self._is_open = True
+            for mine in self.held.values():
+                mine.tensor.grad = None
+        self._is_last = last
+        self.count(loss_sum, count, scale)
+        torch.autograd.backward(loss_sum * scale)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+        if not self._is_last:
+            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
+        summed = []
+        for tensor, shard in self.held.values():
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+            self.sum_over(batch_summed(shard), tensor.grad)
+            self.sum_over(copies_summed(shard), tensor.grad)
+            summed.append((tensor.grad, shard.copies))
+        self._is_open = self._is_last = False
+        return self.settled(summed, max_norm, divide)
+
+
+class Local:
+    """Gradients of a model on one process, for steps that the host does not wait for.
+
+    An exchange over a mesh ends in numbers that every rank must know before it goes on. On one process mean and
+    clipping stay on the device: the next step is on its way while this one computes, and its loss is read some steps
+    later. `tokens`: targets of a whole step, all of which count, so the loss is divided before backward.
+    """
+
+    is_late = True
+
+    def __init__(self, parts: Parts, tokens: int) -> None:
+        if parts.mesh.comm.size > 1:
+            raise UsageError(f"local gradients on a mesh of {parts.mesh}: they are for one process; use 'bucketed'")
+        self.parameters = [mine.tensor for mine in parts.held.values()]
+        self.tokens = tokens
+        self._total: Tensor | None = None
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            raise UsageError(f"a loss scale of {scale} with local gradients: whether one overflows is not waited for")
+        mean = loss_sum / self.tokens
+        self._total = mean.detach() if self._total is None else self._total + mean.detach()
+        torch.autograd.backward(mean)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+        if self._total is None:
+            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
+        gradients = self.buffers
+        # At least float32: the squares of 16-bit gradients do not fit into 16 bits.
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
+        total, self._total = self._total, None
+        return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
+
+    def clear(self) -> None:
+        # Autograd then hands over its own tensors instead of adding to old ones.
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        return None

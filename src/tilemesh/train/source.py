@@ -1,0 +1,120 @@
+"""What a step is given: where batches come from, what is trained for, and text as the source that there is.
+
+A step knows neither a corpus nor a model's loss. It asks a `Source` for the microbatches of a step by its number, and
+hands the tensors of each to the loss of an `Objective`. Another source (a teacher's logits beside the tokens), or
+another objective (distillation), is another value handed to `steps.Stepper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError
+from tilemesh.data.order import Order, rows_of
+from tilemesh.data.stream import Corpus, batch
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Axis
+from tilemesh.train.config import TrainConfig
+
+Loss = Callable[..., tuple[Tensor, Tensor]]
+"""From a microbatch's tensors (with dropout also `dropout_seed=` and `place=`) to summed loss and targets counted."""
+
+
+class Microbatch(NamedTuple):
+    tensors: tuple[Tensor, ...]
+    """What the loss takes, on the device; for text the inputs and the targets."""
+    row: int
+    """Where its first row stands in the step's whole batch."""
+
+
+class Source(Protocol):
+    """Batches by the number of the step alone, so that a batch can be made again at any time."""
+
+    names: Sequence[str]
+    """Of the tensors of a microbatch, under which a batch that led to NaN is kept."""
+
+    def fetch(self, number: int) -> list[Microbatch]:
+        """This replica's microbatches of step `number`, counted from 1."""
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """This replica's part of what is never trained on, the same each time; nothing where there is none."""
+
+    def fingerprint(self) -> str:
+        """A short name of the content: a run that goes on with other data is told so."""
+
+    def go_on(self, steps: int, position: int) -> None:
+        """After so many steps so many samples had been taken; a run may go on with another batch size."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training lowers, and what held-out batches are judged by, which is not compiled."""
+
+    loss: Loss
+    held_out: Loss
+
+
+def next_token(config: TrainConfig, laid: Laid) -> Objective:
+    """The loss of predicting each next token."""
+    if not config.train.compile:
+        return Objective(laid.loss, laid.loss)
+    if config.plan.tp > 1:
+        laid.seams.stay_out_of_graphs()
+    compiled: Any = torch.compile(laid.loss)
+    return Objective(compiled, laid.loss)
+
+
+class TextSource:
+    """Sequences of a corpus in the order that the seed says."""
+
+    names: Sequence[str] = ("tokens", "targets")
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, dp: Axis, device: torch.device) -> None:
+        self.config, self.corpus, self.dp, self.device = config, corpus, dp, device
+        self.order = Order(corpus.train.samples(config.context), config.train.seed)
+        self._steps, self._position = 0, 0
+
+    def fingerprint(self) -> str:
+        return self.corpus.train.fingerprint()
+
+    def go_on(self, steps: int, position: int) -> None:
+        self._steps, self._position = steps, position
+
+    def fetch(self, number: int) -> list[Microbatch]:
+        config, plan = self.config, self.config.plan
+        position = self._position + (number - 1 - self._steps) * config.batch
+        made = []
+        for micro in range(plan.accumulation):
+            rows = rows_of(config.batch, plan.dp, self.dp.index, plan.accumulation, micro)
+            tokens = batch(self.corpus.train, self.order, position, rows, config.context)
+            made.append(Microbatch(self._on_device(tokens), rows.start))
+        return made
+
+    def held_out(self) -> Iterator[Microbatch]:
+        """The first held-out sequences, divided among the replicas."""
+        held, config = self.corpus.held_out, self.config
+        count = min(config.evaluate.sequences, held.samples(config.context))
+        mine = range(self.dp.index, count, self.dp.size)
+        for begin in range(0, len(mine), config.plan.microbatch):
+            rows = mine[begin : begin + config.plan.microbatch]
+            tokens = np.stack([held.sample(row, config.context) for row in rows])
+            yield Microbatch(self._on_device(tokens), rows.start)
+
+    def _on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and targets out of sequences of one token more."""
+        vocabulary, largest = self.config.model.vocabulary, int(tokens.max())
+        if largest >= vocabulary:  # shards from elsewhere; a GPU would end the process without a word on why
+            raise UsageError(
+                f"the data has token {largest} and the model's vocabulary is {vocabulary}: set model.vocabulary, or "
+                "prepare the data with another tokenizer"
+            )
+        whole = torch.from_numpy(tokens)
+        if self.device.type == "cuda":
+            whole = whole.pin_memory().to(self.device, non_blocking=True)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
