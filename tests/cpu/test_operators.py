@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import tilemesh as tm
 from tilemesh.core.cost import Cost
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import registry
-from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.accuracy import excess, rounding_error
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import call
@@ -244,3 +245,39 @@ def test_the_registry_loads_neither_torch_nor_triton():
         "registry.find('matmul'); dir(tilemesh.kernels); assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_documents_example_works(tmp_path, monkeypatch):
+    """An operator made of docs/extending.md alone, in a package of its own: three files and a registration."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = text[text.index("## Add an operator") :]
+    folder = tmp_path / "documented_softsign"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("reference", "kernel", "cost"):
+        code = section[section.index(f"`kernels/softsign/{name}.py`") :].split("```python\n", 1)[1].split("```", 1)[0]
+        (folder / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", "documented_softsign"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    home = "documented_softsign"
+    entry = registry.OperatorEntry(
+        home, public=f"{home}.reference:softsign", reference=f"{home}.reference:softsign", cost=f"{home}.cost:cost"
+    )
+    monkeypatch.setattr(registry, "_operators", dict(registry._operators))
+    registry.register(entry)
+    softsign = registry.find(home).load("public")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.randn(7, 300).to(dtype).t()
+        exact = 2 * x.double() / (1 + x.double().abs())
+        bound = rounding_error(exact, dtype) + 8 * 2**-24 * exact.abs()
+        assert excess(softsign(x, scale=2.0, implementation="interpret"), exact, bound) is None
+    x = torch.randn(3, 5, requires_grad=True)
+    (found,) = torch.autograd.grad(softsign(x, implementation="interpret").sum(), x)
+    torch.testing.assert_close(found, 1 / (1 + x.detach().abs()) ** 2)
+    compiled = torch.compile(lambda x: softsign(x, implementation="interpret"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), softsign(x))
+    with pytest.raises(UsageError, match="expected a number above 0"):
+        softsign(x, scale=-1.0)
+    assert isinstance(entry.load("cost")(2, 3), Cost)
