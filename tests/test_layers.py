@@ -135,6 +135,7 @@ def test_a_part_reached_through_the_package_is_seen(tmp_path: Path) -> None:
         "tilemesh.comm.schedules.book",
         "tilemesh.plan.choose",
         "tilemesh.model.config",
+        "tilemesh.model.families",
         "tilemesh.data.config",
         "tilemesh.runs.contents",
         "tilemesh.runs.journal",

@@ -36,6 +36,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.families import read_config
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
@@ -276,7 +277,7 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
-    different = unlike(huggingface.read_config(folder), loop.config.model)
+    different = unlike(read_config(folder), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
