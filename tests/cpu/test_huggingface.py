@@ -114,8 +114,9 @@ def test_their_model_read_by_us_gives_their_logits(transformers: Any, case: str,
     assert {parameter.dtype for parameter in ours32.parameters()} == {torch.float32}
     theirs32, theirs64 = logits_of(model), logits_of(widened(model))
     torch.testing.assert_close(logits_of(ours64), theirs64, rtol=1e-12, atol=1e-12)
-    # In float32 their own code, norms and angles included: no further from float64 than twice what they are.
-    assert (logits_of(ours32) - theirs64).norm() <= 2 * (theirs32 - theirs64).norm()
+    # In float32 their own code, norms and angles included: no further from float64 than twice what they are, or than
+    # rounding the logits to float32, should theirs happen to be nearer than that on some machine.
+    assert (logits_of(ours32) - theirs64).norm() <= 2 * max((theirs32 - theirs64).norm(), 2**-24 * theirs64.norm())
 
 
 @pytest.mark.parametrize("case", OURS)
