@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 
-from tilemesh.kernels.matmul.choice import choose
+from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.config import Config, decode, to_dict
 from tilemesh.kernels.matmul.problem import Problem, dense
-from tilemesh.kernels.matmul.trial import Bench, Compiler
+from tilemesh.kernels.matmul.trial import MatmulBench
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning.compiler import Compiler
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.timing import compare
 
@@ -41,7 +43,7 @@ def main() -> None:
         problem = dense(m, n, k, dtype=given.dtype, c_kind=given.c, layout=given.layout)
         work.append((problem, [read(text.strip(), problem, device) for text in configs.split(";") if text.strip()]))
     with Compiler(device) as compiler:
-        failures = compiler.ahead([(problem, config) for problem, named in work for _, config in named])
+        failures = compiler.ahead(TUNING, [(problem, config) for problem, named in work for _, config in named])
     for (key, config), reason in failures.items():
         print(f"{key} {config.label}: {reason[:300]}", file=sys.stderr, flush=True)
     with Path(given.out).open("w", encoding="utf-8") as out:
@@ -59,7 +61,7 @@ def read(text: str, problem: Problem, device: torch.device) -> tuple[bool, Confi
 
 
 def run_one(problem: Problem, named, device, given, out) -> None:
-    bench = Bench(problem, device, seed=3)
+    bench = MatmulBench(problem, device, seed=3)
     other = torch.zeros(1 << 19, device=device, dtype=torch.float16)
     calls: dict[str, Callable[[int], object]] = {}
     for behind, config in named:

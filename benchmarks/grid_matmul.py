@@ -18,7 +18,9 @@ import torch
 
 from tilemesh.kernels.matmul.config import Config, from_dict, space, to_dict
 from tilemesh.kernels.matmul.problem import dense
-from tilemesh.kernels.matmul.trial import Bench, Compiler
+from tilemesh.kernels.matmul.trial import MatmulBench
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning.compiler import Compiler
 
 SUITE = (
     "512x512x512 1024x1024x1024 2048x2048x2048 4096x4096x4096 8192x8192x8192 4096x11008x4096 8192x8192x1024 "
@@ -51,7 +53,7 @@ def main() -> None:
             configs += [from_dict(line["config"]) for line in lines if line["shape"] in (shape, "*")]
         work.append((problem, list(dict.fromkeys(configs))))
     with Compiler(device) as compiler:
-        failures = compiler.ahead([(problem, config) for problem, configs in work for config in configs])
+        failures = compiler.ahead(TUNING, [(problem, config) for problem, configs in work for config in configs])
     print(f"compiled ahead in {time.monotonic() - started:.0f} s, {len(failures)} failed", flush=True)
     with Path(arguments.out).open("w") as out:
         for problem, configs in work:
@@ -63,7 +65,7 @@ def main() -> None:
 
 def run_one(problem, configs, failures, device, out) -> None:
     began = time.monotonic()
-    bench = Bench(problem, device)
+    bench = MatmulBench(problem, device)
     best, failed = [], 0
     for config in configs:
         if (problem.key, config) in failures:
@@ -93,7 +95,7 @@ def run_one(problem, configs, failures, device, out) -> None:
     print("   " + "  ".join(f"{kind} {seconds * 1e6:.2f} us" for kind, seconds in builtin.items()), flush=True)
 
 
-def time_alone(bench: Bench) -> float:
+def time_alone(bench: MatmulBench) -> float:
     """`a @ b` without an epilogue, for reference."""
 
     def call(index: int) -> object:

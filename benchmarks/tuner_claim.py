@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels.matmul import search
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, from_dict, space
 from tilemesh.kernels.matmul.cost import predict_s, rates_of
 from tilemesh.kernels.matmul.problem import dense
-from tilemesh.kernels.matmul.tune import SHARE
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning import search
+from tilemesh.kernels.tuning.tuner import SHARE
 
 WITHIN = 1.02
 RECORDED = Path(__file__).parent / "results" / "matmul_grid_h200_float16.jsonl"
@@ -45,7 +46,11 @@ def replay(key: str, trials: dict[Config, float]) -> tuple[int, int, float]:
         raise SystemExit(f"{key}: {len(missing)} of the grid's {len(grid)} trials are not recorded, as {missing[0]}")
     hopeful = search.prune(grid, [predict_s(problem, config, rates) for config in grid])
     made = search.search(
-        hopeful, lambda c: predict_s(problem, c, rates), lambda batch: [trials[c] for c in batch], len(grid) // SHARE
+        hopeful,
+        lambda config: predict_s(problem, config, rates),
+        lambda batch: [trials[config] for config in batch],
+        len(grid) // SHARE,
+        TUNING.features,
     )
     return len(grid), len(made), search.best(made).seconds / min(trials[config] for config in grid)
 

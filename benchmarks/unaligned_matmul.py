@@ -24,16 +24,19 @@ from typing import TextIO
 
 import torch
 
+from tilemesh.kernels.launch.gpu import gpu_of
+from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.bench import parse_shape
-from tilemesh.kernels.matmul.choice import choose
+from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.config import Config, libraries, refusal
 from tilemesh.kernels.matmul.cost import device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Problem, dense
-from tilemesh.kernels.matmul.run import _Launched, gpu_of
-from tilemesh.kernels.matmul.steps import LaunchPlan
-from tilemesh.kernels.matmul.trial import Bench, Compiler
+from tilemesh.kernels.matmul.run import _Launched
+from tilemesh.kernels.matmul.trial import MatmulBench
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning.compiler import Compiler
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.timing import compare
 
@@ -64,7 +67,7 @@ def main() -> None:
             offered = [choose(problem, "auto", None, device), *TILES, *libraries(problem)]
             work.append((problem, [c for c in dict.fromkeys(offered) if refusal(c, problem) is None]))
     with Compiler(device) as compiler:
-        failures = compiler.ahead([(problem, config) for problem, configs in work for config in configs])
+        failures = compiler.ahead(TUNING, [(problem, config) for problem, configs in work for config in configs])
     for (key, config), reason in failures.items():
         print(f"{key} {config.label}: {reason[:300]}", file=sys.stderr, flush=True)
     with Path(given.out).open("w", encoding="utf-8") if given.out else nullcontext() as out:
@@ -74,7 +77,7 @@ def main() -> None:
 
 
 def run_one(problem: Problem, configs: list[Config], device: torch.device, given, out: TextIO | None) -> None:
-    bench = Bench(problem, device, seed=5)
+    bench = MatmulBench(problem, device, seed=5)
     rates = rates_of(device_or_nearest(gpu_of(device.index).name), problem.dtype)
     predicted = {config.label: predict_s(problem, config, rates) for config in configs}
     calls: dict[str, Callable[[int], object]] = {}
@@ -101,7 +104,7 @@ def run_one(problem: Problem, configs: list[Config], device: torch.device, given
         print(f"   {name}: {why[:200]}", flush=True)
 
 
-def peers(bench: Bench, compiled: bool) -> dict[str, Callable[[int], object]]:
+def peers(bench: MatmulBench, compiled: bool) -> dict[str, Callable[[int], object]]:
     def eager(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None) -> torch.Tensor:
         return reference.fused_matmul(a, b, c, bench.problem.activation)
 
@@ -118,7 +121,7 @@ def peers(bench: Bench, compiled: bool) -> dict[str, Callable[[int], object]]:
     return calls
 
 
-def copies(bench: Bench) -> dict[str, Callable[[int], object]]:
+def copies(bench: MatmulBench) -> dict[str, Callable[[int], object]]:
     """The aligned copies of A and B alone, both ways."""
     problem = bench.problem
     plan = tiles_plan(problem, Config("tma", chained=False), 132)

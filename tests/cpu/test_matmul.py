@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels import ops
 from tilemesh.kernels.accuracy import excess
-from tilemesh.kernels.matmul import choice, reference
+from tilemesh.kernels.context import Context, default_context, use
+from tilemesh.kernels.matmul import op, reference
 from tilemesh.kernels.matmul.arguments import apart
 
 pytest.importorskip("triton")
@@ -319,20 +319,34 @@ def test_meta_tensors_have_a_shape_and_are_told_from_real_ones():
 
 
 def test_runners_are_bounded_and_those_in_use_stay(monkeypatch):
-    monkeypatch.setattr(ops, "MOST_RUNNERS", 8)
-    ops.forget()
     b, prepared = torch.ones(2, 2), []
-    real = ops._prepare
-    monkeypatch.setattr(ops, "_prepare", lambda a, *rest: prepared.append(a.shape[0]) or real(a, *rest))
-    for m in range(1, 60):
-        fused(torch.ones(m, 2), b)
-        fused(torch.ones(1000, 2), b)
-        assert len(ops._runners) + len(ops._older) <= 16
-    assert prepared.count(1000) == 1
-    assert len(prepared) == 60
-    ops.forget()
-    assert not ops._runners
-    assert not ops._older
+    real = op._prepare
+    monkeypatch.setattr(op, "_prepare", lambda a, *rest: prepared.append(a.shape[0]) or real(a, *rest))
+    with use(Context(most_runners=8)) as context:
+        for m in range(1, 60):
+            fused(torch.ones(m, 2), b)
+            fused(torch.ones(1000, 2), b)
+            assert len(context.runners.recent) + len(context.runners.older) <= 16
+        assert prepared.count(1000) == 1
+        assert len(prepared) == 60
+        context.forget()
+        assert not context.runners.recent
+        assert not context.runners.older
+
+
+def test_contexts_share_nothing_and_the_one_before_comes_back():
+    a, b = torch.ones(3, 7), torch.ones(7, 2)
+    outer = default_context()
+    with use(Context()) as context:
+        assert default_context() is context
+        fused(a, b)
+        assert len(context.runners.recent) == 1
+        with pytest.raises(UsageError), use(Context()):
+            fused(a, a)
+        assert default_context() is context
+        assert list(context.picks("matmul").values()) == ["kind=torch"]
+        assert not Context().picks("matmul")
+    assert default_context() is outer
 
 
 @pytest.mark.parametrize(
@@ -383,31 +397,27 @@ def test_only_an_input_that_shares_memory_with_out_is_copied(first, second, shar
 
 def test_what_auto_picked_is_kept_and_kept_to(monkeypatch):
     """A process that goes on with another's work uses the kernels that the other used, where it can run them."""
-    ops.forget()
     a, b = torch.ones(3, 5), torch.ones(5, 2)
-    ops.fused_matmul(a, b, activation="none")
-    name = next(key for key in choice.picks() if key.startswith("3x2x5 "))
-    assert choice.picks()[name] == "kind=torch"
+    with use(Context()) as context:
+        fused(a, b, activation="none")
+        (name,) = context.picks("matmul")
+        assert context.picks("matmul") == {name: "kind=torch"}
     asked = []
-    real = ops.prepare
-    monkeypatch.setattr(ops, "prepare", lambda problem, config, *rest, **more: asked.append(config.kind) or real(
+    real = op.prepare
+    monkeypatch.setattr(op, "prepare", lambda problem, config, *rest, **more: asked.append(config.kind) or real(
         problem, config, *rest, **more))  # fmt: skip
-    try:
-        choice.keep_to({name: "kind=pointer,block_m=64"})
-        ops.forget()
-        assert torch.equal(ops.fused_matmul(a, b, activation="none"), a @ b)
+    with use(Context()) as context:
+        context.keep_to("matmul", {name: "kind=pointer,block_m=64"})
+        assert torch.equal(fused(a, b, activation="none"), a @ b)
         assert asked == ["pointer", "torch"]  # asked for first; a CPU cannot, and says what it took instead
-        assert choice.picks()[name] == "kind=torch"
-    finally:
-        choice.keep_to({})
-        ops.forget()
+        assert context.picks("matmul") == {name: "kind=torch"}
 
 
 def test_loops_run_where_numpy_makes_no_number_of_an_array(monkeypatch):
     """As numpy 2.5 with Triton 3.6: `int` of an array of one element is refused, and loops count by such."""
     from triton.runtime import interpreter
 
-    from tilemesh.kernels.matmul import interpret
+    from tilemesh.kernels.launch import interpret
 
     patch = interpreter._patch_lang_tensor
 

@@ -8,6 +8,8 @@ in an error. What this cannot see is what compiling does; one case of each kind 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import types
 
@@ -19,12 +21,13 @@ from triton.backends.compiler import GPUTarget
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
-from tilemesh.kernels.matmul import kernel, launch, reference
-from tilemesh.kernels.matmul.config import Config, FitError, check, refusal
+from tilemesh.kernels.launch import program
+from tilemesh.kernels.launch.steps import Descriptor, FitError, Pointer
+from tilemesh.kernels.matmul import kernel, reference
+from tilemesh.kernels.matmul.config import Config, check, refusal
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
-from tilemesh.kernels.matmul.steps import Descriptor, Pointer
-from tilemesh.kernels.matmul.trial import _compile
+from tilemesh.kernels.matmul.tuning import compile_ahead
 
 pingpong = pytest.importorskip("tilemesh.kernels.matmul.pingpong")
 
@@ -242,8 +245,8 @@ def emulate(problem, config, tensors, programs=3):
             values[name] = argument
     for name in kinds:
         values[name].dtype = np.float16
-    for program in range(step.grid[0]):
-        Machine(program, step.grid[0]).run(**values, **step.constants)
+    for index in range(step.grid[0]):
+        Machine(index, step.grid[0]).run(**values, **step.constants)
 
 
 def given(problem, seed=0):
@@ -311,7 +314,7 @@ def test_the_stand_in_notices_a_stage_given_back_too_early():
 @pytest.mark.parametrize(("c_kind", "keep", "layout"), [("full", False, "nn"), ("row", True, "nt")])
 def test_it_compiles_for_an_h200(c_kind, keep, layout):
     config = Config("pingpong", 256, 128, 64, 4, 3, paired=True) if keep else Config("pingpong", 128, 128, 64, 4, 5)
-    assert _compile(dense(512, 512, 512, c_kind=c_kind, keep=keep, layout=layout), config, 132, 90) is None
+    assert compile_ahead(dense(512, 512, 512, c_kind=c_kind, keep=keep, layout=layout), config, 132, 90) is None
 
 
 def test_a_triton_that_does_not_take_it_leaves_auto_its_other_kernels(monkeypatch):
@@ -320,10 +323,10 @@ def test_a_triton_that_does_not_take_it_leaves_auto_its_other_kernels(monkeypatc
 
     problem, config = dense(520, 520, 520), Config("pingpong", 64, 128, 64, 4, 3)
     (step,) = tiles_plan(problem, config, 132).steps
-    operands = {name: launch.Operand("float16") for name in "abcd"}
-    monkeypatch.setattr(launch.triton, "compile", fails)
+    operands = {name: program.Operand("float16") for name in "abcd"}
+    monkeypatch.setattr(program.triton, "compile", fails)
     with pytest.raises(FitError, match="arrive"):  # which `auto` answers with the library
-        launch.compile_step(step, operands, GPUTarget("cuda", 90, 32))
+        program.compile_step(step, operands, GPUTarget("cuda", 90, 32))
 
 
 def test_what_it_cannot_do_is_said():
@@ -343,3 +346,16 @@ def test_what_it_cannot_do_is_said():
     a = torch.ones(16, 16, dtype=torch.float16)
     with pytest.raises(UsageError, match="interpreter"):
         tm.kernels.fused_matmul(a, a, implementation="interpret", config=config)
+
+
+def test_compiling_works_in_a_process_that_interpreted_first():
+    """The interpreter patches Triton's language: what it leaves patched must not reach the compiler."""
+    code = """
+import torch, tilemesh as tm
+from tilemesh.kernels.matmul.problem import dense
+from tilemesh.kernels.matmul.tuning import compile_ahead
+tm.kernels.fused_matmul(torch.ones(4, 4), torch.ones(4, 4), activation="gelu", implementation="interpret")
+for config in (tm.kernels.Config("pointer", 16, 32, 32, 1, 2), tm.kernels.Config("pingpong", 128, 128, 64, 4, 5)):
+    assert compile_ahead(dense(64, 64, 64), config, 132, 90) is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110)

@@ -9,15 +9,16 @@ import torch
 
 import tilemesh as tm
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch.tensors import dtype_name
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.problem import Problem, contiguous
-from tilemesh.kernels.matmul.run import dtype_name, matrix_of
+from tilemesh.kernels.matmul.run import matrix_of
 
 pytest.importorskip("triton")
 
-from tilemesh.kernels.matmul import interpret
+from tilemesh.kernels.launch import interpret
+from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul.copies import aligned_copies
-from tilemesh.kernels.matmul.steps import LaunchPlan
 
 Config = tm.kernels.Config
 fused = tm.kernels.fused_matmul

@@ -22,21 +22,26 @@ from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels import FusedLinear, ops
-from tilemesh.kernels.matmul import bench, cache, choice, launch, search, trial
-from tilemesh.kernels.matmul import tune as tuning
+from tilemesh.kernels import FusedLinear
+from tilemesh.kernels.context import Context, use
+from tilemesh.kernels.launch import program
+from tilemesh.kernels.launch.gpu import Gpu
+from tilemesh.kernels.launch.program import Operand, _typed, compile_step
+from tilemesh.kernels.launch.steps import FitError
+from tilemesh.kernels.matmul import bench, choose, op, trial
 from tilemesh.kernels.matmul.arguments import problem_of
 from tilemesh.kernels.matmul.bench import SUITE
-from tilemesh.kernels.matmul.cache import Entry, Table
 from tilemesh.kernels.matmul.chart import draw, svg
-from tilemesh.kernels.matmul.choice import should_tune
-from tilemesh.kernels.matmul.config import Config, FitError, default, space
+from tilemesh.kernels.matmul.config import Config, default, space
 from tilemesh.kernels.matmul.cost import cost, predict_s, rates_of
-from tilemesh.kernels.matmul.launch import Operand, _typed, compile_step
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
-from tilemesh.kernels.matmul.run import Gpu
+from tilemesh.kernels.matmul.select import TABLES
 from tilemesh.kernels.matmul.trial import make_inputs
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning import compiler, search, tuner
+from tilemesh.kernels.tuning.table import Entry, Table, versions
+from tilemesh.kernels.tuning.trial import Trial
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 
@@ -61,9 +66,13 @@ def crooked(config: Config) -> float:
     return predicted(config) * wrong
 
 
+def searched(grid, measure, budget):
+    return search.search(grid, predicted, measure, budget, TUNING.features)
+
+
 def test_search_is_bounded_without_repeats_and_the_same_each_time():
     def run():
-        return search.search(GRID, predicted, lambda batch: [crooked(config) for config in batch], len(GRID) // 4)
+        return searched(GRID, lambda batch: [crooked(config) for config in batch], len(GRID) // 4)
 
     trials = run()
     assert len(trials) == len(GRID) // 4 == len({trial.config for trial in trials})
@@ -71,7 +80,7 @@ def test_search_is_bounded_without_repeats_and_the_same_each_time():
 
 
 def test_search_learns_where_the_model_is_wrong():
-    trials = search.search(GRID, predicted, lambda batch: [crooked(config) for config in batch], len(GRID) // 4)
+    trials = searched(GRID, lambda batch: [crooked(config) for config in batch], len(GRID) // 4)
     assert search.best(trials).seconds <= 1.02 * min(crooked(config) for config in GRID)
 
 
@@ -79,15 +88,15 @@ def test_failures_do_not_stop_the_search():
     def half_fail(batch):
         return [math.inf if config.stages == 3 else crooked(config) for config in batch]
 
-    trials = search.search(GRID, predicted, half_fail, 40)
+    trials = searched(GRID, half_fail, 40)
     assert len(trials) == 40
     assert math.isfinite(search.best(trials).seconds)
 
 
 def test_small_and_empty_spaces():
-    assert search.search([], predicted, list, 5) == []
-    assert len(search.search(GRID[:3], predicted, lambda batch: [1.0] * len(batch), 50)) == 3
-    assert len(search.search(GRID, predicted, lambda batch: [1.0] * len(batch), 1)) == 1
+    assert searched([], list, 5) == []
+    assert len(searched(GRID[:3], lambda batch: [1.0] * len(batch), 50)) == 3
+    assert len(searched(GRID, lambda batch: [1.0] * len(batch), 1)) == 1
 
 
 def test_pruning_keeps_the_best_prediction():
@@ -100,36 +109,48 @@ def test_pruning_keeps_the_best_prediction():
 def test_tune_modes(monkeypatch):
     table = Table("gpu", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for mode, wanted in (("never", False), ("once", True), ("always", True)):
-        monkeypatch.setenv("TILEMESH_TUNE", mode)
-        assert should_tune(PROBLEM, table) is wanted
-        assert should_tune(dense(8, 8, 0), table) is False
-    table.entries[PROBLEM.key] = Entry(Config("library"), 1.0)
-    assert should_tune(PROBLEM, table) is True  # always
-    monkeypatch.setenv("TILEMESH_TUNE", "once")
-    assert should_tune(PROBLEM, table) is False
-    monkeypatch.setenv("TILEMESH_TUNE", "sometimes")
-    with pytest.raises(UsageError, match="TILEMESH_TUNE"):
-        should_tune(PROBLEM, table)
+    with use(Context()) as context:
+        for mode, wanted in (("never", False), ("once", True), ("always", True)):
+            monkeypatch.setenv("TILEMESH_TUNE", mode)
+            assert choose.may_tune(PROBLEM, table) is wanted
+            assert choose.may_tune(dense(8, 8, 0), table) is False
+            assert choose.may_tune(replace(PROBLEM, keep=True), table) is False
+        table.entries[PROBLEM.key] = Entry(Config("library"), 1.0)
+        assert choose.may_tune(PROBLEM, table) is True  # always
+        context.choices("matmul").tuned.add(PROBLEM.key)
+        assert choose.may_tune(PROBLEM, table) is False  # but once per process
+        context.choices("matmul").tuned.clear()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert choose.may_tune(PROBLEM, table) is False
+        monkeypatch.setenv("TILEMESH_TUNE", "once")
+        assert choose.may_tune(PROBLEM, table) is False
+        monkeypatch.setenv("TILEMESH_TUNE", "sometimes")
+        with pytest.raises(UsageError, match="TILEMESH_TUNE"):
+            choose.may_tune(PROBLEM, table)
 
 
 def test_names_mean_configurations_on_a_pretended_h200(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", (9, 0), 132, 232448)
-    monkeypatch.setattr(choice, "gpu_of", lambda index: gpu)
+    monkeypatch.setattr(choose, "gpu_of", lambda index: gpu)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TILEMESH_TUNE", raising=False)
-    choice.user_table.cache_clear()
     device = torch.device("cuda", 0)
-    shipped = cache.shipped("NVIDIA H200").entries
-    assert choice.choose(PROBLEM, "auto", None, device) == shipped[PROBLEM.key].config
+    shipped = TABLES.shipped("NVIDIA H200").entries
     mine = Config("pointer", 64, 64, 64)
-    cache.store("NVIDIA H200", choice.versions(), {PROBLEM.key: Entry(mine, 1e-5)})
-    choice.user_table.cache_clear()
-    assert choice.choose(PROBLEM, "auto", None, device) == mine
-    assert choice.choose(PROBLEM, "split", None, device).kind == "split"
-    assert choice.choose(PROBLEM, "library", None, device) == Config("library")
-    assert choice.choose(PROBLEM, "auto", Config("tma"), device) == Config("tma")
-    choice.user_table.cache_clear()
+    with use(Context()) as context:
+        assert choose.choose(PROBLEM, "auto", None, device) == shipped[PROBLEM.key].config
+        TABLES.add("NVIDIA H200", versions(), {PROBLEM.key: Entry(mine, 1e-5)})
+        assert choose.choose(PROBLEM, "auto", None, device) == shipped[PROBLEM.key].config  # read once
+        context.forget()
+        assert choose.choose(PROBLEM, "auto", None, device) == mine
+        assert choose.choose(PROBLEM, "split", None, device).kind == "split"
+        assert choose.choose(PROBLEM, "library", None, device) == Config("library")
+        assert choose.choose(PROBLEM, "auto", Config("tma"), device) == Config("tma")
+    given = Table("NVIDIA H200", {}, {PROBLEM.key: Entry(Config("pointer", 128, 64, 64), 1e-5)})
+    with use(Context({"matmul": {"NVIDIA H200": given}})) as context:  # instead of what is on disk
+        assert choose.choose(PROBLEM, "auto", None, device) == Config("pointer", 128, 64, 64)
+        context.forget()
+        assert choose.choose(PROBLEM, "auto", None, device) == Config("pointer", 128, 64, 64)
 
 
 def test_a_linear_layers_problem_is_what_the_command_line_tunes():
@@ -141,15 +162,14 @@ def test_a_linear_layers_problem_is_what_the_command_line_tunes():
 
 
 def test_a_gpu_without_figures_gets_the_library(monkeypatch, tmp_path):
-    monkeypatch.setattr(choice, "gpu_of", lambda index: Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376))
+    monkeypatch.setattr(choose, "gpu_of", lambda index: Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 101376))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TILEMESH_TUNE", raising=False)
-    choice.user_table.cache_clear()
     device = torch.device("cuda", 0)
-    for shape in ((512, 512, 512), (64, 4096, 4096), (2049, 2047, 2051), (37, 991, 4000)):
-        assert choice.choose(dense(*shape), "auto", None, device) == Config("library")
-    assert not choice.choose(PROBLEM, "split", None, device).uses_tma
-    choice.user_table.cache_clear()
+    with use(Context()):
+        for shape in ((512, 512, 512), (64, 4096, 4096), (2049, 2047, 2051), (37, 991, 4000)):
+            assert choose.choose(dense(*shape), "auto", None, device) == Config("library")
+        assert not choose.choose(PROBLEM, "split", None, device).uses_tma
 
 
 PLAIN = dense(32, 64, 48)
@@ -197,7 +217,7 @@ def test_a_wrong_last_row_is_seen_by_the_tuner_and_by_the_rows(monkeypatch, c_ki
     problem = dense(2000, 16, 8, dtype="float32", c_kind=c_kind)
     monkeypatch.setattr(trial, "rotating_sets", lambda make, size: [make(0)])
     monkeypatch.setattr(trial, "KernelTimer", lambda: None)
-    timed = trial.Bench(problem, torch.device("cpu"))
+    timed = trial.MatmulBench(problem, torch.device("cpu"))
 
     def wrong(a, b, c, d, z):
         d.copy_(torch.relu(a @ b if c is None else a @ b + c))
@@ -217,12 +237,12 @@ def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     gpu = Gpu("NVIDIA H200", (9, 0), 132, 232448)
-    monkeypatch.setattr(tuning, "gpu_of", lambda index: gpu)
-    monkeypatch.setattr(trial, "gpu_of", lambda index: gpu)
+    monkeypatch.setattr(tuner, "gpu_of", lambda index: gpu)
+    monkeypatch.setattr(compiler, "gpu_of", lambda index: gpu)
     found = Entry(Config("library"), 1e-5)
-    monkeypatch.setattr(tuning, "tune", lambda problem, device, compiler: SimpleNamespace(entry=found))
+    monkeypatch.setattr(tuner, "tune", lambda operator, problem, device, compiler: SimpleNamespace(entry=found))
     with pytest.warns(UserWarning, match="could not be remembered"):
-        assert tuning.tune_problem(PROBLEM, torch.device("cuda", 0)) is found
+        assert tuner.tune_now(TUNING, PROBLEM, torch.device("cuda", 0)) is found
 
 
 # ---- compiled for a GPU that is not here ---------------------------------------------------------------------------
@@ -271,11 +291,11 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
         def run(self):
             raise OutOfResources(300000, 232448, "shared memory")
 
-    monkeypatch.setattr(launch, "compile_step", lambda step, operands: TooLarge())
+    monkeypatch.setattr(program, "compile_step", lambda step, operands: TooLarge())
     plan = tiles_plan(PROBLEM, Config("tma"), 132)
     operands = {name: Operand("float16") for name in ("a", "b", "c", "d")}
     with pytest.raises(FitError, match="shared memory 300000, this GPU has 232448"):
-        launch.Program(plan, operands, list(operands))
+        program.Program(plan, operands, list(operands))
     tried = []
 
     def prepare(problem, config, device):
@@ -284,15 +304,15 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
             raise FitError("too large")
         return "runner"
 
-    monkeypatch.setattr(ops, "prepare", prepare)
-    monkeypatch.setattr(ops, "choose", lambda problem, implementation, config, device: config or Config("tma"))
+    monkeypatch.setattr(op, "prepare", prepare)
+    monkeypatch.setattr(op, "choose", lambda problem, implementation, config, device: config or Config("tma"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     device = SimpleNamespace(type="cuda")
-    assert ops.prepare_on(PROBLEM, "auto", None, device) == "runner"
+    assert op.prepare_on(PROBLEM, "auto", None, device) == "runner"
     assert tried == ["tma", "library"]
     for implementation, config in (("tma", None), ("auto", Config("tma"))):
         with pytest.raises(FitError):
-            ops.prepare_on(PROBLEM, implementation, config, device)
+            op.prepare_on(PROBLEM, implementation, config, device)
 
 
 @pytest.mark.parametrize(
@@ -379,9 +399,9 @@ def test_no_label_of_the_chart_covers_a_dot_or_another():
 def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
     """The shipped table was refined beyond the grid: its choice is among the finalists, and wins where it is faster."""
     problem = dense(64, 4096, 4096)
-    shipped = cache.shipped("NVIDIA H200").entries[problem.key].config
+    shipped = TABLES.shipped("NVIDIA H200").entries[problem.key].config
     assert shipped not in space(problem)
-    monkeypatch.setattr(tuning, "gpu_of", lambda index: Gpu("NVIDIA H200", (9, 0), 132, 232448))
+    monkeypatch.setattr(tuner, "gpu_of", lambda index: Gpu("NVIDIA H200", (9, 0), 132, 232448))
 
     class Pretended:
         problem, timer, sets = dense(64, 4096, 4096), None, (0,)
@@ -390,7 +410,7 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
             pass
 
         def time(self, config):
-            return trial.Trial(config, predict_s(self.problem, config, RATES))
+            return Trial(config, predict_s(self.problem, config, RATES))
 
         def runner(self, config):
             if config.kind == "torch":
@@ -403,11 +423,11 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
     def pretend(calls, **_):
         return {label: Sample.of([10e-6 if config == fast else 12e-6] * 3) for label, config in calls.items()}
 
-    monkeypatch.setattr(tuning, "Bench", Pretended)
-    monkeypatch.setattr(tuning, "compare", pretend)
+    monkeypatch.setattr(TUNING, "bench", Pretended)
+    monkeypatch.setattr(tuner, "compare", pretend)
     for fast in (shipped, Config("library")):
-        nothing = SimpleNamespace(ahead=lambda jobs: {})
-        found = tuning.tune(problem, torch.device("cuda", 0), compiler=nothing)
+        nothing = SimpleNamespace(ahead=lambda operator, jobs: {})
+        found = tuner.tune(TUNING, problem, torch.device("cuda", 0), compiler=nothing)
         assert found.config == fast
         assert found.tried <= found.grid // 4
         assert {shipped.label, "library"} < set(found.finals)

@@ -14,10 +14,11 @@ from torch.autograd import forward_ad
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
-from tilemesh.kernels.matmul import launch, reference
+from tilemesh.kernels.launch import program
+from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.arguments import allows_tf32
 from tilemesh.kernels.matmul.problem import Matrix, dense
-from tilemesh.kernels.matmul.trial import Bench
+from tilemesh.kernels.matmul.trial import MatmulBench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -323,7 +324,7 @@ def test_tuning_reads_and_writes_only_what_it_allocated():
         replace(plain, b=Matrix(96, 64, 65, 1, aligned=False)),
     ]
     for problem in strided:
-        bench = Bench(problem, torch.device("cuda", torch.cuda.current_device()))
+        bench = MatmulBench(problem, torch.device("cuda", torch.cuda.current_device()))
         for config in (
             Config("pointer", 64, 64, 32),
             Config("tma", 64, 64, 32),
@@ -336,11 +337,11 @@ def test_a_batch_whose_length_changes_shares_its_kernels():
     b = torch.randn(64, 128, device="cuda", dtype=torch.float16)
     config = Config("persistent", 64, 128, 64, 4, 3, tma_epilogue=True)
     fused(torch.randn(2000, 64, device="cuda", dtype=torch.float16), b, config=config)
-    before = len(launch._compiled)
+    before = len(program._compiled)
     for m in range(2001, 2060):
         a = torch.randn(m, 64, device="cuda", dtype=torch.float16)
         assert_close(fused(a, b, config=config), a, b, None, "relu", str(m))
-    assert len(launch._compiled) == before
+    assert len(program._compiled) == before
 
 
 def test_newer_precision_setting():

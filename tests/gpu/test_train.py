@@ -130,7 +130,7 @@ def test_a_second_run_in_a_process_counts_its_own_memory(tmp_path: Path) -> None
 
     Of each parameter 16 bytes (weight, gradient, two moments) and 2 of a bf16 copy: 35.9 M x 18 = 647 MB for the large
     model, 2.5 M x 18 = 45 MB for the small one. To either come the activations of 4 x 128 tokens, a few tens of MB, and
-    at most four workspaces: two threads (forward, backward) on two streams (the current one, that of captures).
+    workspaces of cuBLAS and cuBLASLt: two threads (forward, backward) on two streams (the current one, the captures').
     """
     own, before = [], []
     for name, width in (("large", 1024), ("small", 256)):
@@ -140,7 +140,7 @@ def test_a_second_run_in_a_process_counts_its_own_memory(tmp_path: Path) -> None
         [peak] = read_object(tmp_path / name / SUMMARY)["peak_memory_bytes"]
         own.append(peak - before[-1])
     assert own[1] < own[0] / 2
-    assert before[1] - before[0] <= 4 * WORKSPACE_BYTES + (16 << 20)
+    assert before[1] - before[0] <= 8 * WORKSPACE_BYTES  # less than half of what the large model takes
 
 
 def test_a_bad_loss_is_found_and_its_step_named_though_steps_are_not_waited_for(tmp_path: Path) -> None:

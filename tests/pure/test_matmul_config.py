@@ -10,13 +10,12 @@ import pytest
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels.matmul import cache, select
-from tilemesh.kernels.matmul.cache import Entry, Table
+from tilemesh.kernels.launch.steps import Descriptor, FitError, Pointer
+from tilemesh.kernels.matmul import select
 from tilemesh.kernels.matmul.config import (
     KINDS,
     TILE_KINDS,
     Config,
-    FitError,
     check,
     decode,
     default,
@@ -31,7 +30,8 @@ from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.padded import padded_plan
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import LAYOUTS, Matrix, Problem, contiguous, dense
-from tilemesh.kernels.matmul.steps import Descriptor, Pointer
+from tilemesh.kernels.matmul.select import TABLES
+from tilemesh.kernels.tuning.table import Entry, Table
 
 RATES = rates_of(DEVICES["h200"], "float16")
 SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
@@ -147,15 +147,15 @@ def test_plan_covers_every_tile_and_names_only_what_exists(shape, kind):
                 assert argument.strides[1] == 1
                 assert argument.strides[0] * 2 % 16 == 0
     tiles = -(-problem.m // config.block_m) * -(-problem.n // config.block_n)
-    main = next(step for step in plan.steps if "tiles" in step.kernel)
+    main = next(step for step in plan.steps if "tiles" in step.function)
     covered = main.arguments["tiles"] if kind in ("persistent", "pingpong") else main.grid[0]
     assert covered == tiles
 
 
 def test_unaligned_operands_are_copied_and_aligned_ones_are_not():
-    kernels = [step.kernel for step in tiles_plan(dense(100, 100, 101), Config("tma"), 4).steps]
+    kernels = [step.function for step in tiles_plan(dense(100, 100, 101), Config("tma"), 4).steps]
     assert kernels == ["copy_pass", "tma_tiles"]  # rows of 101 and of 100 elements, in one launch
-    assert [step.kernel for step in tiles_plan(dense(100, 104, 104), Config("tma"), 4).steps] == ["tma_tiles"]
+    assert [step.function for step in tiles_plan(dense(100, 104, 104), Config("tma"), 4).steps] == ["tma_tiles"]
     forced = tiles_plan(dense(100, 104, 104), Config("tma", copy="a"), 4)
     assert list(forced.buffers) == ["a_copy"]
 
@@ -192,7 +192,7 @@ def test_tail_cuts_only_the_last_wave():
     assert main.arguments["tiles"] == 12
     assert cut.grid == (3, 3)
     assert cut.arguments["tile0"] == 12
-    assert last.kernel == "reduce_tiles"
+    assert last.function == "reduce_tiles"
     assert last.grid[0] == 3
     assert len(tiles_plan(dense(64 * 4, 64 * 5, 256), config, 4).steps) == 1  # whole waves: nothing to cut
 
@@ -346,13 +346,13 @@ def test_cache_file_is_readable_and_grows(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     versions = {"torch": "2.11.0", "triton": "3.6.0"}
     first, second = dense(512, 512, 512).key, dense(64, 64, 64).key
-    cache.store("NVIDIA H200", versions, {first: Entry(Config("tma", 64, 64, 64), 4e-6, 6e-6)})
-    path = cache.store("NVIDIA H200", versions, {second: Entry(Config("library"), 4e-6)})
+    TABLES.add("NVIDIA H200", versions, {first: Entry(Config("tma", 64, 64, 64), 4e-6, 6e-6)})
+    path = TABLES.add("NVIDIA H200", versions, {second: Entry(Config("library"), 4e-6)})
     assert path.parent == tmp_path / "tilemesh" / "matmul"
     assert "h200" in path.name
     assert "3.6.0" in path.name
-    assert set(cache.load("NVIDIA H200", versions).entries) == {first, second}
-    assert cache.load("NVIDIA H200", {**versions, "triton": "3.7.1"}).entries == {}
+    assert set(TABLES.load("NVIDIA H200", versions).entries) == {first, second}
+    assert TABLES.load("NVIDIA H200", {**versions, "triton": "3.7.1"}).entries == {}
     assert not list(path.parent.glob("*.part"))
 
 
@@ -361,14 +361,14 @@ def test_stores_at_once_all_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = [dense(8 * side, 8, 8).key for side in range(1, 41)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda key: cache.store("gpu", {}, {key: Entry(Config("library"), 1e-6)}), keys))
-    assert set(cache.load("gpu", {}).entries) == set(keys)
+        list(pool.map(lambda key: TABLES.add("gpu", {}, {key: Entry(Config("library"), 1e-6)}), keys))
+    assert set(TABLES.load("gpu", {}).entries) == set(keys)
     assert not list((tmp_path / "tilemesh" / "matmul").glob("*.part"))
 
 
 def test_what_an_entry_gets_wrong_is_said_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cache.store("gpu", {}, {"8x8x8": Entry(Config("tma"), 1e-6)})
+    path = TABLES.add("gpu", {}, {"8x8x8": Entry(Config("tma"), 1e-6)})
     good = path.read_text()
     bad = [
         good.replace("1e-06", '"x"'),
@@ -381,20 +381,20 @@ def test_what_an_entry_gets_wrong_is_said_with_the_file(tmp_path, monkeypatch):
         assert text != good
         path.write_text(text)
         with pytest.raises(UsageError, match=re.escape(str(path))):
-            cache.load("gpu", {})
+            TABLES.load("gpu", {})
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UsageError, match=re.escape(str(path))):
-        cache.load("gpu", {})
+        TABLES.load("gpu", {})
 
 
 def test_a_broken_cache_file_is_named():
     for text in ("{", "[]", '{"format": 1}', '{"format": 0, "gpu": "x", "versions": {}, "entries": {}}'):
         with pytest.raises(UsageError, match=r"some/file\.json"):
-            Table.from_json(text, "some/file.json")
+            TABLES.from_json(text, "some/file.json")
 
 
 def test_the_shipped_table_fits_its_gpu():
-    shipped = cache.shipped("NVIDIA H200")
+    shipped = TABLES.shipped("NVIDIA H200")
     assert shipped is not None
     assert len(shipped.entries) >= 14
     for key, entry in shipped.entries.items():
@@ -404,12 +404,12 @@ def test_the_shipped_table_fits_its_gpu():
         assert problem.key == key
         assert refusal(entry.config, problem) is None
         assert entry.library_s is None or entry.measured_s <= entry.library_s
-    assert cache.shipped("Some Other GPU") is None
+    assert TABLES.shipped("Some Other GPU") is None
 
 
 def test_padding_follows_its_entries_only_to_shapes_like_theirs():
     """As the shipped table and the model have it: other C, activations and layouts yes; aligned or skinny shapes no."""
-    shipped = cache.shipped("NVIDIA H200")
+    shipped = TABLES.shipped("NVIDIA H200")
     assert shipped is not None
 
     def auto(m, n, k, **given):
@@ -435,9 +435,9 @@ def test_values_are_frozen():
 
 
 def test_a_triton_that_nobody_has_launched_with_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilemesh.kernels.matmul import launch
+    from tilemesh.kernels.launch import program
 
-    monkeypatch.setattr(launch, "_VERSION", (3, 9))
-    step = type("Step", (), {"kernel": "matmul"})()
-    with pytest.raises(FitError, match="implementation='library' works with any"):
-        launch._Prepared(step, {}, ())
+    monkeypatch.setattr(program, "_VERSION", (3, 9))
+    step = type("Step", (), {"kernel": "module:matmul", "function": "matmul"})()
+    with pytest.raises(FitError, match="implementation='torch' works with any"):
+        program._Prepared(step, {}, ())

@@ -24,8 +24,8 @@ from tilemesh.cli.train_run import write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Problem
-from tilemesh.kernels.matmul.search import Tried
-from tilemesh.kernels.matmul.tune import Tuned
+from tilemesh.kernels.tuning.search import Tried
+from tilemesh.kernels.tuning.tuner import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.report import memory_part, run, serve
@@ -130,13 +130,13 @@ def test_bench_kernel_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_tune_writes_what_it_tried_and_a_heat_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = (Tried(Config("tma", block_m=64), 2e-5), Tried(Config("tma", block_n=256), math.inf))
 
-    def found(problem: Problem, *arguments: object, **options: object) -> Tuned:
+    def found(operator: object, problem: Problem, *arguments: object, **options: object) -> Tuned[Config]:
         return Tuned(problem, Config("library"), {Config("library").label: Sample.of([1e-5])}, 8, tried)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("tilemesh.kernels.matmul.trial.Compiler", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr("tilemesh.kernels.matmul.tune.tune", found)
+    monkeypatch.setattr("tilemesh.kernels.tuning.compiler.Compiler", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("tilemesh.kernels.tuning.tuner.tune", found)
     rows, page = tmp_path / "trials.jsonl", tmp_path / "page.html"
     assert main(["tune", "512x512x512", "--no-save", "--json", str(rows), "--html", str(page)]) == 0
     first, second = read_trials(str(rows))

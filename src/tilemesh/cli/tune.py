@@ -29,14 +29,13 @@ def tune(
 
     from tilemesh.core.errors import RunError, UsageError, unknown
     from tilemesh.core.units import format_seconds
-    from tilemesh.kernels.matmul import cache
+    from tilemesh.kernels.launch.gpu import gpu_of
     from tilemesh.kernels.matmul.bench import parse_shape
-    from tilemesh.kernels.matmul.choice import versions
-    from tilemesh.kernels.matmul.config import to_dict
     from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, LAYOUTS, dense
-    from tilemesh.kernels.matmul.run import gpu_of
-    from tilemesh.kernels.matmul.trial import Compiler
-    from tilemesh.kernels.matmul.tune import tune as tune_one
+    from tilemesh.kernels.matmul.tuning import TUNING
+    from tilemesh.kernels.tuning.compiler import Compiler
+    from tilemesh.kernels.tuning.table import versions
+    from tilemesh.kernels.tuning.tuner import tune as tune_one
     from tilemesh.report.html import write
     from tilemesh.report.kernel_page import Trial, render, trial_line
 
@@ -60,15 +59,15 @@ def tune(
                 def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
                     status.update(f"{key} [{done}/{total}] {words}")
 
-                found = tune_one(problem, device, compiler=compiler, progress=show)
+                found = tune_one(TUNING, problem, device, compiler=compiler, progress=show)
             entries[problem.key] = found.entry
-            trials += [Trial(problem.key, to_dict(one.config), one.seconds) for one in found.trials]
+            trials += [Trial(problem.key, TUNING.tables.encode(trial.config), trial.seconds) for trial in found.trials]
             console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
     if save:
         try:
-            path = cache.store(gpu_of(device.index).name, versions(), entries)
+            path = TUNING.tables.add(gpu_of(device.index).name, versions(), entries)
         except OSError as error:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "fused_matmul": "tilemesh.kernels.ops",
+    "fused_matmul": "tilemesh.kernels.matmul.op",
     "FusedLinear": "tilemesh.kernels.modules",
     "Config": "tilemesh.kernels.matmul.config",
 }

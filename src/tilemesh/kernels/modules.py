@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tilemesh.core.errors import unknown
 from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
+from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.kernels.matmul.problem import ACTIVATIONS
-from tilemesh.kernels.ops import fused_matmul
 
 
 class FusedLinear(nn.Linear):

@@ -46,7 +46,9 @@ class Mesh:
             )
         self._groups: dict[Blocks, Communicator] = {}
         self._alone = connect("alone")
-        self.axes = {name: self._axis(name) for name, _ in self.shape}
+        self.axes: dict[str, Axis] = {}
+        for name, _ in self.shape:
+            self.axes[name] = self._axis(name)
 
     def _axis(self, name: str) -> Axis:
         index = coordinates(self.comm.rank, self.shape)[name]
@@ -98,7 +100,10 @@ class Mesh:
             return self._alone
         if blocks not in self._groups:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
-            made = self.comm.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
+            # A part of one axis is split from that axis: whoever observes the axis then sees it too.
+            axis = self.axes.get(blocks[0][0]) if len(blocks) == 1 else None
+            parent = self.comm if axis is None else axis.comm
+            made = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
             assert made is not None
             self._groups[blocks] = made
         return self._groups[blocks]

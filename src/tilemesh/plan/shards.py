@@ -1,8 +1,8 @@
 """How many parameters a rank holds: the sharding convention, counted.
 
-Projections are split over tp; norms, and biases added after a sum, are whole on every rank; the vocabulary is padded to
-a multiple of tp; kv heads fewer than tp are repeated. The first stage holds the embeddings, the last the output: a tied
-one is on both when there are several stages.
+Projections are split over tp; norms, and biases added after a sum, are whole on every rank; kv heads fewer than tp are
+repeated; where tp does not divide the vocabulary, the first ranks, whose share is counted, have one row more. The first
+stage holds the embeddings, the last the output: a tied one is on both when there are several stages.
 """
 
 from __future__ import annotations

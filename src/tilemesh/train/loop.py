@@ -22,7 +22,7 @@ import torch
 
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.matmul.choice import picks
+from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
 from tilemesh.parallel.gradients import Step, read
 from tilemesh.runs import checkpoint
@@ -229,7 +229,7 @@ class Loop:
             "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
             "kernels": self.config.kernels_on(self.device.type),
-            "matmul": {**self.earlier.get("matmul", {}), **picks()},
+            "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
         }
         if made != self._choices:
             self.journal.write(CHOICES, made)

@@ -31,7 +31,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import check_tokens, open_corpus
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
-from tilemesh.kernels.matmul.choice import keep_to
+from tilemesh.kernels.context import default_context
 from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
@@ -145,7 +145,7 @@ def train_here(
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
-    keep_to(earlier.get("matmul", {}))
+    default_context().keep_to("matmul", earlier.get("matmul", {}))
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     writer = checkpoint.Writer(

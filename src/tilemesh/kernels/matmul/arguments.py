@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels.launch.tensors import check_alike, check_tensors, dtype_name
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config
 from tilemesh.kernels.matmul.problem import ACTIVATIONS, Problem
-from tilemesh.kernels.matmul.run import dtype_name, matrix_of
+from tilemesh.kernels.matmul.run import matrix_of
 
 IMPLEMENTATIONS = ("auto", *TILE_KINDS, "library", "torch", "interpret")
 _HAS_FP32_PRECISION = hasattr(torch._C, "_get_fp32_precision_getter")  # torch 2.9 and later
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def checked_shape(
@@ -26,7 +26,7 @@ def checked_shape(
         raise unknown("activation", str(activation), ACTIVATIONS)
     if implementation not in IMPLEMENTATIONS:
         raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
-    check_tensors(a, b, c, None)
+    check_given(a, b, c, None)
     if config is not None and not isinstance(config, Config):
         raise UsageError(f"config is a {type(config).__name__}: expected a tilemesh.kernels.Config")
     if config is not None and implementation not in ("auto", "interpret", config.kind):
@@ -34,15 +34,8 @@ def checked_shape(
             f"implementation '{implementation}' with a config of kind '{config.kind}': give one of the two"
         )
     given = {"a": a, "b": b} | ({} if c is None else {"c": c})
+    check_alike(given)
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items())
-    if a.dtype not in DTYPES or any(tensor.dtype != a.dtype for tensor in given.values()):
-        dtypes = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in given.items())
-        raise UsageError(
-            f"dtypes {dtypes}: expected one dtype for all, of float16, bfloat16, float32, float64; cast with .to()"
-        )
-    if any(tensor.device != a.device for tensor in given.values()):
-        devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise UsageError(f"tensors on different devices: {devices}; move them with .to()")
     if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
         raise UsageError(f"shapes do not multiply: {shapes}; expected a (…, M, K) and b (K, N)")
     shape = (*a.shape[:-1], b.shape[1])
@@ -51,17 +44,10 @@ def checked_shape(
     return shape
 
 
-def check_tensors(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
-    """Tensors, and ones whose elements lie at strides."""
-    for name, given in (("a", a), ("b", b), ("c", c), ("out", out)):
-        if given is None and name in ("c", "out"):
-            continue
-        if not isinstance(given, Tensor):
-            raise UsageError(f"{name} is a {type(given).__name__}: expected a torch.Tensor; torch.as_tensor makes one")
-        if given.is_nested:
-            raise UsageError(f"{name} is a nested tensor: expected one of one size; .to_padded_tensor(0.0) makes one")
-        if given.layout is not torch.strided:
-            raise UsageError(f"{name} has layout {given.layout}: expected a strided tensor; .to_dense() makes one")
+def check_given(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:
+    if a is None or b is None:
+        raise UsageError(f"{'a' if a is None else 'b'} is a NoneType: expected a torch.Tensor")
+    check_tensors({"a": a, "b": b, "c": c, "out": out})
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], a: Tensor) -> None:

@@ -17,13 +17,13 @@ from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for
-from tilemesh.kernels import ops
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch.gpu import gpu_of
 from tilemesh.kernels.matmul import reference
-from tilemesh.kernels.matmul.choice import choose
+from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.cost import cost, device_or_nearest, predict_s, rates_of
+from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.kernels.matmul.problem import Problem, dense
-from tilemesh.kernels.matmul.run import gpu_of
 from tilemesh.kernels.matmul.trial import Inputs, allowed_error, checked_rows, exact_rows, input_bytes, make_inputs
 from tilemesh.measure.gpu import KernelTimer, call_timer, rotating_sets
 from tilemesh.measure.machine import stamp, this_machine
@@ -112,7 +112,7 @@ def _calls(problem: Problem, sets: Sequence[Inputs], compiled: bool) -> dict[str
     def eager(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
         return reference.fused_matmul(a, b, c, activation)
 
-    calls = {"ours": on(lambda a, b, c: ops.fused_matmul(a, b, c, activation=activation)), "eager": on(eager)}
+    calls = {"ours": on(lambda a, b, c: fused_matmul(a, b, c, activation=activation)), "eager": on(eager)}
     if problem.c is not None:
         in_place: dict[str, Callable[[Tensor], Tensor]] = {
             "relu": torch.relu_,

@@ -12,7 +12,8 @@ from itertools import product
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.kernels.matmul.problem import INT32_LIMIT, Problem
+from tilemesh.kernels.launch.steps import INT32_LIMIT
+from tilemesh.kernels.matmul.problem import Problem
 
 TILE_KINDS = ("pointer", "tma", "persistent", "pingpong", "split")
 KINDS = (*TILE_KINDS, "library", "torch")
@@ -33,10 +34,6 @@ _FLAGS = (
     "c_first", "c_early", "tma_epilogue", "tma_loads", "flatten", "tail", "prefetch", "chained", "specialize", "paired",
     "padded",
 )  # fmt: skip
-
-
-class FitError(UsageError):
-    """A configuration that compiles to more than this GPU's blocks have; `auto` then takes the library."""
 
 
 @dataclass(frozen=True)

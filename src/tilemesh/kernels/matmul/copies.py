@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tilemesh.kernels.matmul.problem import INT32_LIMIT, Matrix, Problem
-from tilemesh.kernels.matmul.steps import Argument, Buffer, Pointer, Step, blocks
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Argument, Buffer, Pointer, Step, blocks
+from tilemesh.kernels.matmul.problem import Matrix, Problem
+
+COPY_PASS = "tilemesh.kernels.matmul.passes:copy_pass"
 
 ALIGNMENT_BYTES = 128  # of a copied row: a cache line, so that no tile's row straddles one more than it must
 WORD_BYTES = 8
@@ -63,7 +65,7 @@ def aligned_copies(
     }  # fmt: skip
     arguments["blocks"] = counts[0]
     # Wide stores would put unaligned reads several words apart from thread to thread; without, they are neighbours.
-    steps.append(Step("copy_pass", (sum(counts), 1), arguments, constants, wide=wide, hints=near))
+    steps.append(Step(COPY_PASS, (sum(counts), 1), arguments, constants, wide=wide, hints=near))
     return found
 
 

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.launch.gpu import current_stream, device_index
+from tilemesh.kernels.launch.tensors import dtype_name
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.plan import gradient_plan, gradient_sums_shape
 from tilemesh.kernels.matmul.problem import Matrix
-from tilemesh.kernels.matmul.run import device_index, dtype_name, matrix_of
+from tilemesh.kernels.matmul.run import matrix_of
 
 if TYPE_CHECKING:
-    from tilemesh.kernels.matmul.launch import Program
+    from tilemesh.kernels.launch.program import Program
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -49,23 +51,20 @@ def activation_gradient(
         sums = torch.empty(gradient_sums_shape(places[2], c_kind), dtype=torch.float32, device=grad.device)
     tensors = {"grad": grad, "saved": saved, "out": out, **({"sums": sums} if sums is not None else {})}
     if how == "interpret":
-        from tilemesh.kernels.matmul import interpret
+        from tilemesh.kernels.launch import interpret
 
-        # As in the forward pass: the interpreter cuts where it should round to bfloat16, so torch rounds.
-        tensors["out"] = torch.empty_like(out, dtype=torch.float32)
-        interpret.run(gradient_plan(*places, c_kind, activation), tensors)
-        out.copy_(tensors["out"])
+        interpret.run(gradient_plan(*places, c_kind, activation), tensors, written=("out",))
     else:
         index = device_index(grad.device)
         program = _program(places, c_kind, activation, dtype_name(grad.dtype), index)
         with torch.cuda.device(index):
-            program(torch._C._cuda_getCurrentRawStream(index), *(tensor.data_ptr() for tensor in tensors.values()))
+            program(current_stream(index), *(tensor.data_ptr() for tensor in tensors.values()))
     return out, None if sums is None else sums.sum(0).to(grad.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(places: tuple[Matrix, Matrix, Matrix], c_kind: str, activation: str, dtype: str, index: int) -> Program:
-    from tilemesh.kernels.matmul.launch import Operand, Program
+    from tilemesh.kernels.launch.program import Operand, Program
 
     plan = gradient_plan(*places, c_kind, activation)
     operands = {n: Operand(dtype, place.aligned) for n, place in zip(("grad", "saved", "out"), places, strict=True)}

@@ -7,8 +7,7 @@ float32 sum in `work`, one contiguous tile after another; `passes.reduce_tiles` 
 With EARLY a kernel of one call lets the next be launched while it still runs; that one waits inside (`take_turn`),
 which hides its launch.
 
-Only language builtins are used, no function of Triton's own standard library: this file is loaded twice, once
-compiled and once interpreted (see interpret.py), and that library exists in one of the two forms only.
+This file is loaded twice, once compiled and once interpreted (kernels/launch/interpret.py).
 
 Names: a program's tile starts at (row0, col0); `x_m`, `x_n`, `x_k` are the strides of X along M, N, K in elements.
 """

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilemesh.kernels.launch.steps import Buffer, LaunchPlan, Step, blocks
 from tilemesh.kernels.matmul.copies import ALIGNMENT_BYTES, aligned_copies
 from tilemesh.kernels.matmul.plan import epilogue_plan
 from tilemesh.kernels.matmul.problem import Matrix, Problem
-from tilemesh.kernels.matmul.steps import Buffer, LaunchPlan, Step, blocks
 
 
 @dataclass(frozen=True)

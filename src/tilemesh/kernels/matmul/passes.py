@@ -1,7 +1,6 @@
 """The passes around the tile kernels: reduce partial tiles, epilogue over a product, activation gradient, aligned copy.
 
-All are bound by memory: each says what it reads and writes. Like kernel.py, this file is loaded twice and uses only
-language builtins.
+All are bound by memory: each says what it reads and writes. Like kernel.py, this file is loaded twice.
 """
 
 # mypy: disable-error-code="no-untyped-def"

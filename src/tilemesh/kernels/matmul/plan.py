@@ -1,7 +1,7 @@
 """From (problem, configuration) to what is launched: kernels, grids, arguments and buffers, as plain values.
 
-A plan is made here, then compiled and launched (launch.py) or interpreted (interpret.py) by code that knows nothing
-of tiles. Nothing here needs torch or a GPU.
+A plan is made here, then compiled and launched, or interpreted, by code that knows nothing of tiles (kernels/launch/).
+Nothing here needs torch or a GPU.
 """
 
 from __future__ import annotations
@@ -9,10 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tilemesh.kernels.launch.steps import (
+    INT32_LIMIT,
+    Argument,
+    Buffer,
+    Descriptor,
+    LaunchPlan,
+    Pointer,
+    Step,
+    blocks,
+)
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.copies import aligned_copies
-from tilemesh.kernels.matmul.problem import INT32_LIMIT, Matrix, Problem
-from tilemesh.kernels.matmul.steps import Argument, Buffer, Descriptor, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.matmul.problem import Matrix, Problem
+
+TILES = "tilemesh.kernels.matmul.kernel"
+PASSES = "tilemesh.kernels.matmul.passes"
+PINGPONG = "tilemesh.kernels.matmul.pingpong"
 
 PASS_ROWS, PASS_COLUMNS = 4, 512  # of the memory-bound passes: 16 bytes a thread and more rows than a warp is wide
 REDUCE_ELEMENTS = 1024  # of a tile that one program of the second split-K kernel finishes
@@ -56,7 +69,7 @@ def epilogue_plan(problem: Problem, product: Matrix) -> LaunchPlan:
     constants = {"ROWS": PASS_ROWS, "COLUMNS": PASS_COLUMNS, "C_KIND": problem.c_kind}
     constants |= {"ACTIVATION": problem.activation, "KEEP": problem.keep}
     wide = problem.wide or product.reach >= INT32_LIMIT
-    return LaunchPlan((Step("epilogue_pass", grid, arguments, constants, wide=wide, hints=alike),))
+    return LaunchPlan((Step(f"{PASSES}:epilogue_pass", grid, arguments, constants, wide=wide, hints=alike),))
 
 
 def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activation: str) -> LaunchPlan:
@@ -74,7 +87,7 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
     kind = c_kind if c_kind in ("row", "column") else "none"
     constants = {"ROWS": tall, "COLUMNS": wide, "C_KIND": kind, "ACTIVATION": activation}
     far = any(matrix.reach >= INT32_LIMIT for matrix in (grad, saved, out))
-    return LaunchPlan((Step("gradient_pass", grid, arguments, constants, wide=far),))
+    return LaunchPlan((Step(f"{PASSES}:gradient_pass", grid, arguments, constants, wide=far),))
 
 
 def gradient_sums_shape(out: Matrix, c_kind: str) -> tuple[int, int]:
@@ -99,7 +112,9 @@ def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer],
         arguments |= {"work": Pointer("work"), "c": None, "z": None, "c_m": 0, "c_n": 0}
         constants |= {"C_KIND": "none", "C_FIRST": False, "KEEP": False}
         steps.append(_reduce_step(problem, config, 0, tiles))
-    tile_step = Step("pointer_tiles", (tiles, split), arguments, constants, config.warps, config.stages, problem.wide)
+    tile_step = Step(
+        f"{TILES}:pointer_tiles", (tiles, split), arguments, constants, config.warps, config.stages, problem.wide
+    )
     return [tile_step, *steps]
 
 
@@ -135,7 +150,7 @@ def _tma_steps(
     rest = tiles % multiprocessors if config.tail and tiles > multiprocessors else 0
     constants["EARLY"] = False
     one = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
-    whole = Step("tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
+    whole = Step(f"{TILES}:tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
                  config.warps, config.stages, problem.wide, varying=_varying(problem, config))  # fmt: skip
     if config.kind == "split":
         return _cut(whole, problem, config, 0, tiles, buffers, False)
@@ -147,7 +162,7 @@ def _tma_steps(
         loop = {"FLATTEN": config.flatten, "SPECIALIZE": config.specialize}
         walked = arguments | {"tiles": tiles - rest}
         main = replace(
-            whole, kernel="persistent_tiles", grid=(programs, 1), arguments=walked, constants=constants | loop
+            whole, kernel=f"{TILES}:persistent_tiles", grid=(programs, 1), arguments=walked, constants=constants | loop
         )
     follows = config.chained and not interpreted
     return [main] + (_cut(whole, problem, config, tiles - rest, rest, buffers, follows) if rest else [])
@@ -171,7 +186,9 @@ def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, mu
     constants = {name: whole.constants[name] for name in names}
     constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma}
     grid, varying = (min(tiles, multiprocessors), 1), (*whole.varying, "c_at")
-    return replace(whole, kernel="pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying)
+    return replace(
+        whole, kernel=f"{PINGPONG}:pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying
+    )
 
 
 def _cut(
@@ -209,7 +226,7 @@ def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int) -> St
         "EARLY": False,
     }  # fmt: skip
     return Step(
-        "reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide,
+        f"{PASSES}:reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide,
         varying=_varying(problem, config),
     )  # fmt: skip
 

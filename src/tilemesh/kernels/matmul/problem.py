@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilemesh.kernels.launch.steps import INT32_LIMIT
+
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 C_KINDS = ("none", "full", "row", "column")  # row: (N,), the usual bias; column: (M,1)
 LAYOUTS = ("nn", "nt", "tn", "tt")
@@ -17,7 +19,6 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 TMA_ALIGNMENT_BYTES = 16  # of a descriptor's base address and of every stride but the last
 LIBRARY_GROUP_BYTES = 16  # what the vendor's fast kernels load at once, and want N and K to be made of
-INT32_LIMIT = 2**31
 
 
 @dataclass(frozen=True)

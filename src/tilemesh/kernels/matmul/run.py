@@ -1,65 +1,40 @@
 """Computing one problem on tensors: each implementation made ready once, then called at low host cost.
 
 `prepare` turns (problem, configuration, device) into a `Runner`, a function of tensors that writes D (and Z, the value
-before the activation, when the problem keeps it). All tensors are two-dimensional here; the door (ops.py) sees to that.
+before the activation, when the problem keeps it). All tensors are two-dimensional here; `op.py` sees to that.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.launch.gpu import Gpu, current_stream, device_index, gpu_of
+from tilemesh.kernels.launch.steps import Buffer, LaunchPlan
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.config import Config, check, default
 from tilemesh.kernels.matmul.padded import PaddedPlan, View, padded_plan
 from tilemesh.kernels.matmul.plan import epilogue_plan, tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, Problem
-from tilemesh.kernels.matmul.steps import Buffer, LaunchPlan
 
 if TYPE_CHECKING:
-    from tilemesh.kernels.matmul.launch import Operand
+    from tilemesh.kernels.launch.program import Operand
 
 # a, b, c, d, z: what is given, then what is written.
 Runner = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], None]
 
 INTERPRETED_MULTIPROCESSORS = 4  # of the pretended GPU: few, so that small tests have several waves and a tail
 
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # a CPU build has none
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """What of a GPU decides which kernels it can run."""
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared_bytes: int
-
-    @property
-    def tma(self) -> bool:
-        return self.capability >= (9, 0)
-
-    @property
-    def hopper(self) -> bool:
-        """Whether it has the tensor core instructions that kind pingpong is written in; later GPUs have others."""
-        return self.capability[0] == 9
-
-    def runs(self, kind: str) -> bool:
-        return kind in ("pointer", "library") or (self.hopper if kind == "pingpong" else self.tma)
-
-
-@functools.cache
-def gpu_of(index: int) -> Gpu:
-    facts = torch.cuda.get_device_properties(index)
-    shared = int(facts.shared_memory_per_block_optin)  # type: ignore[attr-defined]
-    return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, shared)
+def runs_on(gpu: Gpu, kind: str) -> bool:
+    """Whether a GPU has what kernels of this kind are written in."""
+    return kind in ("pointer", "library") or (gpu.hopper if kind == "pingpong" else gpu.tma)
 
 
 def matrix_of(tensor: Tensor) -> Matrix:
@@ -70,10 +45,6 @@ def matrix_of(tensor: Tensor) -> Matrix:
     elif columns == 1 and row_stride == 1:
         column_stride = -(-rows // 16) * 16
     return Matrix(rows, columns, row_stride, column_stride, tensor.data_ptr() % 16 == 0)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def prepare(problem: Problem, config: Config, device: torch.device, *, interpret: bool = False) -> Runner:
@@ -103,10 +74,6 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     return _Launched(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
 
 
-def device_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def _nothing(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
     """D has no elements."""
 
@@ -118,9 +85,9 @@ def _torch(activation: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z
     d.copy_(reference.activate(total, activation))
 
 
-def _operands(problem: Problem, buffers: Mapping[str, Buffer]) -> dict[str, Operand]:
+def operands_of(problem: Problem, buffers: Mapping[str, Buffer]) -> dict[str, Operand]:
     """What compiling needs to know of every tensor that a plan may name."""
-    from tilemesh.kernels.matmul.launch import Operand
+    from tilemesh.kernels.launch.program import Operand
 
     places = (("a", problem.a), ("b", problem.b), ("c", problem.c), ("d", problem.d))
     given = {name: Operand(problem.dtype, matrix.aligned) for name, matrix in places if matrix is not None}
@@ -131,20 +98,20 @@ class _Launched:
     """Tile kernels on a GPU."""
 
     def __init__(self, plan: LaunchPlan, problem: Problem, device: torch.device, product: str | None = None) -> None:
-        from tilemesh.kernels.matmul.launch import Operand, Program
+        from tilemesh.kernels.launch.program import Operand, Program
 
         self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
         self.has_c, self.keep = problem.c is not None, problem.keep
         self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
-        operands = {"product": Operand(problem.dtype, problem.d.aligned), **_operands(problem, plan.buffers)}
+        operands = {"product": Operand(problem.dtype, problem.d.aligned), **operands_of(problem, plan.buffers)}
         names = ["a", "b", *(["c"] if self.has_c else []), "d", *(["z"] if self.keep else []), *plan.buffers]
         if product:
             names = ["product", *names[2:]]
         self.program = Program(plan, operands, names)
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        addresses = [_current_stream(self.index), a.data_ptr(), b.data_ptr()]
+        addresses = [current_stream(self.index), a.data_ptr(), b.data_ptr()]
         if c is not None:
             addresses.append(c.data_ptr())
         addresses.append(d.data_ptr())
@@ -168,12 +135,12 @@ class _Padded:
     """The library on aligned copies: a launch, the vendor's matmul, a launch."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
-        from tilemesh.kernels.matmul.launch import Program
+        from tilemesh.kernels.launch.program import Program
 
         self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
         self.plan = padded_plan(problem)
-        operands = _operands(problem, self.plan.buffers)
+        operands = operands_of(problem, self.plan.buffers)
         has_c, keep = problem.c is not None, problem.keep
         self.before = Program(self.plan.before, operands, ["a", "b", *self.plan.buffers])
         self.after = Program(self.plan.after, operands, ["product", *"c" * has_c, "d", *"z" * keep])
@@ -183,7 +150,7 @@ class _Padded:
             with torch.cuda.device(self.index):
                 self(a, b, c, d, z)
             return
-        stream = _current_stream(self.index)
+        stream = current_stream(self.index)
         scratch = _scratch(self.plan.buffers, self.device)
         self.before(stream, a.data_ptr(), b.data_ptr(), *(buffer.data_ptr() for buffer in scratch.values()))
         multiply(self.plan, {"a": a, "b": b, **scratch})
@@ -230,7 +197,7 @@ def _library(problem: Problem, device: torch.device) -> Runner:
 
     def two(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
         torch.mm(a, b, out=d)
-        addresses = [_current_stream(finish.index), d.data_ptr()]
+        addresses = [current_stream(finish.index), d.data_ptr()]
         if c is not None:
             addresses.append(c.data_ptr())
         addresses.append(d.data_ptr())
@@ -249,9 +216,7 @@ def epilogue_in_library(problem: Problem) -> bool:
 
 
 class _Interpreted:
-    """The same plan on the CPU. The interpreter multiplies bfloat16 wrongly and cuts where it should round to it, so
-    there products are taken in float32 and results are written in float32 and rounded by torch.
-    """
+    """The same plan on the CPU. The interpreter multiplies bfloat16 wrongly: there products are taken in float32."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self.padded = padded_plan(problem) if config.padded else None
@@ -264,13 +229,9 @@ class _Interpreted:
             self.plan = tiles_plan(problem, config, INTERPRETED_MULTIPROCESSORS, interpreted=True)
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        from tilemesh.kernels.matmul import interpret
+        from tilemesh.kernels.launch import interpret
 
         tensors: dict[str, Tensor | None] = {"a": a, "b": b, "c": c, "d": d, "z": z}
-        rounded = {"d": d, "z": z} if d.dtype == torch.bfloat16 else {}
-        for name, target in rounded.items():
-            if target is not None:
-                tensors[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32, device=d.device)
         scratch = _scratch(self.padded.buffers if self.padded else self.plan.buffers, a.device)
         tensors |= scratch
         if self.padded:
@@ -279,11 +240,7 @@ class _Interpreted:
         if self.library:
             torch.mm(a, b, out=d)
             tensors["product"] = d
-        interpret.run(self.plan, tensors)
-        for name, target in rounded.items():
-            written = tensors[name]
-            if target is not None and written is not None:
-                target.copy_(written)
+        interpret.run(self.plan, tensors, written=("d", "z"))
 
 
 def interpreted_default(problem: Problem) -> Config:

@@ -9,10 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from tilemesh.kernels.matmul.cache import Entry, Table
-from tilemesh.kernels.matmul.config import HOPPER_SHARED_BYTES, TILE_KINDS, Config, default, libraries, refusal
+from tilemesh.kernels.matmul.config import (
+    HOPPER_SHARED_BYTES,
+    TILE_KINDS,
+    Config,
+    default,
+    from_dict,
+    libraries,
+    refusal,
+    to_dict,
+)
 from tilemesh.kernels.matmul.cost import Rates, predict_s
 from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
+from tilemesh.kernels.tuning import choose as tuned
+from tilemesh.kernels.tuning.table import Entry, Table, Tables
+
+TABLES = Tables("matmul", "tilemesh.kernels.matmul", to_dict, from_dict)
 
 # Sum of |log2| over M, N and K within which a tuned shape speaks for another; 1 is one dim twice as long.
 NEAR = 1.0
@@ -23,7 +35,7 @@ SURE = 0.85
 
 def choose(
     problem: Problem,
-    tables: Sequence[Table],
+    tables: Sequence[Table[Config]],
     rates: Rates | None,
     *,
     tma: bool = True,
@@ -38,38 +50,34 @@ def choose(
         tables = [_without_pingpong(table) for table in tables]
     if problem.dtype == "float64":
         return Config("torch")
-    for table in tables:
-        entry = table.entries.get(problem.key)
-        if entry is not None and _runs(entry.config, problem, tma, shared_limit):
-            return entry.config
-    close = nearest(problem, (pair for table in tables for pair in table.entries.items()), tma, shared_limit)
-    if close is not None:
-        return close
+    known = tuned.exact(problem.key, tables, lambda config: _runs(config, problem, tma, shared_limit))
+    if known is None:
+        known = nearest(problem, (pair for table in tables for pair in table.entries.items()), tma, shared_limit)
+    if known is not None:
+        return known
     if rates is None:
         return Config("library")
     return by_model(problem, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
 
 
-def _without_pingpong(table: Table) -> Table:
+def _without_pingpong(table: Table[Config]) -> Table[Config]:
     entries = {key: entry for key, entry in table.entries.items() if entry.config.kind != "pingpong"}
     return Table(table.gpu, table.versions, entries)
 
 
 def nearest(
-    problem: Problem, entries: Iterable[tuple[str, Entry]], tma: bool = True, shared_limit: int = HOPPER_SHARED_BYTES
+    problem: Problem,
+    entries: Iterable[tuple[str, Entry[Config]]],
+    tma: bool = True,
+    shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config | None:
     """The configuration of the nearest tuned problem that can run this one, within `NEAR`."""
-    best, best_distance = None, NEAR
-    for key, entry in entries:
-        distance = _distance(problem, key)
-        if (
-            distance <= best_distance
-            and _runs(entry.config, problem, tma, shared_limit)
-            and _suits(entry.config, problem)
-            and not _special(entry.config, problem, key)
-        ):
-            best, best_distance = entry.config, distance
-    return best
+
+    def speaks(key: str, config: Config) -> bool:
+        runs = _runs(config, problem, tma, shared_limit)
+        return runs and _suits(config, problem) and not _special(config, problem, key)
+
+    return tuned.nearest(entries, lambda key: _distance(problem, key), speaks, NEAR)
 
 
 def by_model(

@@ -1,5 +1,7 @@
 """The tuner's search: which configurations to try next, by a model fitted on what was measured so far.
 
+An operator gives its configurations, what its cost model predicts of each and numbers in which alike ones are near.
+
 The cost model orders the grid; a Gaussian process learns where that order is wrong (its residual, in log seconds) and
 each round tries what looks fastest, a little optimistic about what is unknown. Pure: `measure` is a function, which in
 the tests and in the committed claim reads recorded trials instead of a GPU.
@@ -10,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tilemesh.kernels.matmul.config import Config
+from tilemesh.kernels.tuning.values import ChoiceT
 
 FIRST = 0.4  # of the budget goes to configurations chosen before anything is known
 BATCH = 4
@@ -22,34 +25,36 @@ OPTIMISM = 0.7  # standard deviations below the mean that an untried configurati
 NOISE = 0.02  # of one measurement, relative
 CUTOFF = 3.0  # times the best prediction, beyond which the cost model says a configuration cannot win
 
-_KINDS = ("pointer", "tma", "persistent", "split", "pingpong", "library")
-
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Tried:
-    config: Config
+class Tried(Generic[ChoiceT]):
+    config: ChoiceT
     seconds: float  # infinite when it failed
 
 
-def prune(configs: Sequence[Config], predicted: Sequence[float]) -> list[Config]:
+def prune(configs: Sequence[ChoiceT], predicted: Sequence[float]) -> list[ChoiceT]:
     """What the cost model gives a chance: within `CUTOFF` of the best prediction."""
     best = min(predicted, default=0.0)
     return [config for config, seconds in zip(configs, predicted, strict=True) if seconds <= CUTOFF * best]
 
 
 def search(
-    configs: Sequence[Config],
-    predict: Callable[[Config], float],
-    measure: Callable[[Sequence[Config]], Sequence[float]],
+    configs: Sequence[ChoiceT],
+    predict: Callable[[ChoiceT], float],
+    measure: Callable[[Sequence[ChoiceT]], Sequence[float]],
     budget: int,
-) -> list[Tried]:
-    """Try at most `budget` configurations; `measure` times a batch. Returns every trial in the order it was made."""
+    features: Callable[[ChoiceT], Sequence[float]],
+) -> list[Tried[ChoiceT]]:
+    """Try at most `budget` configurations; `measure` times a batch. Returns every trial in the order it was made.
+
+    features: numbers of a configuration in which near means alike; each step of one is a doubling or another choice.
+    """
     if not configs or budget < 1:
         return []
     log_predicted = np.log([max(predict(config), 1e-9) for config in configs])
-    points = _features(configs)
+    points = np.array([features(config) for config in configs], dtype=np.float64)
     order = np.argsort(log_predicted, kind="stable")
     seconds: dict[int, float] = {}
 
@@ -67,11 +72,11 @@ def search(
     return [Tried(configs[index], value) for index, value in seconds.items()]
 
 
-def best(trials: Sequence[Tried]) -> Tried:
+def best(trials: Sequence[Tried[ChoiceT]]) -> Tried[ChoiceT]:
     return min(trials, key=lambda trial: trial.seconds)
 
 
-def _opening(configs: Sequence[Config], order: NDArray[np.int64], points: Array, count: int) -> list[int]:
+def _opening(configs: Sequence[ChoiceT], order: NDArray[np.int64], points: Array, count: int) -> list[int]:
     """The first trials: the model's favourite of each kind, then the best of the rest that is far from all chosen."""
     chosen: list[int] = []
     for index in order:
@@ -108,21 +113,3 @@ def _kernel(left: Array, right: Array) -> Array:
     """Alike to the degree that features are: a sum of a smooth and a rougher similarity."""
     distance = ((left[:, None] - right[None]) ** 2).sum(-1)
     return 0.6 * np.exp(-distance / (2 * 2.0**2)) + 0.4 * np.exp(-distance / (2 * 0.8**2))
-
-
-def _features(configs: Sequence[Config]) -> Array:
-    """Numbers in which near means alike; each step of one is a doubling or another choice."""
-    rows = []
-    for config in configs:
-        kinds = [1.2 * (config.kind == kind) for kind in _KINDS]
-        sides = [math.log2(config.block_m), math.log2(config.block_n), 0.7 * math.log2(config.block_k)]
-        depth = [0.7 * math.log2(config.warps), 0.4 * config.stages, 0.7 * math.log2(config.split_k)]
-        epilogue = [
-            0.6 * config.c_first,
-            0.6 * config.c_early,
-            0.5 * config.tma_epilogue,
-            0.4 * math.log2(config.subtile),
-        ]
-        order = [0.3 * math.log2(config.group), 0.5 * config.per_sm, 0.6 * config.tail, 0.6 * config.flatten]
-        rows.append([*kinds, *sides, *depth, *epilogue, *order])
-    return np.array(rows, dtype=np.float64)

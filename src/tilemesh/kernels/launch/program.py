@@ -8,6 +8,8 @@ the caching allocator gives a training loop the same few addresses again and aga
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +22,12 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.matmul import kernel as tile_kernels
-from tilemesh.kernels.matmul import passes as pass_kernels
-from tilemesh.kernels.matmul.config import FitError
-from tilemesh.kernels.matmul.problem import INT32_LIMIT
-from tilemesh.kernels.matmul.steps import Descriptor, LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step
 
-_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_TYPES = {
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
+    "bool": "i1", "uint8": "u8", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64",
+}  # fmt: skip
 _MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
 # Sizes from here on are 64-bit: a size rounded up to a whole tile, and a tile's last row, must not pass 2**31.
 _WIDE_SIZE = INT32_LIMIT - 4096
@@ -75,16 +76,14 @@ def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget 
     return found
 
 
-def _function(name: str) -> Any:
-    """The kernel of this name; the one in Gluon is imported only where it is asked for."""
-    function = getattr(tile_kernels, name, None) or getattr(pass_kernels, name, None)
-    if function is None:
-        try:
-            from tilemesh.kernels.matmul import pingpong
-        except ImportError as error:
-            raise FitError(f"kind pingpong needs Triton's Gluon, which {triton.__version__} lacks: {error}") from error
-        function = getattr(pingpong, name)
-    return function
+@functools.cache
+def _function(kernel: str) -> Any:
+    """The kernel of this name. Its module is imported here, because not every Triton has what one in Gluon imports."""
+    module, _, name = kernel.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise FitError(f"kernel {name} cannot be imported with Triton {triton.__version__}: {error}") from error
 
 
 def _compile_gluon(kernel: tuple[Any, ...], target: GPUTarget | None, options: dict[str, Any]) -> CompiledKernel:
@@ -95,7 +94,8 @@ def _compile_gluon(kernel: tuple[Any, ...], target: GPUTarget | None, options: d
         return triton.compile(GluonASTSource(*kernel), target=target, options=options)
     except Exception as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise FitError(f"kind pingpong does not compile with Triton {triton.__version__}: {why[-1]}") from error
+        name = kernel[0].__name__
+        raise FitError(f"kernel {name} does not compile with Triton {triton.__version__}: {why[-1]}") from error
 
 
 def _shared_layout(rows: int, columns: int, dtype: str) -> str:
@@ -122,6 +122,8 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
         dtype = operands[argument.of].dtype
         layout = "," + _shared_layout(rows, columns, dtype) if gluon else ""
         return f"tensordesc<{_TYPES[dtype]}[{rows}, {columns}]{layout}>", None, 1
+    if isinstance(argument, float):
+        return "fp32", None, 1
     if argument is None or argument == 1:
         return "constexpr", argument, 1
     wide = argument >= _WIDE_SIZE or (step.wide and name[1:2] == "_")
@@ -154,8 +156,8 @@ class _Prepared:
     def __init__(self, step: Step, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
         if _VERSION not in _KNOWN:
             raise FitError(
-                f"kernel {step.kernel}: Triton {triton.__version__} may launch otherwise than 3.6 and 3.7, which this "
-                "version of tilemesh knows: implementation='library' works with any"
+                f"kernel {step.function}: Triton {triton.__version__} may launch unlike 3.6 and 3.7, which "
+                "this version of tilemesh knows: implementation='torch' works with any"
             )
         self.step = step
         self.compiled = compile_step(step, operands)
@@ -163,10 +165,12 @@ class _Prepared:
             self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
         except OutOfResources as error:
             raise FitError(
-                f"kernel {step.kernel}: {error.name} {error.required}, this GPU has {error.limit}"
+                f"kernel {step.function}: {error.name} {error.required}, this GPU has {error.limit}"
             ) from error
         if self.launcher.global_scratch_size or self.launcher.profile_scratch_size:
-            raise RunError(f"kernel {step.kernel} wants scratch memory from Triton, which this launcher does not give")
+            raise RunError(
+                f"kernel {step.function} needs scratch memory from Triton, which this launcher does not give"
+            )
         function = self.compiled.src.fn
         self.descriptors = iter(self.compiled.metadata.tensordesc_meta or ())
         self.fill: list[Callable[[tuple[int, ...]], list[Any]]] = []

@@ -1,6 +1,6 @@
-"""The door to the kernels: public functions that check, choose and launch.
+"""`fused_matmul`: check, choose, launch.
 
-`fused_matmul` has three ways in. Eager without gradients: a dictionary finds a prepared runner by everything that
+There are three ways in. Eager without gradients: a dictionary finds a prepared runner by everything that
 could change the choice, so checks and choices are made once a signature. Eager with gradients: the same inside an
 autograd function. Traced (torch.compile, export, fake tensors): an operator registered with torch.library, whose
 implementation is the first way again.
@@ -12,29 +12,26 @@ import contextlib
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels import context
+from tilemesh.kernels.launch.steps import FitError
+from tilemesh.kernels.launch.tensors import PLAIN_TYPES, autocast, autocasts, is_transformed
 from tilemesh.kernels.matmul import gradient, reference
 from tilemesh.kernels.matmul.arguments import (
     allows_tf32,
     apart,
+    check_given,
     check_out,
     check_strides,
-    check_tensors,
     checked_shape,
     problem_of,
     two_dim,
 )
-from tilemesh.kernels.matmul.choice import choose, kept, note, user_table
-from tilemesh.kernels.matmul.config import Config, FitError, decode, encode
+from tilemesh.kernels.matmul.choose import choose
+from tilemesh.kernels.matmul.config import Config, decode, encode
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import Runner, prepare
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-MOST_RUNNERS = 1024  # a generation of them; see _keep_runner
-_runners: dict[tuple[object, ...], tuple[Runner, tuple[int, ...]]] = {}
-_older: dict[tuple[object, ...], tuple[Runner, tuple[int, ...]]] = {}
 
 
 def fused_matmul(
@@ -60,11 +57,9 @@ def fused_matmul(
     # would be missing from the graph.
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return _traced(a, b, c, activation, out, implementation, config)
-    if torch._C._functorch.peek_interpreter_stack() is not None or (
-        forward_ad._current_level >= 0 and _has_tangent(a, b, c, out)
-    ):
+    if is_transformed(a, b, c, out):
         return _transformed(a, b, c, activation, out, implementation, config)
-    if not _is_plain(a, b, c) or (out is not None and (type(out) not in _PLAIN_TYPES or out.is_neg())):
+    if not _is_plain(a, b, c) or (out is not None and (type(out) not in PLAIN_TYPES or out.is_neg())):
         return _traced(a, b, c, activation, out, implementation, config)
     if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
         a, b, c = _autocast(a, b, c)
@@ -101,14 +96,15 @@ def _eager(
         # Alignment of each counts only where one is unaligned, which is rare: then the key names them all.
         if address & 15:
             key += tuple(t.data_ptr() & 15 for t in (a, b, c, out) if t is not None)
-        found = _runners.get(key)
+        runners = context.current.runners
+        found = runners.recent.get(key)
     except (RuntimeError, TypeError):  # no address (a sparse tensor), or no hash (a list or a dict): say which
-        check_tensors(a, b, c, out)
+        check_given(a, b, c, out)
         checked_shape(a, b, c, activation, implementation, config)
         raise
     if found is None:
-        found = _older.get(key) or _prepare(a, b, c, activation, out, implementation, config, keep)
-        _keep_runner(key, found)
+        found = runners.older.get(key) or _prepare(a, b, c, activation, out, implementation, config, keep)
+        runners.keep(key, found)
     runner, shape = found
     d = a.new_empty(shape) if out is None else out
     z = a.new_empty(shape) if keep else None
@@ -121,14 +117,6 @@ def _eager(
     return d, z
 
 
-def _keep_runner(key: tuple[object, ...], found: tuple[Runner, tuple[int, ...]]) -> None:
-    """Two generations: what the last MOST_RUNNERS new signatures did not use again is dropped; a hit costs nothing."""
-    global _runners, _older
-    if len(_runners) >= MOST_RUNNERS:
-        _runners, _older = {}, _runners
-    _runners[key] = found
-
-
 def _prepare(
     a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
     config: Config | None, keep: bool,
@@ -136,7 +124,7 @@ def _prepare(
     """Check everything, choose, and make ready: done once for each signature."""
     shape = checked_shape(a, b, c, activation, implementation, config)
     if out is not None:
-        check_tensors(a, b, c, out)
+        check_given(a, b, c, out)
         check_out(out, shape, a)
         check_strides(out)
     d = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
@@ -154,10 +142,10 @@ def prepare_on(problem: Problem, implementation: str, config: Config | None, dev
 
 def _prepare_auto(problem: Problem, device: torch.device) -> Runner:
     """What an earlier process used, where this device can run that; else what `choose` says; else the library."""
-    earlier = kept(problem)
+    earlier = context.current.choices("matmul").kept.get(_name(problem))
     if earlier is not None:
         with contextlib.suppress(UsageError):
-            return _noted(problem, earlier, device)
+            return _noted(problem, decode(earlier), device)
     try:
         return _noted(problem, choose(problem, "auto", None, device), device)
     except FitError:
@@ -166,8 +154,12 @@ def _prepare_auto(problem: Problem, device: torch.device) -> Runner:
 
 def _noted(problem: Problem, chosen: Config, device: torch.device) -> Runner:
     runner = _prepare_chosen(problem, chosen, device)
-    note(problem, chosen)
+    context.current.choices("matmul").picked[_name(problem)] = encode(chosen)
     return runner
+
+
+def _name(problem: Problem) -> str:
+    return problem.key + " keep" * problem.keep
 
 
 def _prepare_chosen(problem: Problem, chosen: Config, device: torch.device, interpret: bool = False) -> Runner:
@@ -177,18 +169,11 @@ def _prepare_chosen(problem: Problem, chosen: Config, device: torch.device, inte
         return prepare(problem, chosen, device)
 
 
-def forget() -> None:
-    """Drop prepared runners and loaded tables: after tuning, or after a cache file was edited."""
-    _runners.clear()
-    _older.clear()
-    user_table.cache_clear()
-
-
 def _is_plain(a: Tensor, b: Tensor, c: Tensor | None) -> bool:
     """Real tensors and nobody watching: no subclass, no dispatch mode (fake tensors, tracing), no lazy negation."""
-    if type(a) not in _PLAIN_TYPES or type(b) not in _PLAIN_TYPES or a.is_neg() or b.is_neg():
+    if type(a) not in PLAIN_TYPES or type(b) not in PLAIN_TYPES or a.is_neg() or b.is_neg():
         return False
-    if c is not None and (type(c) not in _PLAIN_TYPES or c.is_neg()):
+    if c is not None and (type(c) not in PLAIN_TYPES or c.is_neg()):
         return False
     if a.is_meta or b.is_meta:
         return False
@@ -196,18 +181,7 @@ def _is_plain(a: Tensor, b: Tensor, c: Tensor | None) -> bool:
 
 
 def _autocast(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As torch casts a matmul's inputs: floating point ones, float64 excepted, to the autocast dtype."""
-    dtype = torch.get_autocast_dtype(a.device.type)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    return cast(a), cast(b), None if c is None else cast(c)
-
-
-def _has_tangent(*tensors: Tensor | None) -> bool:
-    given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+    return autocast(a), autocast(b), None if c is None else autocast(c)
 
 
 def _transformed(
@@ -215,18 +189,13 @@ def _transformed(
     config: Config | None,
 ) -> Tensor:  # fmt: skip
     """Function transforms (torch.func) and forward-mode derivatives look through plain torch only."""
-    check_tensors(a, b, c, out)
+    check_given(a, b, c, out)
     if out is not None:
         raise UsageError("out= under a function transform or with a forward-mode tangent: leave out= away")
-    if _autocasts(a):
+    if autocasts(a):
         a, b, c = _autocast(a, b, c)
     checked_shape(a, b, c, activation, implementation, config)
     return reference.fused_matmul(a, b, c, activation)
-
-
-def _autocasts(a: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; a meta tensor's has none."""
-    return not a.is_meta and torch.is_autocast_enabled(a.device.type)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------
@@ -330,10 +299,10 @@ def _traced(
     config: Config | None,
 ) -> Tensor:
     """The call as one operator in a graph; a configuration travels as text."""
-    check_tensors(a, b, c, out)
+    check_given(a, b, c, out)
     if config is not None and not isinstance(config, Config):
         checked_shape(a, b, c, activation, implementation, config)
-    if _autocasts(a):
+    if autocasts(a):
         a, b, c = _autocast(a, b, c)
     if out is not None:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, out)):

@@ -1,6 +1,7 @@
 """What a plan is made of: launches, their arguments and the scratch memory of one call, as plain values.
 
-Written by plan.py, copies.py and padded.py; read by launch.py, which compiles and launches, and interpret.py.
+An operator makes plans; `program.py` compiles and launches them on a GPU, and `interpret.py` interprets the same ones
+on the CPU. Neither knows which operator a plan is of, and nothing here needs torch, Triton or a GPU.
 """
 
 from __future__ import annotations
@@ -8,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tilemesh.core.errors import UsageError
+
+INT32_LIMIT = 2**31
+
+
+class FitError(UsageError):
+    """A launch that this GPU or this Triton cannot run, known only once compiled; `auto` then takes something else."""
+
 
 @dataclass(frozen=True)
 class Pointer:
-    """The address of a tensor by the name it has in the plan: a, b, c, d, z (kept), or one of the plan's buffers."""
+    """The address of a tensor by the name it has in the plan: one the caller gives, or one of the plan's buffers."""
 
     of: str
 
@@ -26,12 +35,16 @@ class Descriptor:
     block: tuple[int, int]
 
 
-Argument = Pointer | Descriptor | int | None
+Argument = Pointer | Descriptor | int | float | None
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so."""
+    """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so.
+
+    kernel: the Triton function, as `package.module:function`. A stride is an argument whose name is one letter, an
+    underscore and more (`x_m`).
+    """
 
     kernel: str
     grid: tuple[int, int]
@@ -43,6 +56,11 @@ class Step:
     hints: bool = True  # tell the compiler what divides sizes and strides, so that accesses are wide
     varying: tuple[str, ...] = ()  # sizes that change from call to call: no hint, so that one kernel serves them all
     early: bool = False  # launched while the kernel before still runs; the kernel itself waits for it
+
+    @property
+    def function(self) -> str:
+        """The kernel's name without its module."""
+        return self.kernel.partition(":")[2]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""What calls of the kernels share: prepared runners, tuned tables, and what `auto` stands for.
+
+`fused_matmul(a, b, c)` takes no such argument, so there is one context that all calls use, and it can be replaced:
+`with use(Context()):`. It holds for all threads of the process, because autograd runs backward passes in threads of
+its own. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tilemesh.kernels.tuning.table import Table
+
+MOST_RUNNERS = 1024  # of a generation
+
+
+class Runners:
+    """Prepared calls by everything that decides what is right or fast.
+
+    Two generations: what the last `most` new signatures did not use again is dropped. A hit in `recent` costs nothing.
+    """
+
+    def __init__(self, most: int = MOST_RUNNERS) -> None:
+        self.most = most
+        self.recent: dict[tuple[object, ...], Any] = {}
+        self.older: dict[tuple[object, ...], Any] = {}
+
+    def keep(self, key: tuple[object, ...], runner: Any) -> None:
+        if len(self.recent) >= self.most:
+            self.recent, self.older = {}, self.recent
+        self.recent[key] = runner
+
+    def clear(self) -> None:
+        self.recent.clear()
+        self.older.clear()
+
+
+class Choices:
+    """What `auto` stands for, of one operator: configurations as text, by the problem's key."""
+
+    def __init__(self, tables: Mapping[str, Table[Any]] | None = None) -> None:
+        self.picked: dict[str, str] = {}
+        self.kept: dict[str, str] = {}  # what an earlier process picked, which this one goes on with
+        self.tuned: set[str] = set()  # problems that were tuned in this process
+        self.tables: dict[str, Table[Any]] = dict(tables or {})  # the user's, by GPU; loaded when first asked for
+
+
+class Context:
+    """One set of runners and choices. `tables`: tuned tables by operator and GPU, instead of those on disk."""
+
+    def __init__(
+        self, tables: Mapping[str, Mapping[str, Table[Any]]] | None = None, *, most_runners: int = MOST_RUNNERS
+    ) -> None:
+        self.runners = Runners(most_runners)
+        self._given = {operator: dict(by_gpu) for operator, by_gpu in (tables or {}).items()}
+        self._choices: dict[str, Choices] = {}
+
+    def choices(self, operator: str) -> Choices:
+        if operator not in self._choices:
+            self._choices[operator] = Choices(self._given.get(operator))
+        return self._choices[operator]
+
+    def picks(self, operator: str) -> dict[str, str]:
+        """What `auto` came to so far, by problem, as text: for whoever wants the same again later."""
+        return dict(sorted(self.choices(operator).picked.items()))
+
+    def keep_to(self, operator: str, earlier: Mapping[str, str]) -> None:
+        """Let `auto` stand for what it stood for in an earlier process, where this device can run that."""
+        self.choices(operator).kept = dict(earlier)
+
+    def forget(self) -> None:
+        """Drop prepared runners and loaded tables: after tuning, or after a file of tables was edited."""
+        self.runners.clear()
+        for operator, choices in self._choices.items():
+            choices.tables = dict(self._given.get(operator, {}))
+
+
+current = Context()
+"""Read at every call; replace it by `use`."""
+
+
+def default_context() -> Context:
+    """The context that calls use now."""
+    return current
+
+
+@contextlib.contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Let all calls use this context until the block ends."""
+    global current
+    before, current = current, context
+    try:
+        yield context
+    finally:
+        current = before

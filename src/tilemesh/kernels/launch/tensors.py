@@ -1,0 +1,82 @@
+"""What every operator asks of the tensors it is given: checks with clear errors, autocast, and who is watching.
+
+Every refusal happens before anything is launched, and says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from tilemesh.core.errors import UsageError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensors(given: Mapping[str, Tensor | None]) -> None:
+    """Tensors, and ones whose elements lie at strides; None stands for an optional one that was left out."""
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor; torch.as_tensor makes one")
+        if tensor.is_nested:
+            raise UsageError(f"{name} is a nested tensor: expected one of one size; .to_padded_tensor(0.0) makes one")
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"{name} has layout {tensor.layout}: expected a strided tensor; .to_dense() makes one")
+
+
+def check_alike(given: Mapping[str, Tensor], dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """One dtype, of those the operator takes, and one device."""
+    first = next(iter(given.values()))
+    if first.dtype not in dtypes or any(tensor.dtype != first.dtype for tensor in given.values()):
+        found = ", ".join(f"{name} {dtype_name(tensor.dtype)}" for name, tensor in given.items())
+        known = ", ".join(dtype_name(dtype) for dtype in dtypes)
+        raise UsageError(f"dtypes {found}: expected one dtype for all, of {known}; cast with .to()")
+    if any(tensor.device != first.device for tensor in given.values()):
+        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise UsageError(f"tensors on different devices: {found}; move them with .to()")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """A real tensor: no subclass (fake tensors are one), no lazy negation, and with memory."""
+    return type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not tensor.is_meta
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a function transform (torch.func) or a forward-mode derivative looks on: both know plain torch only."""
+    if peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+
+
+def is_traced() -> bool:
+    """Whether operators are being recorded instead of run: torch.compile, torch.jit.trace, a dispatch mode.
+
+    A kernel that is launched directly would be missing from what they record.
+    """
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def autocasts(tensor: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; a meta tensor's has none."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
+def autocast(tensor: Tensor) -> Tensor:
+    """As torch casts a matmul's inputs: floating point ones, float64 excepted, to the autocast dtype."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -1,0 +1,66 @@
+"""What an implementation name stands for on this device: tables of tuned configurations, tuning on demand, the model.
+
+`select` decides; this file brings it what it decides from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import device_for
+from tilemesh.kernels import context
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
+from tilemesh.kernels.matmul import select
+from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
+from tilemesh.kernels.matmul.cost import rates_of
+from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.run import interpreted_default
+from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.tuning.choose import should_tune, tune_mode
+from tilemesh.kernels.tuning.table import Table, versions
+from tilemesh.kernels.tuning.tuner import tune_now
+
+
+def choose(problem: Problem, implementation: str, config: Config | None, device: torch.device) -> Config:
+    """The configuration an implementation name stands for, for this problem on this device."""
+    if config is not None:
+        return config
+    if implementation == "interpret":
+        return interpreted_default(problem)
+    if implementation not in ("auto", *TILE_KINDS):
+        return Config(implementation)
+    if device.type != "cuda":
+        if implementation == "auto":
+            tune_mode()  # a wrong word is refused on every machine
+            return Config("torch")
+        raise UsageError(
+            f"implementation '{implementation}' needs CUDA tensors, got {device}: use 'auto' or 'interpret'"
+        )
+    gpu = gpu_of(device_index(device))
+    if implementation in TILE_KINDS:
+        return default(implementation, problem, multiprocessors=gpu.multiprocessors, tma=gpu.tma)
+    choices = context.current.choices("matmul")
+    tables = [user_table(gpu.name), *([table] if (table := select.TABLES.shipped(gpu.name)) else [])]
+    if may_tune(problem, tables[0]):
+        tables[0].entries[problem.key] = tune_now(TUNING, problem, device)
+        choices.tuned.add(problem.key)
+    known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
+    rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
+    return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+
+
+def user_table(gpu: str) -> Table[Config]:
+    """The user's table for a GPU, read from disk once per context."""
+    tables = context.current.choices("matmul").tables
+    if gpu not in tables:
+        tables[gpu] = select.TABLES.load(gpu, versions())
+    return tables[gpu]
+
+
+def may_tune(problem: Problem, table: Table[Config]) -> bool:
+    """Whether TILEMESH_TUNE wants this problem tuned, and now is a moment for it."""
+    wanted = should_tune(problem.key, table, context.current.choices("matmul").tuned)
+    if not wanted or problem.keep or TUNING.refusal(problem):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
