@@ -159,9 +159,6 @@ def test_import_tilemesh_loads_itself_alone() -> None:
 
 # Circles --------------------------------------------------------------------------------------------------------------
 
-# Pairs of files that still import each other; this list only shrinks.
-KNOWN_CIRCLES: set[frozenset[str]] = {frozenset({"kernels.matmul.choice", "kernels.matmul.tune"})}
-
 
 def graph(root: Path) -> dict[str, set[str]]:
     """Which modules of a package each of its modules imports, anywhere in the file, `if TYPE_CHECKING:` included."""
@@ -197,7 +194,7 @@ def circles(edges: dict[str, set[str]]) -> list[frozenset[str]]:
 
 
 def test_no_two_files_import_each_other() -> None:
-    assert [sorted(circle) for circle in circles(graph(ROOT)) if circle not in KNOWN_CIRCLES] == []
+    assert [sorted(circle) for circle in circles(graph(ROOT))] == []
 
 
 def test_circles_of_any_length_are_found(tmp_path: Path) -> None:
