@@ -28,19 +28,19 @@ from typing import Any
 
 import torch
 
-from tilemesh.cli.local import local_machine
 from tilemesh.comm.connection import connect
 from tilemesh.core.config import load, to_dict
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.measure.machine import stamp
+from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gradients import Local, Parts, Step
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
 from tilemesh.plan.figures import prediction_figures
+from tilemesh.plan.local import local_machine
 from tilemesh.plan.step import predict
 from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
@@ -117,7 +117,7 @@ def measure(given: argparse.Namespace, batch: int) -> dict[str, Any]:
     code = "compiled" if given.compile else "eager"
     ranks = 1 if given.device == "cuda" or not given.threads else max(1, (os.cpu_count() or 1) // given.threads)
     try:
-        here = local_machine("1xlocal" if given.device == "cuda" else f"{ranks}xlocal-cpu")
+        here = local_machine("1xlocal" if given.device == "cuda" else f"{ranks}xlocal-cpu", this_machine())
     except UsageError as error:
         raise SystemExit(f"{error}; where it is committed: python benchmarks/known_calibration.py") from None
     alone = Cluster((replace(here.cluster.node, count=1),))

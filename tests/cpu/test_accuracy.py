@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tilemesh.kernels.accuracy import excess, rounding_error, sum_error
+from tilemesh.kernels.activations import reference as activations
 from tilemesh.kernels.matmul import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -70,7 +71,7 @@ def test_a_fault_is_over_the_bound(fault, dtype):
 def test_an_activation_of_the_wrong_kind_is_over_the_bound(activation):
     a, b, c = inputs(64, 64, 40, torch.float32)
     for other in ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu"):
-        found = wrong_with(reference.activate(added_up(a, b, c, 40), other), a, b, c, activation)
+        found = wrong_with(activations.activate(added_up(a, b, c, 40), other), a, b, c, activation)
         assert (found is None) == (other == activation), (other, found)
 
 

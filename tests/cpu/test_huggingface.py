@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model import huggingface
+from tilemesh.model import families, huggingface
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.transformer import Transformer
 
@@ -114,8 +114,9 @@ def test_their_model_read_by_us_gives_their_logits(transformers: Any, case: str,
     assert {parameter.dtype for parameter in ours32.parameters()} == {torch.float32}
     theirs32, theirs64 = logits_of(model), logits_of(widened(model))
     torch.testing.assert_close(logits_of(ours64), theirs64, rtol=1e-12, atol=1e-12)
-    # In float32 their own code, norms and angles included: no further from float64 than twice what they are.
-    assert (logits_of(ours32) - theirs64).norm() <= 2 * (theirs32 - theirs64).norm()
+    # In float32 their own code, norms and angles included: no further from float64 than twice what they are, or than
+    # rounding the logits to float32, should theirs happen to be nearer than that on some machine.
+    assert (logits_of(ours32) - theirs64).norm() <= 2 * max((theirs32 - theirs64).norm(), 2**-24 * theirs64.norm())
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -155,9 +156,9 @@ def test_their_defaults_are_ours(transformers: Any, name: str) -> None:
     """A key that config.json leaves out means what it means to them."""
     written = getattr(transformers, name)().to_dict()
     written["model_type"] = name.removesuffix("Config").lower()
-    sizes = {"model_type", "tie_word_embeddings", *huggingface.LAYOUTS[written["model_type"]].sizes.values()}
+    sizes = {"model_type", "tie_word_embeddings", *families.FAMILIES[written["model_type"]].sizes.values()}
     short = {key: value for key, value in written.items() if key in sizes}
-    assert huggingface.from_json(short) == huggingface.from_json(written)
+    assert families.from_json(short) == families.from_json(written)
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------
@@ -181,15 +182,15 @@ def test_what_is_saved_is_read_back_bit_for_bit(case: str, dtype: torch.dtype, t
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_config_json(name: str) -> None:
     config = preset(name)
-    written = json.loads(json.dumps(huggingface.to_json(config, torch.bfloat16)))
+    written = json.loads(json.dumps(families.to_json(config, "bfloat16")))
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
-    assert huggingface.from_json(written) == config
+    assert families.from_json(written) == config
 
 
 def test_rotary_settings_of_older_files_are_read() -> None:
-    new = huggingface.to_json(OURS["llama"], torch.float32)
+    new = families.to_json(OURS["llama"], "float32")
     old = {key: value for key, value in new.items() if key != "rope_parameters"} | {"rope_scaling": None}
-    assert huggingface.from_json(old).rotary_base == 500.0
+    assert families.from_json(old).rotary_base == 500.0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_rotary_settings_of_older_files_are_read() -> None:
 )
 def test_a_config_that_means_another_model_is_refused(case: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        huggingface.from_json(huggingface.to_json(OURS[case], torch.float32) | changes)
+        families.from_json(families.to_json(OURS[case], "float32") | changes)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_each_tensor_that_does_not_fit_gets_a_line(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_model_does_not_fill_the_screen(tmp_path: Path) -> None:
     spoilt(tmp_path, "llama")
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.to_json(OURS["gpt2"], torch.float32)))
+    (tmp_path / "config.json").write_text(json.dumps(families.to_json(OURS["gpt2"], "float32")))
     with pytest.raises(UsageError) as caught:
         huggingface.load(tmp_path)
     lines = str(caught.value).splitlines()
@@ -325,4 +326,4 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None
         with pytest.raises(UsageError, match=words):
             huggingface.load(tmp_path)
     with pytest.raises(UsageError, match="does not exist"):
-        huggingface.read_config(tmp_path / "nowhere")
+        families.read_config(tmp_path / "nowhere")

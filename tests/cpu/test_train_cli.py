@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tilemesh as tm
-from tilemesh.cli import train_rows
 from tilemesh.cli.main import main
-from tilemesh.cli.train_rows import TAKING_TURNS, rows
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
-from tilemesh.plan.local import Local
+from tilemesh.plan.local import Local, Machine
+from tilemesh.runs import names
 from tilemesh.runs.files import read_object
+from tilemesh.runs.folder import kind_of
+from tilemesh.runs.metrics import STEP, STOPPED, last_line, latest
+from tilemesh.train import predict
 from tilemesh.train.config import load
+from tilemesh.train.events import sink_to
 from tilemesh.train.progress import Shown, step_words
+from tilemesh.train.rows import TAKING_TURNS, rows
 
 SMALL = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=6,"
@@ -34,7 +40,57 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = tm.train.fit(config, run=place / "run")
     assert (result.step, result.interrupted) == (6, False)
     assert result.held_out is not None
+    assert "step time" in [row.name for row in result.rows]
     return place / "run"
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_fit_writes_what_the_command_writes_except_the_page(run: Path, tmp_path: Path) -> None:
+    """The command starts a rank through the launcher, `fit` trained in this process: the folders are alike."""
+    other, source = tmp_path / "run", f"data.source={run.parent / 'text.txt'}"
+    assert main(["train", "--set", SMALL, "--set", source, "--out", str(other)]) == 0
+    assert files_of(other) == {*files_of(run), names.PAGE}
+    assert {names.PREDICTED, names.ENVIRONMENT, names.SUMMARY, names.ROWS, names.ABOUT, names.SAMPLE} <= files_of(run)
+    assert kind_of(run) == kind_of(other) == "train"
+    for name in (names.PREDICTED, names.ENVIRONMENT, names.SUMMARY):
+        assert read_object(run / name).keys() == read_object(other / name).keys()
+    assert read_object(run / names.SUMMARY)["loss"] == read_object(other / names.SUMMARY)["loss"]
+    steps = [[line["loss"] for line in latest(place) if line["kind"] == STEP] for place in (run, other)]
+    assert steps[0] == steps[1]
+
+
+def test_fit_tells_its_listener_and_prints_nothing(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Mapping[str, Any]] = []
+    source = f"data.source={run.parent / 'text.txt'}"
+    config = tm.train.load_config(sets=[SMALL, source, "evaluate.every=0,sample.tokens=0"])
+    result = tm.train.fit(config, run=tmp_path / "run", stop_after=2, on_event=events.append)
+    assert (result.step, result.interrupted) == (2, True)
+    assert events[0] == {"kind": "run", "folder": str(tmp_path / "run")}
+    assert [event["step"] for event in events if event["kind"] == STEP] == [1, 2]
+    assert events[-1] == {"kind": "end"}
+    assert capfd.readouterr() == ("", "")
+    # Another number of steps: what the run was until then stays beside it.
+    longer = tm.train.load_config(sets=[SMALL, source, "evaluate.every=0,sample.tokens=0,train.steps=4"])
+    assert tm.train.fit(longer, resume=tmp_path / "run").step == 4
+    assert (tmp_path / "run" / names.earlier_config(2)).exists()
+    assert len(read_object(tmp_path / "run" / names.ENVIRONMENT)["commands"]) == 2
+
+
+def test_ranks_that_fail_are_an_error_that_names_the_folder(run: Path, tmp_path: Path) -> None:
+    sets = [SMALL, f"data.source={run.parent / 'text.txt'}", "optimizer.lr=1e30,optimizer.clip=0,sample.tokens=0"]
+    with pytest.raises(tm.train.RanksFailedError, match=r"rank 0.*step \d") as raised:
+        tm.train.fit(tm.train.load_config(sets=sets), run=tmp_path / "run", in_process=False)
+    assert (raised.value.folder, raised.value.interrupted) == (tmp_path / "run", False)
+    assert last_line(tmp_path / "run")["kind"] == STOPPED
+    two = tm.train.load_config(sets=[SMALL, "plan.dp=2"])
+    with pytest.raises(ValueError, match="one process is one rank"):
+        tm.train.fit(two, run=tmp_path / "two", in_process=True)
+    assert not (tmp_path / "two").exists()
 
 
 def test_generate_export_and_what_they_refuse(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +170,8 @@ def test_a_run_is_not_stopped_at_a_step_that_is_past(run: Path, capsys: pytest.C
 def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     found = read_object(run / "summary.json")
     made = rows(found, {"missing": "nobody asked"})
-    names = ["step time", "throughput", "MFU", "HFU", "peak memory a rank"]  # one rank has nothing to exchange
-    assert [row.name for row in made] == names
+    shown = ["step time", "throughput", "MFU", "HFU", "peak memory a rank"]  # one rank has nothing to exchange
+    assert [row.name for row in made] == shown
     assert made[0].missing["predicted"] == "nobody asked"
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5
@@ -125,11 +181,11 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
 
-    def no_calibration(name: str) -> Local:
+    def no_calibration(name: str, machine: Machine) -> Local:
         raise UsageError(f"{name} was not calibrated")
 
-    monkeypatch.setattr(train_rows, "local_machine", no_calibration)
-    told = train_rows.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
+    monkeypatch.setattr(predict, "local_machine", no_calibration)
+    told = predict.predict_run(load("gpt2-124m", gpus=1), ["NVIDIA H200"])
     assert told["memory"]["reserved_bytes"] > 0
     assert told["memory_bytes"] == told["memory"]["total_bytes"] - told["memory"]["reserved_bytes"]
 
@@ -170,11 +226,11 @@ def test_events_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "held-out 2.7500" in words
     assert "4.1k tokens/s" in words
     assert "12 s left" in words
-    shown = Shown()
-    shown.line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
-    shown.line(1, "out", b"plain")
-    shown.line(0, "out", b"\x1e{half")
-    shown.line(1, "err", b"bad")
+    line = sink_to(Shown())
+    line(0, "out", b"\x1e" + b'{"kind": "say", "text": "hello"}')
+    line(1, "out", b"plain")
+    line(0, "out", b"\x1e{half")
+    line(1, "err", b"bad")
     said = capsys.readouterr()
     assert said.out == "hello\n[1] plain\n"
     assert said.err == "[1] bad\n"

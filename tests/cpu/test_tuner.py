@@ -117,9 +117,9 @@ def test_tune_modes(monkeypatch):
             assert choose.may_tune(replace(PROBLEM, keep=True), table) is False
         table.entries[PROBLEM.key] = Entry(Config("library"), 1.0)
         assert choose.may_tune(PROBLEM, table) is True  # always
-        context.choices("matmul").tuned.add(PROBLEM.key)
+        context.state("matmul").tuned.add(PROBLEM.key)
         assert choose.may_tune(PROBLEM, table) is False  # but once per process
-        context.choices("matmul").tuned.clear()
+        context.state("matmul").tuned.clear()
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert choose.may_tune(PROBLEM, table) is False
         monkeypatch.setenv("TILEMESH_TUNE", "once")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ def counted(upto: int) -> Iterator[int]:
 
 def said(text: str) -> None:
     print(text)
+
+
+def sleep(folder: str) -> None:
+    Path(folder, f"{os.getpid()}.pid").touch()
+    time.sleep(300)
 
 
 def unsendable() -> Any:

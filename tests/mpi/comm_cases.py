@@ -1,6 +1,6 @@
 """What every transport must get right: collectives against closed-form answers, and the rest of the surface.
 
-Runs inside ranks (`comm_script.py`) and on threads alike. Inputs are small whole numbers, exact in every dtype, so
+Runs inside ranks (`on_a_rank`) and on threads alike. Inputs are small whole numbers, exact in every dtype, so
 answers are compared bit for bit; that ranks agree on sums that are *not* exact is a case of its own.
 """
 
@@ -20,7 +20,7 @@ import pytest
 from comm_random import calls_at_random
 from numpy.lib.stride_tricks import as_strided
 
-from tilemesh.comm import Communicator, minimal
+from tilemesh.comm import Communicator, connect, minimal
 from tilemesh.comm.runtime.choose import Request, refuses
 from tilemesh.comm.schedules.book import ALGORITHMS, BOOK, is_direct, is_shared
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED, cut
@@ -943,3 +943,14 @@ def run_hierarchical(comm: Communicator, node_size: int) -> tuple[int, list[str]
     failures = failures_of(comm, chosen)
     bytes_on_the_wire(comm, ("hierarchical",))
     return len(chosen) + 1, failures
+
+
+def on_a_rank(which: str, node_size: int | None = None) -> tuple[int, list[str], str]:
+    """The cases of that kind (sample, full, surface, nodes) on a process: how many, what went wrong, over what."""
+    with connect(timeout_s=60.0, node_size=node_size) as comm:
+        if which == "nodes":
+            assert node_size is not None
+            done, failures = run_hierarchical(comm, node_size)
+        else:
+            done, failures = run_surface(comm) if which == "surface" else run_all(comm, full=which == "full")
+        return done, failures, comm.backend

@@ -1,13 +1,11 @@
 """What a laid model must get right over every transport: parts that run on threads and inside processes alike.
 
-Each part takes a communicator and asserts. Threads run them directly; for processes one job a transport runs all parts
-(`parallel_script.py`), and each test file reads its own part's line: starting ranks is most of the cost.
+Each part takes a communicator and asserts. Threads run them directly; of processes, ranks that are kept for all tests
+(`started.py`) are called with the part's name: starting ranks is most of the cost.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 from paged_cache import through_pages, through_rows
+from started import ranks_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilemesh.comm import Communicator
+from tilemesh.comm import Communicator, connect
 from tilemesh.comm.schedules.book import build
 from tilemesh.comm.schedules.collectives import BLOCKED, cut, layout
 from tilemesh.comm.schedules.cost import count
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan, Precision
-from tilemesh.launch.job import launch
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
@@ -34,11 +32,11 @@ from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffi
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import MODELS
+from tilemesh.parallel.gate.cases import MODELS, Case, Layout
+from tilemesh.parallel.gate.compare import Gate
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
 
-HERE = Path(__file__).parent
 RANKS = {"mpi": 4, "torch": 2}
 
 
@@ -513,18 +511,27 @@ PARTS: dict[str, Callable[[Communicator], None]] = {
 }  # fmt: skip
 
 
-@functools.cache
-def lines_of(transport: str) -> tuple[str, ...]:
-    """What the ranks of one job said, all parts in it; made once a test run."""
-    said: list[str] = []
-    outcome = launch(
-        [str(HERE / "parallel_script.py")], ranks=RANKS[transport], transport=transport, environ=os.environ,
-        sink=lambda rank, stream, line: said.append(f"{rank}: {line.decode()}"),
-    )  # fmt: skip
-    return (*said, f"failure {outcome.failure}")
+def small_gate(comm: Communicator) -> None:
+    layouts = (
+        Layout(1, 4, True),
+        Layout(2, 2, False, 2),
+        Layout(2, 2, True),
+        Layout(4, 1, False, 2),
+        Layout(1, 2, True, 2),
+    )
+    fit = [chosen for chosen in layouts if chosen.ranks <= comm.size]
+    for result in Gate(comm).run([Case(model, chosen) for chosen in fit for model in ("gpt", "llama")]):
+        assert result.passed, f"{result}"
+
+
+def on_a_rank(part: str) -> str:
+    """One part on a communicator of its own; which backend it ran over."""
+    torch.set_num_threads(1)
+    with connect(timeout_s=100.0) as comm:
+        (small_gate if part == "gate" else PARTS[part])(comm)
+        return comm.backend
 
 
 def require_part(transport: str, part: str) -> None:
-    lines = lines_of(transport)
-    wanted = [f"{rank}: {part} right over {transport}" for rank in range(RANKS[transport])]
-    assert set(wanted) <= set(lines), "\n".join(lines)
+    ranks = ranks_of(transport, RANKS[transport])
+    assert ranks.call("parallel_cases:on_a_rank", part) == [transport] * ranks.ranks

@@ -22,7 +22,7 @@ if transport == "mpi":
 
     rank = MPI.COMM_WORLD.rank
     meet = MPI.COMM_WORLD.Barrier
-elif behaviour in ("exit", "child", "fail-once", "sleep", "stubborn"):
+elif behaviour in ("exit", "vanish", "abort", "interrupt", "child", "fail-once", "sleep", "stubborn"):
     # No torch where its connections play no part: importing it is most of what a short job costs.
     rank = int(os.environ["RANK"])
     meetings = itertools.count()

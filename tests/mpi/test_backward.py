@@ -17,7 +17,7 @@ import torch
 from tilemesh.comm import Communicator, connect, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.launch.job import launch
+from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel import Column, Mesh, Vocabulary, lay
 from tilemesh.parallel.buckets import Bucket, Bucketed
@@ -286,10 +286,4 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_a_compiled_model_over_ranks_is_the_same(transport: str) -> None:
-    said: list[str] = []
-    outcome = launch(
-        [str(Path(__file__).with_name("parallel_compile_script.py"))], ranks=2, transport=transport,
-        sink=lambda rank, stream, line: said.append(line.decode()),
-    )  # fmt: skip
-    assert outcome.failure is None, said
-    assert said.count(f"compiled right over {transport}") == 2
+    assert call("parallel_compile:compiled_is_the_same", 2, transport=transport) == [transport] * 2

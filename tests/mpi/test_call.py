@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -132,6 +134,19 @@ def test_an_error_of_the_caller_ends_the_ranks() -> None:
     with Ranks(2, transport="torch") as ranks, pytest.raises(LookupError):
         ranks.call("call_functions:counted", 2, hear=fail)
     assert ranks.ended == "LookupError in a call of call_functions:counted"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ctrl_c_ends_the_ranks_and_is_raised(transport: str, tmp_path: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[2]); from tilemesh.launch import call;"
+    code += "call('call_functions:sleep', 2, sys.argv[3], transport=sys.argv[1])"
+    line = [sys.executable, "-c", code, transport, str(Path(__file__).parent), str(tmp_path)]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert not any(is_running(int(path.stem)) for path in tmp_path.glob("*.pid"))
 
 
 def test_inside_a_job_it_is_refused() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tilemesh.launch import call
 from tilemesh.launch.job import launch
 
 torch = pytest.importorskip("torch")
@@ -29,4 +30,4 @@ def test_tensors_on_a_gpu(how: str, more: int) -> None:
 
 def test_the_path_of_gpu_tensors_on_cpu_tensors() -> None:
     """Its logic, where there is no GPU: every call goes through it, and gives what the ordinary path gives."""
-    assert lines_of([str(HERE / "comm_device_script.py")], 3) == ["87 cases right through Device"] * 3
+    assert call("comm_device:cases_right", 3, transport="torch") == [87] * 3

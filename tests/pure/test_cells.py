@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tilemesh.comm.bench_job import Job
 from tilemesh.comm.cells import Cell, crossovers, parse_ranks, parse_sizes
 from tilemesh.comm.chart import svg
 from tilemesh.core.calibration import Calibration, Rates
@@ -87,8 +86,3 @@ def test_the_chart_is_a_picture_with_its_crossover() -> None:
     assert picture.count("from here ring") == 1
     with pytest.raises(UsageError, match="no rows"):
         svg([])
-
-
-def test_a_job_survives_its_file() -> None:
-    job = Job(out="", command="c", collectives=("all_reduce",), sizes=(4, 16), fit=True).with_out("x")
-    assert Job.from_json(job.to_json()) == job

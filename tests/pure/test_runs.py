@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +55,7 @@ def test_a_kind_of_ones_own_needs_no_registration(tmp_path: Path) -> None:
     for step, eyes in enumerate([4, 2, 6], 1):
         journal.add(STEP, step, eyes=eyes)
     journal.add("rerolled", 3, text="a die fell off the table")
-    journal.summarize(DICE, {"throws": 3, "mean": 4.0, "step": 3})
+    journal.summarize(DICE, {"throws": 3, "mean": 4.0})
     assert kind_of(folder) == "dice"
     found = read_contents(folder)
     assert (found.kind, found.config, found.predicted) == ("dice", {"sides": 6}, {"mean": 3.5})
@@ -67,6 +69,18 @@ def test_a_kind_of_ones_own_needs_no_registration(tmp_path: Path) -> None:
         read_config(folder, TRAIN)
     with pytest.raises(RunError, match="of a run of kind 'dice': expected 'train'"):
         read_summary(folder, TRAIN)
+
+
+def test_the_kind_of_the_documents_runs_as_it_stands_there(tmp_path: Path) -> None:
+    """docs/extending.md, "Add a kind of run": the code block, run, and the page of what it wrote."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    code = text.partition("## Add a kind of run")[2].partition("```python\n")[2].partition("```")[0]
+    given: dict[str, Any] = {}
+    exec(compile(code, "extending.md", "exec"), given)
+    folder = given["throw"](20, str(tmp_path / "run"))
+    assert read_summary(folder, given["DICE"])["throws"] == 20
+    found = run.read(folder, now=time.time() + 1e6)
+    assert (found.kind, found.state, found.last_step, found.predicted) == ("dice", "done", 20, {"mean": 3.5})
 
 
 @pytest.mark.parametrize("name", ["", "Dice", "two words", "1st", "a/b"])

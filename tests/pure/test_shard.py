@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -14,6 +15,7 @@ from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.axes import Axes, coordinates, members, ordered, rank_at, ranks_of
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Box, Cut, Shard, share
+from tilemesh.parallel.shard import join, take
 
 NAMES = ("tp", "cp", "dp", "pp", "expert")
 
@@ -125,6 +127,15 @@ def test_the_boxes_of_all_ranks_are_the_whole_once_for_each_copy(shard: Shard) -
     assert set(held) == set(everything)
     assert all(held[place] == shard.copies for place in everything)
     assert written == Counter(everything)
+
+
+@given(shard=shards())
+def test_arrays_are_cut_and_joined_by_any_shard(shard: Shard) -> None:
+    whole = np.arange(math.prod(shard.whole), dtype=np.int32).reshape(shard.whole)
+    everyone = [shard.on(rank) for rank in range(ranks_of(shard.axes))]
+    locals_ = [take(mine, whole) for mine in everyone]
+    assert [local.shape for local in locals_] == [mine.shape for mine in everyone]
+    assert np.array_equal(join(everyone, locals_), whole)
 
 
 @given(shard=shards())

@@ -1,4 +1,4 @@
-"""What `tilemesh bench collective` does: starts the ranks that measure, and prints what they wrote."""
+"""What `tilemesh bench collective` does: calls the ranks that measure, and prints what they found."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import datetime as dt
 import json as json_format
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tilemesh.comm.schedules.topology import Flat, Ring, Topology, TwoLevel, Wir
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
-from tilemesh.launch.job import launch
+from tilemesh.launch import call
 from tilemesh.measure.machine import command, stamp, this_machine
 from tilemesh.measure.row import Row, write_rows
 
@@ -62,7 +62,6 @@ def measure(
     rows: list[Row] = []
     for count in parse_ranks(ranks):
         job = Job(
-            out="",
             command=command(),
             collectives=tuple(wanted),
             sizes=tuple(parse_sizes(sizes)),
@@ -70,7 +69,7 @@ def measure(
             repeats=repeats,
             seconds=seconds,
         )
-        rows += [Row.from_json(line) for line in _in_ranks(job, count, transport).splitlines()]
+        rows += [Row.from_json(line) for line in _in_ranks(job, count, transport)]
     console = Console(stderr=json == "-", highlight=False)
     for line in [*_table(rows), *_summary(rows)]:
         console.print(line, soft_wrap=True, markup=False)
@@ -103,9 +102,9 @@ def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
     for count in parse_ranks(ranks):
         if count < 2:
             raise UsageError(f"--fit with {count} rank: expected at least 2, since one has nobody to talk to")
-        job = Job(out="", command=command(), sizes=(most,), fit=True, seconds=0.1 if quick else 0.4)
-        text = _in_ranks(job, count, transport)
-        fit = Fit.from_dict(json_format.loads(text))
+        job = Job(command=command(), sizes=(most,), fit=True, seconds=0.1 if quick else 0.4)
+        (line,) = _in_ranks(job, count, transport)
+        fit = Fit.from_dict(json_format.loads(line))
         path = _store(fit)
         _print_fit(fit)
         print(f"stored in {path}")
@@ -188,35 +187,24 @@ def _known(collectives: Sequence[str] | None) -> list[str]:
     return list(collectives or COLLECTIVES)
 
 
-def _in_ranks(job: Job, ranks: int, transport: str) -> str:
-    """What rank 0 wrote."""
+def _in_ranks(job: Job, ranks: int, transport: str) -> list[str]:
+    """What rank 0 found, an object of JSON each."""
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
     if transport == "nccl":
         _require_gpus(ranks)
-    with tempfile.TemporaryDirectory(prefix="tilemesh-bench-") as folder:
-        out, order = Path(folder, "rows.jsonl"), Path(folder, "job.json")
-        order.write_text(job.with_out(str(out)).to_json(), encoding="utf-8")
-        environ = dict(os.environ)
-        environ.setdefault("GLIBC_TUNABLES", MALLOC)
 
-        def sink(rank: int, stream: str, line: bytes) -> None:
-            if stream == "err":
-                sys.stderr.write(line.decode(errors="replace") + "\n")
-                sys.stderr.flush()
+    def sink(rank: int, stream: str, line: bytes) -> None:
+        if stream == "err":
+            sys.stderr.write(line.decode(errors="replace") + "\n")
+            sys.stderr.flush()
 
-        outcome = launch(
-            ["-m", "tilemesh.comm.bench_ranks", str(order)],
-            ranks=ranks,
-            transport=TRANSPORTS[transport],
-            environ=environ,
-            sink=sink,
-        )
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        if outcome.failure is not None or not out.exists():
-            raise RunError(outcome.sentence(ranks))
-        return out.read_text(encoding="utf-8")
+    environ = {"GLIBC_TUNABLES": MALLOC} | os.environ
+    found: list[list[str]] = call(
+        "tilemesh.comm.bench_ranks:measure", ranks, asdict(job), transport=TRANSPORTS[transport], environ=environ,
+        sink=sink,
+    )  # fmt: skip
+    return found[0]
 
 
 def _require_gpus(ranks: int) -> None:

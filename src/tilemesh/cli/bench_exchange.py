@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from tilemesh.core.errors import RunError, UsageError
-
-_MARK = "samples "
+from tilemesh.core.errors import UsageError
 
 
 def bench_exchange(
@@ -25,31 +22,21 @@ def bench_exchange(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Rows, one object a line.")] = None,
 ) -> None:
     """Time a step with the bucketed exchange against the naive one, and how much of the exchange backward hides."""
-    from tilemesh.launch.job import launch
+    from tilemesh.launch import call
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
-    given = {
+    given: dict[str, Any] = {
         "model": model, "rows": rows, "tokens": tokens, "bucket_bytes": bucket_bytes, "algorithm": algorithm,
         "repeats": repeats,
     }  # fmt: skip
     config_of(model)
     if ranks < 2:
         raise UsageError(f"--ranks {ranks}: an exchange needs at least 2")
-    found: list[dict[str, Any]] = []
-
-    def hear(rank: int, stream: str, line: bytes) -> None:
-        text = line.decode(errors="replace")
-        if stream == "out" and text.startswith(_MARK):
-            found.append(json.loads(text.removeprefix(_MARK)))
-        else:
-            print(f"[{rank}] {text}", file=sys.stderr)
-
-    outcome = launch(
-        ["-m", "tilemesh.cli.bench_exchange", json.dumps(given)], ranks=ranks, transport=transport, sink=hear
-    )
-    if outcome.failure is not None or not found:
-        raise RunError(outcome.sentence(ranks))
+    found = call(
+        "tilemesh.cli.bench_exchange:on_a_rank", ranks, transport=transport,
+        sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr), **given,
+    )  # fmt: skip
     made = rows_of(found[0], ranks)
     print_rows(made)
     if json_file is not None:
@@ -96,25 +83,19 @@ def rows_of(said: dict[str, Any], ranks: int) -> list[Any]:
     return [step, share]
 
 
-def _rank(words: str) -> None:
+def on_a_rank(model: str, **given: Any) -> dict[str, Any]:
+    """What a rank measured: every rank has the same, of the slowest one at each turn."""
     import dataclasses
 
     from tilemesh.comm import connect
     from tilemesh.model.config import count_parameters
     from tilemesh.parallel.overlap import measure
 
-    given = json.loads(words)
-    config = config_of(given.pop("model"))
+    config = config_of(model)
     comm = connect()
     samples = measure(comm, config, **given)
     case = {
         "transport": comm.backend, "parameters": count_parameters(config).total, "rows": given["rows"],
         "tokens": given["tokens"], "bucket_bytes": given["bucket_bytes"], "algorithm": given["algorithm"],
     }  # fmt: skip
-    if comm.rank == 0:
-        plain = {name: dataclasses.asdict(sample) for name, sample in samples.items()}
-        print(_MARK + json.dumps({"case": case, "samples": plain}), flush=True)
-
-
-if __name__ == "__main__":
-    _rank(sys.argv[1])
+    return {"case": case, "samples": {name: dataclasses.asdict(sample) for name, sample in samples.items()}}

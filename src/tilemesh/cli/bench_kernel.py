@@ -10,7 +10,7 @@ from rich.status import Status
 
 
 def bench_kernel(
-    operator: Annotated[str, typer.Argument(help="Which operator; there is one: matmul.")] = "matmul",
+    operator: Annotated[str, typer.Argument(help="Which operator, as in matmul.")] = "matmul",
     shapes: Annotated[
         str, typer.Option("--shapes", help="MxNxK, several separated by commas; `suite` for all.")
     ] = "suite",
@@ -35,13 +35,15 @@ def bench_kernel(
     """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
     from tilemesh.core.errors import UsageError, unknown
-    from tilemesh.kernels.matmul.bench import SUITE, bench_matmul, parse_shape
-    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, DTYPE_BYTES
+    from tilemesh.kernels import registry
+    from tilemesh.kernels.activations.names import ACTIVATIONS
+    from tilemesh.kernels.matmul.bench import SUITE, parse_shape
+    from tilemesh.kernels.matmul.problem import C_KINDS, DTYPE_BYTES
 
+    bench = registry.find(operator).load("bench")
     wanted = list(SUITE) if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
     dtypes = [name.strip() for name in dtype.split(",")]
     known_values = [
-        ("operator", operator, ("matmul",)),
         ("C kind", c, C_KINDS),
         ("activation", activation, ACTIVATIONS),
     ]
@@ -70,7 +72,7 @@ def bench_kernel(
             def show(done: int, total: int, words: str, status: Status = status) -> None:
                 status.update(f"[{done + 1}/{total}] {words}")
 
-            rows += bench_matmul(
+            rows += bench(
                 wanted, dtype=name, c_kind=c, activation=activation, compiled=compiled, repeats=repeats, progress=show
             )
     print_rows(rows, console)

@@ -24,13 +24,14 @@ def bench_train(
     """Train steps of the same model and batch: ours, PyTorch eager, compiled, and DDP over gloo, in turns."""
     from rich.console import Console
 
-    from tilemesh.cli.train_rows import bench_rows, predict_run
     from tilemesh.core.errors import UsageError, unknown
     from tilemesh.measure.machine import gpu_names
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
     from tilemesh.train.bench import PEERS, compare
     from tilemesh.train.config import load
+    from tilemesh.train.predict import predict_run
+    from tilemesh.train.rows import bench_rows
 
     console = Console(stderr=json == "-", highlight=False, markup=False)
     gpus = gpu_names()

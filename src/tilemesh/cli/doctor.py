@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from tilemesh.core.context import outside_any_job
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes
-from tilemesh.launch.job import launch
+from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine
 
@@ -224,18 +224,16 @@ def _in_a_process(
 def _try_ranks(backend: str) -> Finding:
     """Two ranks, one message each way."""
     name = {"mpi": "MPI"}.get(backend, backend)
-    said: list[str] = []
-    errors: list[str] = []
-    outcome = launch(
-        ["-m", "tilemesh.launch.probe", backend],
-        ranks=2,
-        transport="mpi" if backend == "mpi" else "torch",
-        sink=lambda rank, stream, line: (said if stream == "out" else errors).append(line.decode(errors="replace")),
-        say=lambda text: None,
-        timeout_s=TRIAL_S,
-        environ=outside_any_job(),  # also where doctor itself runs inside somebody's job
-    )
-    if outcome.failure is None and not outcome.interrupted:
-        return Finding(name, "works", f"two ranks exchanged a message: {said[-1] if said else 'no version said'}")
-    reason = outcome.failure.sentence() if outcome.failure else "interrupted"
-    return Finding(name, "fails", reason, _MPI_REMEDY if backend == "mpi" else "make clean && make setup")
+    try:
+        used = call(
+            "tilemesh.launch.probe:exchange",
+            2,
+            backend,
+            transport="mpi" if backend == "mpi" else "torch",
+            timeout_s=TRIAL_S,
+            environ=outside_any_job(),  # also where doctor itself runs inside somebody's job
+            sink=lambda rank, stream, line: None,
+        )
+    except RunError as error:
+        return Finding(name, "fails", str(error), _MPI_REMEDY if backend == "mpi" else "make clean && make setup")
+    return Finding(name, "works", f"two ranks exchanged a message: {used[0]}")

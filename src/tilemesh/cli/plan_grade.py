@@ -11,12 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tilemesh.cli.local import is_local, local_machine
 from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.machine import this_machine
 from tilemesh.plan.grade import Grade, Graded, grade, rank_correlation, read_run
+from tilemesh.plan.local import is_local, local_machine
 
 
 def grade_runs(paths: Sequence[str], console: Console) -> list[dict[str, Any]]:
@@ -42,13 +42,13 @@ def _grade(path: str) -> Graded:
     run = read_run(Path(path))
     if not is_local(run.cluster):
         return grade(run, parse_cluster(run.cluster))
-    machine, here = run.data.get("machine"), this_machine().id
-    if machine not in (None, here):
+    machine, here = run.data.get("machine"), this_machine()
+    if machine not in (None, here.id):
         raise RunError(
-            f"'{path}' ran on {machine} and this is {here}: its prediction needs that machine's calibration; "
+            f"'{path}' ran on {machine} and this is {here.id}: its prediction needs that machine's calibration; "
             f"grade it there"
         )
-    local = local_machine(run.cluster)
+    local = local_machine(run.cluster, here)
     return grade(run, local.cluster, local.rates)
 
 

@@ -17,19 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 import tilemesh
-from tilemesh.cli.local import is_local, local_machine
 from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
+from tilemesh.measure.machine import this_machine
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
 from tilemesh.plan.capability import pins_to_train, trainable
 from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, choose_batch, search
 from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, plan_figures
+from tilemesh.plan.local import is_local, local_machine
 from tilemesh.plan.passes import Code
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator, Prediction
@@ -113,7 +114,7 @@ def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
     pins = Pins.parse(asked.fix)
     if asked.code is not None and asked.code not in get_args(Code):
         raise unknown("code", asked.code, get_args(Code))
-    local = local_machine(cluster) if is_local(cluster) else None
+    local = local_machine(cluster, this_machine()) if is_local(cluster) else None
     try:
         return search(
             model,

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tilemesh.cli.train_rows import rows
 from tilemesh.core.config import from_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
@@ -20,6 +19,7 @@ from tilemesh.report.run import Run
 from tilemesh.report.run_page import Beside
 from tilemesh.runs.names import CONFIG, PAGE
 from tilemesh.runs.values import number, section
+from tilemesh.train.rows import rows
 
 
 def make(what: Sequence[str], html: str | None) -> list[str]:

@@ -1,8 +1,7 @@
-"""What `tilemesh train` does: make the run, predict it, start it (or be its rank), and show what it came to."""
+"""What `tilemesh train` does: make a configuration of what was typed, call `train.fit`, and show what it came to."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,25 +13,21 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli import report_run
-from tilemesh.cli.train_rows import predict_run, rows
 from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
-from tilemesh.data.config import check_source
-from tilemesh.launch.job import Outcome
-from tilemesh.launch.rank import run_command
-from tilemesh.launch.start import check_restarts, choose_transport
+from tilemesh.launch.rank import INTERRUPTED_CODE, run_command
 from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.runs import folder as folders
-from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.names import PREDICTED, ROWS, SAMPLE, SUMMARY
+from tilemesh.runs.names import SAMPLE, SUMMARY
 from tilemesh.train import config as configs
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.job import check, fit
 from tilemesh.train.progress import Shown
-from tilemesh.train.start import start
+from tilemesh.train.result import RanksFailedError, Result
 
 _SHARES = (
     ("compute", "compute"),
@@ -68,29 +63,42 @@ def run(asked: Asked) -> int:
     config = configuration(asked, member)
     if member is not None:
         return _as_rank(asked, config, member)
-    _check(asked, config)
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
-    folder = _folder(asked, config)
-    predicted = predict_run(config, gpu_names())
-    folders.write_prediction(folder, predicted)
-    folders.write_environment(folder)
-    console.print(f"run: {folder}", soft_wrap=True)
     shown = Shown(console)
     try:
-        outcome = _started(asked, config, folder, shown)
+        result = fit_asked(asked, config, shown)
+    except RanksFailedError as error:
+        shown.close()
+        write_page(error.folder)
+        if error.interrupted:
+            return _stopped(error.folder, str(error))
+        _hint(error.folder, console)
+        print(f"tilemesh: {error}", file=sys.stderr)
+        return 1
     finally:
         shown.close()
-    page = write_page(folder)
-    if outcome.failure is not None and not outcome.interrupted:
-        _hint(folder, console)
-        print(f"tilemesh: {outcome.sentence(config.plan.world)}", file=sys.stderr)
-        return outcome.exit_code
-    if outcome.interrupted:
-        _stopped(folder, console, outcome.sentence(config.plan.world))
-        return outcome.exit_code
-    show(folder, console, asked.json)
+    page = write_page(result.folder)
+    if result.by_signal:
+        return _stopped(result.folder, result.by_signal)
+    show(result, console, asked.json)
     console.print(page, soft_wrap=True)
     return 0
+
+
+def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
+    return fit(
+        config,
+        run=asked.run,
+        name=Path(asked.config or configs.DEFAULT_PRESET).stem,
+        resume=asked.resume,
+        init=asked.init,
+        transport=asked.transport,
+        restarts=asked.restarts,
+        stop_after=asked.stop_after,
+        in_process=False,
+        command=asked.typed or None,
+        on_event=shown,
+    )
 
 
 def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
@@ -123,47 +131,15 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
     return configs.settled(made)
 
 
-def _check(asked: Asked, config: TrainConfig) -> None:
-    """Refuse what no rank could do anything with, before there is a folder or a rank."""
-    choose_transport(asked.transport)
-    check_restarts(asked.restarts)
-    done = (folders.newest_checkpoint(asked.resume) or 0) if asked.resume is not None else 0
-    if asked.stop_after is not None and not done < asked.stop_after <= config.train.steps:
-        raise UsageError(f"--stop-after {asked.stop_after}: expected a step from {done + 1} to {config.train.steps}")
-    check_source(config.data.source)
-
-
-def _folder(asked: Asked, config: TrainConfig) -> Path:
-    if asked.resume is None:
-        return folders.new_run(TRAIN, config.to_toml(), asked.run, Path(asked.config or configs.DEFAULT_PRESET).stem)
-    folder = Path(asked.resume)
-    if configs.of_run(folder) != config:
-        folders.change_config(folder, config.to_toml())
-    return folder
-
-
-def _started(asked: Asked, config: TrainConfig, folder: Path, shown: Shown) -> Outcome:
-    transport = asked.transport
-    if transport == "auto" and gpu_names() and config.train.device != "cpu":
-        transport = "torch"  # GPUs talk over nccl
-    return start(
-        folder,
-        config,
-        resume=asked.resume is not None,
-        init=asked.init,
-        transport=transport,
-        restarts=asked.restarts,
-        stop_after=asked.stop_after,
-        sink=shown.line,
-    )
-
-
 def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
     """Inside mpiexec, srun or torchrun: this process is the rank it already is."""
-    if asked.restarts:
-        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
-    if config.plan.world != member.size:
-        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
+    check(
+        config,
+        resume=asked.resume,
+        transport=asked.transport,
+        restarts=asked.restarts,
+        stop_after=asked.stop_after,
+    )
     typed = f"{member.starter}, {member.size} ranks: {stamp()['command']}"
     command = ["-m", "tilemesh.cli.train_rank", json.dumps(dataclasses.asdict(dataclasses.replace(asked, typed=typed)))]
     run_command(command, member)
@@ -172,18 +148,16 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
 # ---- afterwards ------------------------------------------------------------------------------------------------
 
 
-def show(folder: Path, console: Console, json_file: str | None) -> None:
+def show(result: Result, console: Console, json_file: str | None) -> None:
     """The sample, the rows, where the time went, and where everything is."""
+    folder, made = result.folder, result.rows
     found = folders.read_small(folder, SUMMARY)
     if not found:
         raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
     sample = folder / SAMPLE
     if sample.exists() and not found["interrupted"]:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
-    made = rows(found, folders.read_small(folder, PREDICTED))
     print_rows(made, console)
-    with contextlib.suppress(RunError):  # the disk may be full; what is shown was measured all the same
-        write_rows(made, folder / ROWS)
     share = found["shares"]
     words = ", ".join(f"{name} {share[key]:.0%}".replace("%", " %") for key, name in _SHARES)
     if found["step_time_s"] is None:
@@ -228,13 +202,14 @@ def write_page(folder: Path) -> str:
         return f"no page: {error}"
 
 
-def _stopped(folder: Path, console: Console, sentence: str) -> None:
+def _stopped(folder: Path, sentence: str) -> int:
     step = folders.newest_checkpoint(folder)
     if step is None:
         print(f"tilemesh: {sentence}; there was no checkpoint yet", file=sys.stderr)
     else:
         print(f"tilemesh: {sentence}; checkpoint of step {step} written, go on with:", file=sys.stderr)
         print(f"{program()} train --resume {folder}", file=sys.stderr)
+    return INTERRUPTED_CODE
 
 
 def _hint(folder: Path, console: Console) -> None:

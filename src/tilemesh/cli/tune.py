@@ -19,6 +19,7 @@ def tune(
     layout: Annotated[
         str, typer.Option("--layout", help="nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
     ] = "nn",
+    operator: Annotated[str, typer.Option("--operator", help="Which operator to tune.")] = "matmul",
     save: Annotated[bool, typer.Option("--save/--no-save", help="Remember the winners for `auto`.")] = True,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all that was tried.")] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="A heat map of what was tried.")] = None,
@@ -29,16 +30,18 @@ def tune(
 
     from tilemesh.core.errors import RunError, UsageError, unknown
     from tilemesh.core.units import format_seconds
+    from tilemesh.kernels import registry
+    from tilemesh.kernels.activations.names import ACTIVATIONS
     from tilemesh.kernels.launch.gpu import gpu_of
     from tilemesh.kernels.matmul.bench import parse_shape
-    from tilemesh.kernels.matmul.problem import ACTIVATIONS, C_KINDS, LAYOUTS, dense
-    from tilemesh.kernels.matmul.tuning import TUNING
+    from tilemesh.kernels.matmul.problem import C_KINDS, LAYOUTS, dense
     from tilemesh.kernels.tuning.compiler import Compiler
     from tilemesh.kernels.tuning.table import versions
     from tilemesh.kernels.tuning.tuner import tune as tune_one
     from tilemesh.report.html import write
     from tilemesh.report.kernel_page import Trial, render, trial_line
 
+    tuning = registry.find(operator).load("tuner")
     sizes = [parse_shape(shape) for shape in shapes]
     for kind, given, known in (
         ("dtype", dtype, ("float16", "bfloat16")), ("C kind", c, C_KINDS), ("activation", activation, ACTIVATIONS),
@@ -59,15 +62,15 @@ def tune(
                 def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
                     status.update(f"{key} [{done}/{total}] {words}")
 
-                found = tune_one(TUNING, problem, device, compiler=compiler, progress=show)
+                found = tune_one(tuning, problem, device, compiler=compiler, progress=show)
             entries[problem.key] = found.entry
-            trials += [Trial(problem.key, TUNING.tables.encode(trial.config), trial.seconds) for trial in found.trials]
+            trials += [Trial(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in found.trials]
             console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)
     if save:
         try:
-            path = TUNING.tables.add(gpu_of(device.index).name, versions(), entries)
+            path = tuning.tables.add(gpu_of(device.index).name, versions(), entries)
         except OSError as error:
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)

@@ -1,7 +1,7 @@
 """`tilemesh verify`: every layout trains to what one process trains to, or the first place where it does not is named.
 
-The ranks send each result as a line of JSON; the command makes the table of it, so that it looks the same whoever
-started the ranks.
+The ranks yield each result as it is found; the command makes the table of it, so that it looks the same whoever started
+the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 TRANSPORTS = ("auto", "mpi", "torch", "threads")
 TIMEOUT_S = 600.0  # ranks that a small layout does not need wait until it is done
-_MARK = "result "  # begins a line that is meant for the command, not for people
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +132,20 @@ def _on_threads(options: Options, table: Table) -> None:
 
 
 def _in_processes(options: Options, transport: str, table: Table) -> None:
-    from tilemesh.launch.job import launch
+    from tilemesh.launch import call
 
-    def hear(rank: int, stream: str, line: bytes) -> None:
-        text = line.decode(errors="replace")
-        if stream == "out" and text.startswith(_MARK):
-            table.add(json.loads(text.removeprefix(_MARK)))
-        else:
-            print(f"[{rank}] {text}", file=sys.stderr)
+    call(
+        "tilemesh.cli.verify:on_a_rank", options.ranks, dataclasses.asdict(options), transport=transport,
+        sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr),
+        hear=lambda rank, line: table.add(line),
+    )  # fmt: skip
 
-    command = ["-m", "tilemesh.cli.verify", json.dumps(dataclasses.asdict(options))]
-    outcome = launch(command, ranks=options.ranks, transport=transport, sink=hear)
-    if outcome.interrupted:
-        raise KeyboardInterrupt
-    if outcome.failure is not None:
-        raise RunError(outcome.sentence(options.ranks))
+
+def on_a_rank(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One of the ranks that `_in_processes` started: what it has to tell, as it comes."""
+    from tilemesh.comm import connect
+
+    yield from results(connect(timeout_s=TIMEOUT_S), Options(**options))
 
 
 class Table:
@@ -203,17 +201,3 @@ _DIFFERENCES = ("loss", "gradient", "weights")
 def _ratio(line: dict[str, Any], name: str) -> float:
     ratio = float(line["apart"][name]) / float(line["bound"][name])
     return ratio if ratio == ratio else float("inf")
-
-
-def _rank(words: str) -> None:
-    """One of the ranks that `_in_processes` started."""
-    from tilemesh.comm import connect
-
-    given = json.loads(words)
-    options = Options(**(given | {"models": tuple(given["models"])}))
-    for line in results(connect(timeout_s=TIMEOUT_S), options):
-        print(_MARK + json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    _rank(sys.argv[1])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do. `algorithms`: names, or all; `out`: where rank 0 writes."""
+    """What the ranks are to do. `algorithms`: names, or all."""
 
-    out: str
     command: str
     collectives: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -21,16 +18,3 @@ class Job:
     overlap: bool = True
     repeats: int = 15
     seconds: float = 0.5
-
-    def with_out(self, path: str) -> Job:
-        return replace(self, out=path)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        fields: dict[str, Any] = json.loads(text)
-        for name, value in fields.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**fields)

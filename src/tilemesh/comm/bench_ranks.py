@@ -1,6 +1,6 @@
-"""`tilemesh bench collective`, inside the ranks: `-m tilemesh.comm.bench_ranks JOB.json`.
+"""`tilemesh bench collective`, inside the ranks.
 
-All ranks measure together; rank 0 writes rows (or the fit) to the file that the job names, one JSON object a line.
+All ranks measure together, and each returns rows (or the fit), one JSON object each; those of rank 0 count.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ from tilemesh.measure.timing import compare
 LARGEST_NAIVE = 1 << 20  # beyond, the slowest algorithms take minutes and tell nothing
 
 
-def main(arguments: Sequence[str]) -> None:
-    job = Job.from_json(Path(arguments[0]).read_text(encoding="utf-8"))
+def measure(fields: dict[str, Any]) -> list[str]:
+    job = Job(**fields)
     comm = connect(timeout_s=120.0)
     sys.setswitchinterval(1e-3)
 
@@ -59,9 +58,7 @@ def main(arguments: Sequence[str]) -> None:
                     lines += [row.to_json() for row in bench.cell(Cell(collective, comm.size, size, buffers))]
         if job.overlap:
             lines += [row.to_json() for row in bench.overlaps()]
-    if comm.rank == 0:
-        Path(job.out).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    comm.barrier()
+    return lines
 
 
 class Bench:
@@ -292,7 +289,3 @@ def _calibration() -> Calibration | None:
         return find(this_machine().id)
     except RunError:
         return None
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -152,11 +152,6 @@ class Shard:
             for spans in itertools.product(*self.spans)
         )
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.shape == self.whole
-
     # Who else -----------------------------------------------------------------------------------------------------
 
     def on(self, rank: int) -> Shard:

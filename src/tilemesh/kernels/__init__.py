@@ -1,26 +1,43 @@
-"""COMPUTE: one folder an operator. Names load when first used, so that importing this package costs nothing."""
+"""COMPUTE: one folder an operator. Names load when first used, so that importing this package costs nothing.
+
+`tilemesh.kernels.softmax` is the function, although the folder has the same name: `from tilemesh.kernels.softmax.cost
+import …` reaches the folder's modules.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
-_HOMES = {
-    "fused_matmul": "tilemesh.kernels.matmul.op",
-    "FusedLinear": "tilemesh.kernels.modules",
-    "Config": "tilemesh.kernels.matmul.config",
-}
+from tilemesh.kernels.registry import public_functions
 
-__all__ = ["Config", "FusedLinear", "fused_matmul"]
+_OTHERS = {
+    "FusedLinear": "tilemesh.kernels.modules:FusedLinear",
+    "Config": "tilemesh.kernels.matmul.config:Config",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        # Kept, so that the next look-up is a plain attribute: a small matmul takes no longer than this function.
-        globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-        return globals()[name]
-    raise AttributeError(f"module 'tilemesh.kernels' has no attribute '{name}'")
+    home = _OTHERS.get(name) or public_functions().get(name)
+    if home is None:
+        raise AttributeError(f"module 'tilemesh.kernels' has no attribute '{name}'")
+    module, _, attribute = home.partition(":")
+    # Kept, so that the next look-up is a plain attribute: a small matmul takes no longer than this function.
+    globals()[name] = getattr(importlib.import_module(module), attribute)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_OTHERS, *public_functions()])
+
+
+class _Kernels(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        # Python sets a folder that was imported as an attribute here, in place of the function of that name.
+        if not (isinstance(value, ModuleType) and name in public_functions()):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Kernels

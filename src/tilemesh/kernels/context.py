@@ -37,7 +37,7 @@ class Runners:
         self.older.clear()
 
 
-class Choices:
+class OperatorState:
     """What `auto` stands for, of one operator: configurations as text, by the problem's key."""
 
     def __init__(self, tables: Mapping[str, Table[Any]] | None = None) -> None:
@@ -55,26 +55,26 @@ class Context:
     ) -> None:
         self.runners = Runners(most_runners)
         self._given = {operator: dict(by_gpu) for operator, by_gpu in (tables or {}).items()}
-        self._choices: dict[str, Choices] = {}
+        self._states: dict[str, OperatorState] = {}
 
-    def choices(self, operator: str) -> Choices:
-        if operator not in self._choices:
-            self._choices[operator] = Choices(self._given.get(operator))
-        return self._choices[operator]
+    def state(self, operator: str) -> OperatorState:
+        if operator not in self._states:
+            self._states[operator] = OperatorState(self._given.get(operator))
+        return self._states[operator]
 
     def picks(self, operator: str) -> dict[str, str]:
         """What `auto` came to so far, by problem, as text: for whoever wants the same again later."""
-        return dict(sorted(self.choices(operator).picked.items()))
+        return dict(sorted(self.state(operator).picked.items()))
 
     def keep_to(self, operator: str, earlier: Mapping[str, str]) -> None:
         """Let `auto` stand for what it stood for in an earlier process, where this device can run that."""
-        self.choices(operator).kept = dict(earlier)
+        self.state(operator).kept = dict(earlier)
 
     def forget(self) -> None:
         """Drop prepared runners and loaded tables: after tuning, or after a file of tables was edited."""
         self.runners.clear()
-        for operator, choices in self._choices.items():
-            choices.tables = dict(self._given.get(operator, {}))
+        for operator, state in self._states.items():
+            state.tables = dict(self._given.get(operator, {}))
 
 
 current = Context()

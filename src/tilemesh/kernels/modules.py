@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import unknown
+from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
 from tilemesh.kernels.matmul.op import fused_matmul
-from tilemesh.kernels.matmul.problem import ACTIVATIONS
 
 
 class FusedLinear(nn.Linear):

@@ -19,7 +19,7 @@ _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+.*?signal\s+(\d+)", re.
 _EXITED = re.compile(r"Process name: \[[^\]]*,\s*(\d+)\]\s+Exit code:\s+(\d+)")
 _IMPROPER = re.compile(r"due to process rank (\d+) with PID \d+.*?exiting\s+improperly", re.S)
 
-_LEFT = 256  # no exit code of a process: mpiexec saw a rank leave without finalising MPI, whatever its code
+LEFT = 256  # no exit code of a process: mpiexec saw a rank leave without finalising MPI, whatever its code
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def blame(records: Sequence[Record], deaths: Sequence[Death]) -> Failure | None:
 
 def death_reason(code: int) -> str:
     """Words for an exit code; a negative one is a signal."""
-    if code in (0, _LEFT):
+    if code in (0, LEFT):
         return "left in the middle of the job without failing"
     if code > 0:
         return f"exited with code {code}"
@@ -92,7 +92,7 @@ def mpi_deaths(said: str, code: int, vanished: Sequence[int]) -> list[Death]:
     if match := _EXITED.search(said):
         return [Death(int(match[1]), int(match[2]))]
     if match := _IMPROPER.search(said):
-        return [Death(int(match[1]), _LEFT)]
+        return [Death(int(match[1]), LEFT)]
     if code != 0 and vanished:
         return [Death(vanished[0], 128 - code if code > 128 else code)]
     return []

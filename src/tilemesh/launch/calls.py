@@ -96,6 +96,7 @@ class Ranks:
         self._raised: dict[int, dict[str, str]] = {}  # the same, in the order in which they came
         self._raised_at = float("inf")
         self._hear: Hear | None = None
+        self._failure: Failure | None = None
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(job_folder())
             programs = start.processes(
@@ -110,7 +111,6 @@ class Ranks:
             self._job.selector.register(self._answers, selectors.EVENT_READ, self._read_answers)
             self._job.begin()
             self._stack = stack.pop_all()
-        self._failure: Failure | None = None
 
     def call(
         self,
@@ -217,7 +217,7 @@ class Ranks:
                         raise KeyboardInterrupt
                     raise RunError(failure.sentence())
                 if now > end_at:
-                    raise RunError(self._job.too_long(timeout_s).sentence())
+                    raise RunError(self._job.too_long(timeout_s, missing).sentence())
                 if now > self._raised_at + self._graces.failure_s and not self._job.interrupted:
                     error = self._rank_error()
                     stuck = failure_of(self._job.records(), min(missing), "did not return after it")

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,7 @@ from typing import IO
 from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
-from tilemesh.launch.blame import Death, Failure, blame, failure_of, last_words, mpi_deaths
+from tilemesh.launch.blame import LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
 from tilemesh.launch.folder import job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
@@ -158,6 +158,7 @@ class Job:
         self.codes: dict[int, int] = {}  # torch: child -> exit code, for those that ended before we began to end them
         self.handles: dict[int, int] = {}  # MPI: rank -> descriptor of its process
         self.vanished: list[int] = []  # MPI: ranks whose process is gone, in the order seen
+        self.gone_first: list[int] = []  # MPI: those of them that had gone before we ended the others
         self.mpiexec_said = b""
         self.signals: list[int] = []  # received, not yet acted on
         self.interrupted = False
@@ -197,11 +198,12 @@ class Job:
         self._close()
         return failure
 
-    def too_long(self, timeout_s: float | None) -> Failure:
-        """Names the rank that has been at one thing longest."""
+    def too_long(self, timeout_s: float | None, among: Set[int] | None = None) -> Failure:
+        """Names the rank (of those) that has been at one thing longest."""
         records = self.records()
         ended = self.ended()
-        running = [rank for rank in range(self.ranks) if rank not in ended and not records[rank].ended_ns] or [0]
+        those = range(self.ranks) if among is None else sorted(among)
+        running = [rank for rank in those if rank not in ended and not records[rank].ended_ns] or [*those]
         slowest = min(running, key=lambda rank: records[rank].since_ns)
         return failure_of(records, slowest, f"was not done within {timeout_s} s")
 
@@ -246,6 +248,7 @@ class Job:
         if self.failed_since is None and self.has_failed():
             self.failed_since = now
         if self.failed_since is not None and self.kill_at is None and now > self.failed_since + _SETTLE_S:
+            self.gone_first = [rank for rank in self.vanished if not self.board.read(rank).ended_ns]
             self._signal_ranks(signal.SIGTERM)
             self.kill_at = now + graces.failure_s
         if self.kill_at is not None and now >= self.kill_at:
@@ -327,7 +330,10 @@ class Job:
         reported = any(record.state in (FAILED, INTERRUPTED) for record in records)
         # Who vanished first is a guess, good only where nobody said anything.
         silent = [] if reported else [rank for rank in self.vanished if not records[rank].ended_ns]
-        failure = blame(records, mpi_deaths(said, code, silent))
+        deaths = mpi_deaths(said, code, silent)
+        if self.gone_first and not reported and all(death.rank not in self.gone_first for death in deaths):
+            deaths = [Death(self.gone_first[0], LEFT)]  # mpiexec names only those that we have ended
+        failure = blame(records, deaths)
         if failure is None and code != 0:
             return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)
         return failure

@@ -1,12 +1,12 @@
-"""Two ranks that exchange a message, to see whether a transport works here: `-m tilemesh.launch.probe mpi|gloo|nccl`.
+"""Two ranks that exchange a message, to see whether a transport (mpi, gloo or nccl) works here.
 
-Rank 0 prints one line of what it used. A wrong byte, or a library that is not there, is an exception like any other.
+`call("tilemesh.launch.probe:exchange", 2, "mpi")` returns what each used, in one line. A wrong byte, or a library that
+is not there, is an exception like any other.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from tilemesh.core.context import JOB_VARIABLE
@@ -15,7 +15,11 @@ from tilemesh.launch.board import my_status
 COUNT = 1 << 16
 
 
-def exchange_mpi() -> str:
+def exchange(backend: str) -> str:
+    return _exchange_mpi() if backend == "mpi" else _exchange_torch(backend)
+
+
+def _exchange_mpi() -> str:
     import numpy as np
     from mpi4py import MPI
 
@@ -29,7 +33,7 @@ def exchange_mpi() -> str:
     return MPI.Get_library_version().replace("\0", "").splitlines()[0].split(", package")[0]
 
 
-def exchange_torch(backend: str) -> str:
+def _exchange_torch(backend: str) -> str:
     import torch
     import torch.distributed as dist
 
@@ -50,10 +54,3 @@ def exchange_torch(backend: str) -> str:
         raise RuntimeError("the message arrived damaged")
     dist.destroy_process_group()
     return f"torch.distributed {torch.__version__}, {backend}"
-
-
-if __name__ == "__main__":
-    used = exchange_mpi() if sys.argv[1] == "mpi" else exchange_torch(sys.argv[1])
-    my_status().at("done")
-    if "0" in (os.environ.get("RANK"), os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-        print(used)

@@ -8,12 +8,15 @@ exchange costs is measured too, where collectives were fitted for that many rank
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
+from tilemesh.core import calibration
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
-from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import CPU, Cluster, Link, Node, device_for, make_node
+from tilemesh.core.errors import UsageError, nearest, unknown
+from tilemesh.core.hardware import CPU, DEVICES, Cluster, Link, Node, device_for, make_node
 from tilemesh.plan import constants
 
 NAME = "local"
@@ -21,6 +24,8 @@ FITS = "collectives"
 """The section of a calibration that `comm` keeps its fits in, by transport and number of ranks."""
 TRANSPORTS = ("mpi", "torch")
 """What `tilemesh train` takes on a CPU, best first."""
+_PATTERN = re.compile(r"(?:(\d+)x)?local(-cpu)?")
+_NAMES = ("local", "local-cpu")
 LINK_BYTES = 1 << 20
 """The size whose time gives a link's bandwidth: what a layer exchanges, about."""
 
@@ -33,6 +38,56 @@ class Local:
     rates: Rates
     words: str
     """Which machine, and when it was measured."""
+
+
+class Machine(Protocol):
+    """What is asked of a machine (`measure.machine.this_machine()` knows this one)."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def words(self) -> str: ...
+
+    @property
+    def cores(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+
+
+def is_local(text: str) -> bool:
+    """Whether a cluster means this machine; a UsageError where it nearly does (`4xlocl`)."""
+    folded = text.strip().lower()
+    if _PATTERN.fullmatch(folded) is not None:
+        return True
+    name = re.sub(r"^(\d+x)+", "", folded)
+    if name not in _NAMES and nearest(name, (*DEVICES, *_NAMES)) in _NAMES:
+        raise unknown("device", name, (*DEVICES, *_NAMES))
+    if name in _NAMES:
+        raise UsageError(f"'{text}' is one machine of several: write local, 4xlocal or 4xlocal-cpu")
+    return False
+
+
+def local_machine(text: str, machine: Machine) -> Local:
+    """This machine from its stored calibration.
+
+    "local": a rank per GPU, or per core; "4xlocal": so many; "4xlocal-cpu": cores, also where there is a GPU.
+    """
+    match = _PATTERN.fullmatch(text.strip().lower())
+    if match is None:
+        raise UsageError(f"'{text}' is not understood: write local, 4xlocal or 4xlocal-cpu")
+    found = calibration.find(machine.id)
+    if found is None:
+        raise UsageError(f"this machine ({machine.words}) was not measured yet: run `tilemesh calibrate`, then again")
+    on_gpu = bool(machine.gpus) and match[2] is None
+    ranks = int(match[1]) if match[1] else (len(machine.gpus) if on_gpu else machine.cores)
+    if on_gpu:
+        return local_gpu(found, ranks, machine.gpus)
+    return local_cpu(found, ranks, machine.cores, machine.memory_bytes)
 
 
 def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> Local:

@@ -151,7 +151,8 @@ def _is_behind(
 ) -> bool:
     """Whether the run has gone on after this summary: it has more steps, or was taken up since."""
     done = int(steps[-1]["step"]) if steps else 0
-    return number(summary.get("step"), 0.0) < done or (summed_at is not None and resumed_at > summed_at)
+    told = number(summary.get("step"), float(done) if summary else 0.0)  # not every kind of run says it
+    return told < done or (summed_at is not None and resumed_at > summed_at)
 
 
 def _settled(run: Run, is_over: bool, now: float) -> Run:

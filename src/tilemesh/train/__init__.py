@@ -1,6 +1,7 @@
 """Training: the loop, its data, its checkpoints and its faults. Names here load when first used.
 
-`fit(config)` trains; `load_config(...)` makes a config from a preset, a file and settings.
+`fit(config)` trains; `load_config(...)` makes a config from a preset, a file and settings; `fit(config,
+on_event=Shown())` prints what happens meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
     from tilemesh.train.config import load as load_config
     from tilemesh.train.job import fit
-    from tilemesh.train.rank import Result
+    from tilemesh.train.progress import Shown
+    from tilemesh.train.result import RanksFailedError, Result
     from tilemesh.train.sampling import generate
 
 _WHERE = {
-    "Result": ("tilemesh.train.rank", "Result"),
+    "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
+    "Result": ("tilemesh.train.result", "Result"),
+    "Shown": ("tilemesh.train.progress", "Shown"),
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
     "fit": ("tilemesh.train.job", "fit"),
     "generate": ("tilemesh.train.sampling", "generate"),
     "load_config": ("tilemesh.train.config", "load"),
 }
 
-__all__ = ["Result", "TrainConfig", "fit", "generate", "load_config"]
+__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "fit", "generate", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 
@@ -308,9 +309,7 @@ def _says(file: str, sets: Sequence[str], section: str, key: str) -> bool:
 
 def _of_folder(made: TrainConfig, folder: Path, told: set[str]) -> TrainConfig:
     """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
-    from tilemesh.model import huggingface  # late: it needs torch, which whoever only starts ranks does not
-
-    made = replace(made, model=huggingface.read_config(folder))
+    made = replace(made, model=read_config(folder))
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file() and "data.tokenizer" not in told:
         made = replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))

@@ -1,42 +1,77 @@
-"""The door: `fit(config)` trains, wherever it is called.
+"""`fit(config)` trains, wherever it is called, and writes everything a run's folder holds except the page.
 
-Inside a job (mpiexec, srun, torchrun, `tilemesh launch`) it is that job's rank; alone, a plan of one rank trains in
-this process and a plan of several starts them on this machine, watches them, and names who failed.
+In order: refuse what cannot begin, make the folder, predict, write the environment, train, write the rows. Inside a job
+(mpiexec, srun, torchrun, `tilemesh launch`) this process is that job's rank. Else a plan of one rank trains in this
+process, and a plan of several starts them on this machine, watches them, and names who failed. `tilemesh train` is
+this function with flags before it and a page after it. No torch where ranks are started: who waits needs none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tilemesh.comm.connection import connect
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.parallel.agree import tell
-from tilemesh.runs.folder import new_run, read_small
+from tilemesh.data.config import check_source
+from tilemesh.launch.start import check_restarts, choose_transport
+from tilemesh.measure.machine import gpu_names
+from tilemesh.measure.row import Row, write_rows
+from tilemesh.runs import folder as folders
+from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.metrics import STEP, latest
-from tilemesh.runs.names import SUMMARY
+from tilemesh.runs.metrics import STARTED
+from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
 from tilemesh.train.config import TrainConfig, check_resumed, of_run, settled
-from tilemesh.train.progress import Shown
-from tilemesh.train.rank import Result, train_here
+from tilemesh.train.events import Listener, ignore, sink_to
+from tilemesh.train.predict import predict_run
+from tilemesh.train.result import RanksFailedError, Result
+from tilemesh.train.rows import rows
 from tilemesh.train.start import start
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.communicator import Communicator
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What `fit` was asked for, besides the configuration."""
+
+    run: str | Path | None = None
+    name: str = "run"
+    resume: str | Path | None = None
+    init: str | Path | None = None
+    transport: str = "auto"
+    restarts: int = 0
+    stop_after: int | None = None
+    command: str | None = None
+    listener: Listener = ignore
 
 
 def fit(
     config: TrainConfig | None = None,
     *,
     run: str | Path | None = None,
+    name: str = "run",
     resume: str | Path | None = None,
     init: str | Path | None = None,
     transport: str = "auto",
     restarts: int = 0,
     stop_after: int | None = None,
+    in_process: bool | None = None,
+    command: str | None = None,
+    on_event: Listener | None = None,
 ) -> Result:
     """Train and return what it came to.
 
-    `run`: the folder to write (default: a new one under runs/). `resume`: a run's folder to go on with, from its newest
-    sound checkpoint; `config` then changes what it says. `init`: a Hugging Face folder to take the weights from.
-    `restarts`: how often a failed job of several ranks is started again. `stop_after`: stop after this step.
+    `run`: the folder to write (default: a new one under runs/, with `name` in its name). `resume`: a run's folder to go
+    on with, from its newest sound checkpoint; `config` then changes what it says. `init`: a Hugging Face folder to take
+    the weights from. `restarts`: how often failed ranks are started again. `stop_after`: stop after this step.
+    `in_process`: whether a plan of one rank trains in this process; by default it does, unless there are restarts.
+    `command`: what environment.json says was typed; by default this process's command line.
+    `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
     if resume is not None and (run is not None or init is not None):
         raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
@@ -47,37 +82,129 @@ def fit(
     config = settled(config)
     if resume is not None:
         check_resumed(of_run(resume), config)
+    check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
+    asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    if in_process is None:
+        in_process = config.plan.world == 1 and not restarts
+    elif in_process and config.plan.world > 1 and membership() is None:
+        raise UsageError(f"in_process and a plan of {config.plan.world} ranks: one process is one rank")
+    if membership() is not None or in_process:
+        return _train_here(config, asked)
+    return _start_ranks(config, asked)
+
+
+def check(
+    config: TrainConfig, *, resume: str | Path | None, transport: str, restarts: int, stop_after: int | None
+) -> None:
+    """Refuse what no rank could do anything with, before there is a folder or a rank."""
     member = membership()
-    if member is not None or config.plan.world == 1:
-        size = 1 if member is None else member.size
-        if size != config.plan.world:
-            raise UsageError(f"a plan of {config.plan.world} ranks ({config.plan.describe()}) in a job of {size}")
-        comm = connect(timeout_s=config.train.timeout_s)
-        made = new_run(TRAIN, config.to_toml(), run) if resume is None and comm.rank == 0 else resume
-        folder = Path(tell(comm, str(made)))
-        return train_here(config, folder, comm, resume=resume is not None, init=init, stop_after=stop_after)
-    folder = Path(resume) if resume is not None else new_run(TRAIN, config.to_toml(), run)
-    shown = Shown()
+    if member is None:
+        choose_transport(transport)
+        check_restarts(restarts)
+    elif restarts:
+        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
+    elif config.plan.world != member.size:
+        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
+    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
+    if stop_after is not None and not done < stop_after <= config.train.steps:
+        raise UsageError(f"--stop-after {stop_after}: expected a step from {done + 1} to {config.train.steps}")
+    check_source(config.data.source)
+
+
+def _train_here(config: TrainConfig, asked: Request) -> Result:
+    """As the rank that this process is, or as the only one."""
+    from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
+    from tilemesh.train.rank import train_here
+
+    comm = connect(asked.transport, timeout_s=config.train.timeout_s)
+    folder = _agreed_folder(config, asked, comm)
+    result = train_here(
+        config,
+        folder,
+        comm,
+        resume=asked.resume is not None,
+        init=asked.init,
+        stop_after=asked.stop_after,
+        emit=asked.listener if comm.rank == 0 else ignore,
+    )
+    return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
+
+
+def _agreed_folder(config: TrainConfig, asked: Request, comm: Communicator) -> Path:
+    """The folder that rank 0 has made, on every rank."""
+    if comm.size == 1:
+        return _prepared(config, asked)
+    from tilemesh.parallel.agree import tell
+
+    return Path(tell(comm, str(_prepared(config, asked).resolve()) if comm.rank == 0 else ""))
+
+
+def _start_ranks(config: TrainConfig, asked: Request) -> Result:
+    folder = _prepared(config, asked)
+    before = _summary_written_at(folder)
+    transport = asked.transport
+    if transport == "auto" and gpu_names() and config.train.device != "cpu":
+        transport = "torch"  # GPUs exchange over NCCL
     outcome = start(
         folder,
         config,
-        resume=resume is not None,
-        init=init,
+        resume=asked.resume is not None,
+        init=asked.init,
         transport=transport,
-        restarts=restarts,
-        stop_after=stop_after,
-        sink=shown.line,
+        restarts=asked.restarts,
+        stop_after=asked.stop_after,
+        sink=sink_to(asked.listener),
+        say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
-    shown.close()
-    if outcome.failure is not None:
-        raise RunError(outcome.sentence(config.plan.world))
-    return result_of(folder)
+    sentence = outcome.sentence(config.plan.world)
+    # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
+    is_silent = outcome.interrupted and _summary_written_at(folder) == before
+    if outcome.failure is not None or is_silent:
+        raise RanksFailedError(sentence, folder, outcome.interrupted)
+    found = folders.read_small(folder, SUMMARY)
+    if not found:
+        raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
+    return Result(
+        folder,
+        int(found["step"]),
+        float(found["loss"]),
+        found["held_out"],
+        bool(found["interrupted"]),
+        _rows(folder),
+        sentence if outcome.interrupted else "",
+    )
 
 
-def result_of(folder: Path) -> Result:
-    """What a finished run's files say it came to."""
-    found = read_small(folder, SUMMARY)
-    steps = [line for line in latest(folder) if line["kind"] == STEP]
-    if not found or not steps:
-        raise RunError(f"{folder} has no {SUMMARY}: the run has not come to its end")
-    return Result(folder, int(found["step"]), float(found["loss"]), found["held_out"], bool(found["interrupted"]))
+# ---- what is written before and after --------------------------------------------------------------------------
+
+
+def _prepared(config: TrainConfig, asked: Request) -> Path:
+    """The run's folder with what is known before it begins: configuration, prediction, environment."""
+    if asked.resume is None:
+        folder = folders.new_run(TRAIN, config.to_toml(), asked.run, asked.name)
+    else:
+        folder = Path(asked.resume)
+        if of_run(folder) != config:
+            folders.change_config(folder, config.to_toml())
+    folders.write_prediction(folder, predict_run(config, gpu_names()))
+    folders.write_environment(folder, asked.command)
+    if asked.resume is None:
+        Journal(folder).add(STARTED, 0)
+    asked.listener({"kind": "run", "folder": str(folder)})
+    return folder
+
+
+def _rows(folder: Path) -> list[Row]:
+    """Made of the summary and the prediction, and written beside them; none where there is no summary."""
+    found = folders.read_small(folder, SUMMARY)
+    made = rows(found, folders.read_small(folder, PREDICTED)) if found else []
+    with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
+        write_rows(made, folder / ROWS)
+    return made
+
+
+def _summary_written_at(folder: Path) -> int | None:
+    try:
+        return (folder / SUMMARY).stat().st_mtime_ns
+    except OSError:
+        return None

@@ -1,43 +1,19 @@
-"""What a run says while it runs: rank 0 makes events, one place turns them into a bar on a terminal or lines in a log.
-
-Rank 0's output goes through the launcher where there is one, so events cross that pipe as JSON lines behind a mark;
-under mpiexec, srun or torchrun there is nobody to read them and rank 0 shows them itself.
-"""
+"""Events of a run on a terminal or in a log: a progress bar, or a line now and then."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 
-MARK = b"\x1e"
 LINE_EVERY_S = 2.0  # in a log; a bar shows every step
-
-
-def emitter(on: bool) -> Callable[[Mapping[str, Any]], None]:
-    """How this rank's events reach people: through the launcher, directly, or (other ranks) not at all."""
-    if not on:
-        return lambda event: None
-    if JOB_VARIABLE in os.environ:
-
-        def send(event: Mapping[str, Any]) -> None:
-            with contextlib.suppress(OSError):
-                os.write(1, MARK + json.dumps(event).encode() + b"\n")
-
-        return send
-    # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
-    plain = Console(highlight=False, markup=False, force_terminal=False) if membership() is not None else None
-    return Shown(plain).event
 
 
 def step_words(event: Mapping[str, Any]) -> str:
@@ -52,7 +28,7 @@ def step_words(event: Mapping[str, Any]) -> str:
 
 
 class Shown:
-    """Events on this process's standard output."""
+    """A listener that shows events on this process's standard output, and what went wrong on its standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, markup=False)
@@ -60,23 +36,18 @@ class Shown:
         self._task: TaskID | None = None
         self._last = -LINE_EVERY_S
 
-    def line(self, rank: int, stream: str, line: bytes) -> None:
-        """A launcher's sink: events are shown, whatever else a rank prints passes with its number."""
-        if rank == 0 and line.startswith(MARK):
-            with contextlib.suppress(ValueError):
-                self.event(json.loads(line[len(MARK) :]))
-            return
-        text = line.decode(errors="replace")
-        if stream == "err":
-            self._clear()
-            print(f"[{rank}] {text}", file=sys.stderr, flush=True)
-        else:
-            self.console.print(f"[{rank}] {text}", soft_wrap=True)
-
-    def event(self, event: Mapping[str, Any]) -> None:
+    def __call__(self, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
-        if kind == "say":
+        if kind == "run":
+            self.console.print(f"run: {event['folder']}", soft_wrap=True)
+        elif kind == "say":
             self.console.print(event["text"], soft_wrap=True)
+        elif kind == "output" and event["stream"] != "err":
+            self.console.print(f"[{event['rank']}] {event['text']}", soft_wrap=True)
+        elif kind in ("output", "launcher"):
+            self._clear()
+            who = "tilemesh:" if kind == "launcher" else f"[{event['rank']}]"
+            print(f"{who} {event['text']}", file=sys.stderr, flush=True)
         elif kind == "step":
             self._step(event)
         elif kind == "end":

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.families import read_config
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
@@ -52,28 +52,16 @@ from tilemesh.runs.names import CHECKPOINTS, CHOICES, DAMAGED, PREDICTED, SAMPLE
 from tilemesh.runs.reader import Reader
 from tilemesh.train import summary
 from tilemesh.train.config import TrainConfig, of_run, unlike
+from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.progress import emitter
 from tilemesh.train.record import Recorder, groups, observe_mesh
+from tilemesh.train.result import Result
 from tilemesh.train.sampling import sample
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to."""
-
-    folder: Path
-    step: int
-    loss: float
-    """Nats a token over the last step's batch."""
-    held_out: float | None
-    interrupted: bool
-    """Stopped before its last step, with a checkpoint to go on from."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         resume=again or options.get("--resume") == "yes",
         init=options.get("--init"),
         stop_after=int(options["--stop-after"]) if "--stop-after" in options else None,
+        emit=send if comm.rank == 0 else ignore,
     )
     return 0
 
@@ -103,7 +92,7 @@ def train_here(
     resume: bool = False,
     init: str | Path | None = None,
     stop_after: int | None = None,
-    emit: Callable[[Mapping[str, Any]], None] | None = None,
+    emit: Listener = ignore,
 ) -> Result:
     """Train as one rank of `comm` and return when the run is done, or stopped with a checkpoint.
 
@@ -111,7 +100,6 @@ def train_here(
     """
     began = time.time()
     status = my_status()
-    emit = emit or emitter(comm.rank == 0)
 
     def say(text: str) -> None:
         if comm.rank:
@@ -282,7 +270,7 @@ def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None
 def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
     from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
 
-    different = unlike(huggingface.read_config(folder), loop.config.model)
+    different = unlike(read_config(folder), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}

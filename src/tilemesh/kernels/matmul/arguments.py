@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.launch.tensors import check_alike, check_tensors, dtype_name
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config
-from tilemesh.kernels.matmul.problem import ACTIVATIONS, Problem
+from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import matrix_of
 
 IMPLEMENTATIONS = ("auto", *TILE_KINDS, "library", "torch", "interpret")

@@ -18,6 +18,7 @@ from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.activations import reference as activations
 from tilemesh.kernels.launch.gpu import gpu_of
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.choose import choose
@@ -118,7 +119,7 @@ def _calls(problem: Problem, sets: Sequence[Inputs], compiled: bool) -> dict[str
             "relu": torch.relu_,
             "silu": partial(torch.nn.functional.silu, inplace=True),
         }
-        after = in_place.get(activation, lambda x: reference.activate(x, activation))
+        after = in_place.get(activation, lambda x: activations.activate(x, activation))
         calls["addmm"] = on(lambda a, b, c: after(torch.addmm(_given(c), a, b)))
     if problem.c_kind == "row" and activation in ("relu", "gelu_tanh"):
         gelu = activation == "gelu_tanh"

@@ -40,11 +40,10 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     gpu = gpu_of(device_index(device))
     if implementation in TILE_KINDS:
         return default(implementation, problem, multiprocessors=gpu.multiprocessors, tma=gpu.tma)
-    choices = context.current.choices("matmul")
     tables = [user_table(gpu.name), *([table] if (table := select.TABLES.shipped(gpu.name)) else [])]
     if may_tune(problem, tables[0]):
         tables[0].entries[problem.key] = tune_now(TUNING, problem, device)
-        choices.tuned.add(problem.key)
+        context.current.state("matmul").tuned.add(problem.key)
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
@@ -52,7 +51,7 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
 
 def user_table(gpu: str) -> Table[Config]:
     """The user's table for a GPU, read from disk once per context."""
-    tables = context.current.choices("matmul").tables
+    tables = context.current.state("matmul").tables
     if gpu not in tables:
         tables[gpu] = select.TABLES.load(gpu, versions())
     return tables[gpu]
@@ -60,7 +59,7 @@ def user_table(gpu: str) -> Table[Config]:
 
 def may_tune(problem: Problem, table: Table[Config]) -> bool:
     """Whether TILEMESH_TUNE wants this problem tuned, and now is a moment for it."""
-    wanted = should_tune(problem.key, table, context.current.choices("matmul").tuned)
+    wanted = should_tune(problem.key, table, context.current.state("matmul").tuned)
     if not wanted or problem.keep or TUNING.refusal(problem):
         return False
     return not torch.cuda.is_current_stream_capturing()

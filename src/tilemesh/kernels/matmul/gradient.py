@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tilemesh.kernels.activations import reference as activations
 from tilemesh.kernels.launch.gpu import current_stream, device_index
 from tilemesh.kernels.launch.tensors import dtype_name
-from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.plan import gradient_plan, gradient_sums_shape
 from tilemesh.kernels.matmul.problem import Matrix
 from tilemesh.kernels.matmul.run import matrix_of
@@ -40,7 +40,7 @@ def activation_gradient(
     if activation == "none" and c_kind not in ("row", "column"):
         return grad, None
     if how == "torch":
-        out = reference.gradient(grad, saved, activation)
+        out = activations.gradient(grad, saved, activation)
         if c_kind == "row":
             return out, out.sum(0)
         return out, out.sum(1) if c_kind == "column" else None
@@ -81,10 +81,10 @@ def differentiable(
     if activation == "none":
         dz = grad
     elif activation == "relu" and saved is not None:
-        dz = reference.gradient(grad, saved.detach().reshape(grad.shape), activation)
+        dz = activations.gradient(grad, saved.detach().reshape(grad.shape), activation)
     else:
         total = a @ b if c is None else a @ b + c
-        dz = reference.gradient(grad, total, activation)
+        dz = activations.gradient(grad, total, activation)
     da = dz @ b.mT
     db = (a.mT @ dz).sum_to_size(b.shape) if a.dim() == 2 else (a.flatten(0, -2).mT @ dz.flatten(0, -2))
     return da, db, None if c is None else dz.sum_to_size(c.shape)

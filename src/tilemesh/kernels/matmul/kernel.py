@@ -17,6 +17,8 @@ Names: a program's tile starts at (row0, col0); `x_m`, `x_n`, `x_k` are the stri
 import triton
 import triton.language as tl
 
+from tilemesh.kernels.activations.kernel import activate
+
 
 @triton.jit
 def take_turn():
@@ -27,25 +29,6 @@ def take_turn():
     """
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """The activation in float32. NaN passes through each, as in torch."""
-    if ACTIVATION == "relu":
-        x = tl.where(x <= 0.0, 0.0, x)
-    elif ACTIVATION == "squared_relu":
-        x = tl.where(x <= 0.0, 0.0, x)
-        x = x * x
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 x (1 + tanh(u)) is x sigmoid(2u): one exponential and no tanh.
-        u = 0.7978845608028654 * x * (1.0 + 0.044715 * x * x)
-        x = x / (1.0 + tl.exp(-2.0 * u))
-    elif ACTIVATION == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    return x
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def prepare_on(problem: Problem, implementation: str, config: Config | None, dev
 
 def _prepare_auto(problem: Problem, device: torch.device) -> Runner:
     """What an earlier process used, where this device can run that; else what `choose` says; else the library."""
-    earlier = context.current.choices("matmul").kept.get(_name(problem))
+    earlier = context.current.state("matmul").kept.get(_name(problem))
     if earlier is not None:
         with contextlib.suppress(UsageError):
             return _noted(problem, decode(earlier), device)
@@ -154,7 +154,7 @@ def _prepare_auto(problem: Problem, device: torch.device) -> Runner:
 
 def _noted(problem: Problem, chosen: Config, device: torch.device) -> Runner:
     runner = _prepare_chosen(problem, chosen, device)
-    context.current.choices("matmul").picked[_name(problem)] = encode(chosen)
+    context.current.state("matmul").picked[_name(problem)] = encode(chosen)
     return runner
 
 

@@ -8,33 +8,13 @@ All are bound by memory: each says what it reads and writes. Like kernel.py, thi
 import triton
 import triton.language as tl
 
-from tilemesh.kernels.matmul.kernel import activate, load_c, locate, store_tile, take_turn
+from tilemesh.kernels.activations.kernel import activate, slope
+from tilemesh.kernels.matmul.kernel import load_c, locate, store_tile, take_turn
 
 
 @triton.jit
 def add(x, y):
     return x + y
-
-
-@triton.jit
-def slope(saved, ACTIVATION: tl.constexpr):
-    """The activation's derivative: from D for relu (its sign is enough), from the value before it for the others."""
-    one = tl.full(saved.shape, 1.0, tl.float32)
-    if ACTIVATION == "relu":
-        return tl.where(saved <= 0.0, 0.0, one)
-    elif ACTIVATION == "squared_relu":  # noqa: RET505  (branches are chosen when compiled)
-        return tl.where(saved <= 0.0, 0.0, 2.0 * saved)
-    elif ACTIVATION == "gelu":
-        below = 0.5 * (1.0 + tl.erf(saved * 0.7071067811865476))
-        return below + saved * 0.3989422804014327 * tl.exp(-0.5 * saved * saved)
-    elif ACTIVATION == "gelu_tanh":
-        u = 0.7978845608028654 * saved * (1.0 + 0.044715 * saved * saved)
-        gate = 1.0 / (1.0 + tl.exp(-2.0 * u))
-        return gate + saved * 2.0 * gate * (1.0 - gate) * 0.7978845608028654 * (1.0 + 0.134145 * saved * saved)
-    elif ACTIVATION == "silu":
-        gate = 1.0 / (1.0 + tl.exp(-saved))
-        return gate * (1.0 + saved * (1.0 - gate))
-    return one
 
 
 @triton.jit

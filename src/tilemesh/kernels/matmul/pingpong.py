@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilemesh.kernels.matmul.kernel import activate, locate
+from tilemesh.kernels.activations.kernel import activate
+from tilemesh.kernels.matmul.kernel import locate
 
 GROUPS = gl.constexpr(2)
 # Registers a thread: of the second group and the loading warp; the first group has what is left of the multiprocessor.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tilemesh.kernels.launch.steps import INT32_LIMIT
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 C_KINDS = ("none", "full", "row", "column")  # row: (N,), the usual bias; column: (M,1)
 LAYOUTS = ("nn", "nt", "tn", "tt")
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

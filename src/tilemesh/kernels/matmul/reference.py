@@ -1,4 +1,4 @@
-"""D = act(A @ B + C) in plain torch: the oracle of the tests, the path of a CPU and of float64, and the derivatives.
+"""D = act(A @ B + C) in plain torch: the oracle of the tests, the path of a CPU and of float64, and error bounds.
 
 Every function here is differentiable as often as torch allows, and none is fused.
 """
@@ -7,26 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tilemesh.kernels.accuracy import TF32_UNIT, accumulator, rounding_error, sum_error, unit
-
-# The steepest slope of each activation; squared_relu's grows with its argument.
-_STEEPEST = {"none": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
-
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    if activation == "relu":
-        return torch.relu(x)
-    if activation == "gelu":
-        return functional.gelu(x)
-    if activation == "gelu_tanh":
-        return functional.gelu(x, approximate="tanh")
-    if activation == "silu":
-        return functional.silu(x)
-    if activation == "squared_relu":
-        return torch.relu(x).square()
-    return x
+from tilemesh.kernels.activations.reference import activate, activation_error, slope
 
 
 def fused_matmul(a: Tensor, b: Tensor, c: Tensor | None, activation: str) -> Tensor:
@@ -57,11 +40,7 @@ def error_bound(
         error = error + 2.01 * TF32_UNIT * product
     if separate:
         error = error + 2 * rounding_error(total + added, a.dtype)
-    steepest = 2 * (total + error) if activation == "squared_relu" else _STEEPEST[activation]
-    bound = steepest * error + rounding_error(exact(a, b, c, activation), a.dtype)
-    if activation not in ("none", "relu"):
-        # exp and erf are right to a few units, and an argument's rounding counts as often as the argument is large.
-        bound = bound + (8 + 2 * total) * total * unit(sums)
+    bound = activation_error(total, error, activation, sums) + rounding_error(exact(a, b, c, activation), a.dtype)
     return 1.01 * bound  # products of two errors
 
 
@@ -89,31 +68,3 @@ def gradient_error_bounds(
         return 1.01 * da, 1.01 * db, None
     dc = dz_error + sum_error(dz, max(dz.shape) + 2, sums) + rounding_error(dz, kept)
     return 1.01 * da, 1.01 * db, 1.01 * dc.sum_to_size(c.shape)
-
-
-def slope(saved: Tensor, activation: str) -> Tensor:
-    """act' from what the forward pass kept: D for relu, the value before the activation otherwise."""
-    if activation == "relu":
-        return (~(saved <= 0)).to(saved.dtype)
-    if activation == "squared_relu":
-        return 2 * torch.relu(saved)
-    if activation == "gelu":
-        below = 0.5 * (1 + torch.erf(saved * 0.7071067811865476))
-        return below + saved * torch.exp(-0.5 * saved * saved) * 0.3989422804014327
-    if activation == "gelu_tanh":
-        inner = 0.7978845608028654 * (saved + 0.044715 * saved**3)
-        gate = torch.sigmoid(2 * inner)
-        return gate + saved * 2 * gate * (1 - gate) * 0.7978845608028654 * (1 + 0.134145 * saved**2)
-    if activation == "silu":
-        gate = torch.sigmoid(saved)
-        return gate * (1 + saved * (1 - gate))
-    return torch.ones_like(saved)
-
-
-def gradient(grad: Tensor, saved: Tensor, activation: str) -> Tensor:
-    """grad * act'(saved). A closed relu passes nothing on, not even an infinite gradient."""
-    if activation == "none":
-        return grad
-    if activation in ("relu", "squared_relu"):
-        return torch.where(saved <= 0, torch.zeros_like(grad), grad * slope(saved, activation))
-    return grad * slope(saved, activation)

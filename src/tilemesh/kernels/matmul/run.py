@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.activations import reference as activations
 from tilemesh.kernels.launch.gpu import Gpu, current_stream, device_index, gpu_of
 from tilemesh.kernels.launch.steps import Buffer, LaunchPlan
-from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.config import Config, check, default
 from tilemesh.kernels.matmul.padded import PaddedPlan, View, padded_plan
 from tilemesh.kernels.matmul.plan import epilogue_plan, tiles_plan
@@ -82,7 +82,7 @@ def _torch(activation: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z
     total = a @ b if c is None else torch.addmm(c, a, b)
     if z is not None:
         z.copy_(total)
-    d.copy_(reference.activate(total, activation))
+    d.copy_(activations.activate(total, activation))
 
 
 def operands_of(problem: Problem, buffers: Mapping[str, Buffer]) -> dict[str, Operand]:

@@ -1,68 +1,29 @@
-"""A run's rows: what the planner said before it (where it can), what was measured, what the machine allows.
-
-The prediction is made and written down before the first rank starts; the rows are joined when the run has ended.
-"""
+"""A run's rows: what the planner said before it (`predict.py`), what was measured, what the machine allows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilemesh.cli.local import local_machine
-from tilemesh.core import calibration
-from tilemesh.core.calibration import Rates
 from tilemesh.core.cores import available_cores
-from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import Cluster, device_for, parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import parse_cluster
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.passes import Code
 from tilemesh.plan.shards import shard_parameters, stage_parameters
-from tilemesh.plan.step import predict
 from tilemesh.train.bench import Comparison
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.predict import calibrated_peak, compute_dtype
 
 TAKING_TURNS = (
     "ranks outnumber cores: a rank's wait for another's turn on its core is measured as exchange and predicted as "
     "computing; the step time has both"
 )
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
-
-
-def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
-    """Step time, memory and exchange share as the planner sees them; or why it cannot."""
-    on_gpu = bool(gpus) and config.train.device != "cpu"
-    device = device_for(gpus[0]) if on_gpu else None
-    try:
-        try:
-            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"))
-            cluster: Cluster = here.cluster
-            rates: Rates | None = here.rates
-        except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
-            if device is None:
-                raise
-            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
-        code: Code = "compiled" if config.train.compile else "eager"
-        model, plan = config.model, config.plan
-        found = predict(model, cluster, plan, config.context, rates=rates, code=code, graph=config.may_replay)
-    except UsageError as error:
-        return {"missing": f"the planner: {error}", **stamp()}
-    return {
-        **stamp(),
-        **prediction_figures(found),
-        "step_time_s": found.step_time_s,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "exchange_share": found.times.exposed_s / found.step_time_s,
-        "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
-        "limit_s": _limit_s(config, on_gpu),
-    }
 
 
 def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
@@ -72,7 +33,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     context, batch = int(found["context"]), int(found["batch"])
     flops = model_flops(model, batch, context)
     done_flops = hardware_flops(model, batch, context, plan["recompute"])
-    peak, why_no_peak = _peak(found)
+    peak, why_no_peak = calibrated_peak(found)
     step = None if found["step_time_s"] is None else Sample(**found["step_time_s"])
     no_step = "too few steps: the first ones and those with a checkpoint do not count"
     why = str(predicted.get("missing", "no prediction was made before the run"))
@@ -143,7 +104,7 @@ def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, A
     plan, tokens = config.plan, config.tokens_per_step
     device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
     known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
-    peak, why = _peak(known)
+    peak, why = calibrated_peak(known)
     flops = model_flops(config.model, config.batch, config.context)
     guess = predicted.get("step_time_s")
     missing = dict(found.missing)
@@ -183,38 +144,9 @@ def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
     if found["device"] == "cpu":
         return None
     try:
-        return parse_cluster(str(found["cluster"])).device.peak(_dtype(found)) * int(found["world"])
+        return parse_cluster(str(found["cluster"])).device.peak(compute_dtype(found)) * int(found["world"])
     except UsageError:
         return None
-
-
-def _dtype(found: Mapping[str, Any]) -> str:
-    """What products of a run are made in."""
-    return ParallelPlan(precision=found["plan"]["precision"]).compute_dtype
-
-
-def _peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
-    """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
-    dtype = _dtype(found)
-    try:
-        known = calibration.find(str(found["machine"]))
-    except RunError as error:
-        return None, str(error)
-    if known is None:
-        return None, "this machine has no calibration: run `tilemesh calibrate` once"
-    rates = known.all_cores if found["device"] == "cpu" else known.gpu
-    rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
-    if rate is None:
-        return None, f"no matmul in {dtype} was calibrated on this machine"
-    return rate * (1 if found["device"] == "cpu" else found["world"]), ""
-
-
-def _limit_s(config: TrainConfig, on_gpu: bool) -> float | None:
-    """A step whose model FLOPs all ran at the calibrated peak: what the ranks weigh their compute against."""
-    device = "cuda" if on_gpu else "cpu"
-    known = {"plan": config.plan.to_dict(), "machine": this_machine().id, "device": device, "world": config.plan.world}
-    peak, _ = _peak(known)
-    return None if peak is None else model_flops(config.model, config.batch, config.context) / peak
 
 
 def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:

@@ -1,0 +1,78 @@
+"""What the planner says of a run, before its first rank starts; and what this machine was measured to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilemesh.core import calibration
+from tilemesh.core.calibration import Rates
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import Cluster, device_for, parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.plan.figures import prediction_figures
+from tilemesh.plan.flops import model_flops
+from tilemesh.plan.local import local_machine
+from tilemesh.plan.passes import Code
+from tilemesh.plan.step import predict
+from tilemesh.train.config import TrainConfig
+
+
+def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
+    """Step time, memory and exchange share as the planner sees them; or why it cannot."""
+    on_gpu = bool(gpus) and config.train.device != "cpu"
+    device = device_for(gpus[0]) if on_gpu else None
+    try:
+        try:
+            here = local_machine(f"{config.plan.world}xlocal" + ("" if on_gpu else "-cpu"), this_machine())
+            cluster: Cluster = here.cluster
+            rates: Rates | None = here.rates
+        except UsageError:  # a GPU that was not calibrated, or ranks on several machines: by its datasheet
+            if device is None:
+                raise
+            cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
+        code: Code = "compiled" if config.train.compile else "eager"
+        model, plan = config.model, config.plan
+        found = predict(model, cluster, plan, config.context, rates=rates, code=code, graph=config.may_replay)
+    except UsageError as error:
+        return {"missing": f"the planner: {error}", **stamp()}
+    return {
+        **stamp(),
+        **prediction_figures(found),
+        "step_time_s": found.step_time_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "exchange_share": found.times.exposed_s / found.step_time_s,
+        "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
+        "limit_s": _limit_s(config, on_gpu),
+    }
+
+
+def compute_dtype(found: Mapping[str, Any]) -> str:
+    """What products of a run are made in."""
+    return ParallelPlan(precision=found["plan"]["precision"]).compute_dtype
+
+
+def calibrated_peak(found: Mapping[str, Any]) -> tuple[float | None, str]:
+    """FLOP/s that all ranks' devices together were measured to reach, or why that is not known."""
+    dtype = compute_dtype(found)
+    try:
+        known = calibration.find(str(found["machine"]))
+    except RunError as error:
+        return None, str(error)
+    if known is None:
+        return None, "this machine has no calibration: run `tilemesh calibrate` once"
+    rates = known.all_cores if found["device"] == "cpu" else known.gpu
+    rate = None if rates is None else rates.matmul_flops_per_s.get(dtype)
+    if rate is None:
+        return None, f"no matmul in {dtype} was calibrated on this machine"
+    return rate * (1 if found["device"] == "cpu" else found["world"]), ""
+
+
+def _limit_s(config: TrainConfig, on_gpu: bool) -> float | None:
+    """A step whose model FLOPs all ran at the calibrated peak: what the ranks weigh their compute against."""
+    device = "cuda" if on_gpu else "cpu"
+    known = {"plan": config.plan.to_dict(), "machine": this_machine().id, "device": device, "world": config.plan.world}
+    peak, _ = calibrated_peak(known)
+    return None if peak is None else model_flops(config.model, config.batch, config.context) / peak

@@ -1,0 +1,283 @@
+"""The seam for operators: the registry, `@operator`, and the smallest operator there is (scale_shift)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilemesh as tm
+from tilemesh.core.cost import Cost
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels import registry
+from tilemesh.kernels.accuracy import excess, rounding_error
+from tilemesh.kernels.activations.names import ACTIVATIONS
+from tilemesh.kernels.context import Context, use
+from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.steps import INT32_LIMIT
+from tilemesh.kernels.scale_shift import reference
+from tilemesh.kernels.scale_shift.cost import cost
+
+pytest.importorskip("triton")
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+scale_shift = tm.kernels.scale_shift
+
+
+def inputs(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:], shape[-1:])]
+
+
+def wrong_with(y, x, scale, shift, activation="none"):
+    exact = reference.exact(x, scale, shift, activation)
+    assert (y.dtype, y.shape) == (x.dtype, exact.shape)
+    return excess(y, exact, reference.error_bound(x, scale, shift, activation))
+
+
+# ---- scale_shift -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_and_dtype_is_within_its_bound(activation, dtype):
+    given = inputs(9, 530, dtype=dtype)
+    assert (
+        wrong_with(scale_shift(*given, activation=activation, implementation="interpret"), *given, activation) is None
+    )
+
+
+def test_the_bound_sees_real_faults():
+    x, scale, shift = inputs(37, 530)
+    y = scale_shift(x, scale, shift, implementation="interpret")
+    for fault in (y.bfloat16().float(), y.roll(1, 0), y + (torch.arange(530) == 529) * 1e-5):
+        assert wrong_with(fault, x, scale, shift) is not None
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=0, max_size=2), columns=st.sampled_from([1, 5, 64, 513]),
+    dtype=st.sampled_from(DTYPES), turned=st.booleans(), step=st.integers(1, 3), offset=st.integers(0, 3),
+)  # fmt: skip
+def test_any_shape_and_strides(shape, columns, dtype, turned, step, offset):
+    x, scale, shift = inputs(*shape, offset + step * columns, dtype=dtype)
+    x, scale, shift = (tensor[..., offset::step] for tensor in (x, scale, shift))
+    x = x.transpose(0, 1) if turned and x.dim() == 3 else x
+    assert wrong_with(scale_shift(x, scale, shift, implementation="interpret"), x, scale, shift) is None
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)])
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_sizes_of_zero(shape, implementation):
+    given = [tensor.requires_grad_() for tensor in inputs(*shape)]
+    y = scale_shift(*given, activation="silu", implementation=implementation)
+    assert y.shape == shape
+    y.sum().backward()
+    assert all(tensor.grad is not None and not tensor.grad.any() for tensor in given)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_once_and_twice(activation):
+    given = [tensor.requires_grad_() for tensor in inputs(3, 4, dtype=torch.float64, seed=1)]
+
+    def interpreted(*tensors):
+        return scale_shift(*tensors, activation=activation, implementation="interpret")
+
+    torch.autograd.gradcheck(interpreted, given)
+    if activation in ("none", "silu"):
+        torch.autograd.gradgradcheck(interpreted, given)
+
+
+def test_gradients_of_many_rows_add_up_in_a_fixed_order():
+    given = [tensor.requires_grad_() for tensor in inputs(3, 50, 70)]
+    grad = torch.randn(3, 50, 70)
+    found = []
+    for implementation in ("interpret", "interpret", "torch"):
+        y = scale_shift(*given, activation="gelu", implementation=implementation)
+        found.append(torch.autograd.grad(y, given, grad))
+    assert all(torch.equal(first, again) for first, again in zip(found[0], found[1], strict=True))
+    for mine, torchs in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-4)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, scale, shift = inputs(4, 6)
+    scale.requires_grad_()
+    scale_shift(x, scale, shift, implementation="interpret").sum().backward()
+    torch.testing.assert_close(scale.grad, x.sum(0))
+    assert x.grad is None
+    assert shift.grad is None
+
+
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_it_compiles_to_one_graph_forward_and_backward(implementation):
+    def function(*tensors):
+        return scale_shift(*tensors, activation="silu", implementation=implementation) * 2
+
+    ours, plain = ([t.requires_grad_() for t in inputs(6, 5)] for _ in range(2))
+    torch.compile(function, fullgraph=True, backend="aot_eager")(*ours).sum().backward()
+    (scale_shift(*plain, activation="silu", implementation="torch") * 2).sum().backward()
+    for mine, theirs in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_opcheck_fake_tensors_and_transforms():
+    given = [tensor.requires_grad_() for tensor in inputs(6, 5)]
+    torch.library.opcheck(torch.ops.tilemesh.scale_shift.default, (*given, "gelu", "interpret"))
+    with FakeTensorMode():
+        fake = [torch.empty(2, 3, 4), torch.empty(4), torch.empty(4)]
+        assert scale_shift(*fake, implementation="interpret").shape == (2, 3, 4)
+        with pytest.raises(UsageError, match="do not fit"):
+            scale_shift(torch.empty(3), *fake[1:])
+    x, scale, shift = inputs(6, 5)
+    value = torch.func.grad(lambda x: scale_shift(x, scale, shift, implementation="interpret").sum())(x)
+    torch.testing.assert_close(value, scale.expand(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x, s, t: scale_shift(x, s, t.double()), "shift float64: expected one dtype"),
+        (lambda x, s, t: scale_shift(x, s, t.to("meta")), "different devices"),
+        (lambda x, s, t: scale_shift(x, s[:2], t), r"scale \(2,\)"),
+        (lambda x, s, t: scale_shift(x, s, None), "shift is None"),
+        (lambda x, s, t: scale_shift(x, s), "missing: shift"),
+        (lambda x, s, t: scale_shift(x, s, [1.0]), "shift is a list"),
+        (lambda x, s, t: scale_shift(x.int(), s.int(), t.int()), "x int32"),
+        (lambda x, s, t: scale_shift(x.to_sparse(), s, t), "x has layout"),
+        (lambda x, s, t: scale_shift(x, s, t, activation="rellu"), "did you mean 'relu'"),
+        (lambda x, s, t: scale_shift(x, s, t, activatoin="relu"), "did you mean 'activation'"),
+        (lambda x, s, t: scale_shift(x, s, t, implementation="trition"), "unknown implementation"),
+        (lambda x, s, t: scale_shift(x, s, t, implementation="triton"), "needs CUDA tensors"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_given(function, words):
+    with pytest.raises(UsageError, match=words):
+        function(*inputs(4, 5))
+
+
+def test_what_is_launched_is_planned_once_per_signature(monkeypatch):
+    """On a GPU that is not here: programs are kept in the context by all that they were planned from."""
+    made, ran = [], []
+
+    class Pretended:
+        def __init__(self, plan, tensors, device, constants):
+            made.append((plan, constants["activation"]))
+
+        def __call__(self, addresses):
+            ran.append(addresses)
+
+    monkeypatch.setattr(call, "_Compiled", Pretended)
+    x, scale, shift = inputs(4, 64)
+
+    def launch(x, activation):
+        given = {"x": x, "scale": scale, "shift": shift, "y": x}
+        call.compiled(max, given, ("y",), activation=activation)
+
+    with use(Context()):
+        for tensor in (x, x.clone(), x.t().contiguous().t(), x[:, 1:], x[:2]):
+            launch(tensor, "relu")
+        launch(x, "gelu")
+    assert len(ran) == 6
+    assert len(made) == 5  # a clone lies as the original does
+    with use(Context()):
+        launch(x, "relu")
+    assert len(made) == 6
+
+
+def test_a_place_says_when_offsets_need_64_bits():
+    meta = torch.empty(2, INT32_LIMIT // 2, device="meta")
+    assert call.Place(tuple(meta.shape), meta.stride(), "float32", True).wide
+    assert not call.Place((2, 8), (8, 1), "float32", True).wide
+
+
+def test_cost_counts_each_element_once():
+    work = cost(100, 30, "float16")
+    assert (work.bytes_read, work.bytes_written, work.flops) == (2 * (3000 + 60), 6000, 6000)
+
+
+def test_a_folder_does_not_take_the_functions_name():
+    code = (
+        "import tilemesh as tm, tilemesh.kernels.scale_shift.cost; from tilemesh.kernels.scale_shift import cost; "
+        "assert callable(tm.kernels.scale_shift) and callable(cost.cost); from tilemesh.kernels import scale_shift; "
+        "assert scale_shift is tm.kernels.scale_shift"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- the registry ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_operator_has_its_parts(name):
+    entry = registry.find(name)
+    assert callable(entry.load("public"))
+    assert callable(entry.load("reference"))
+    assert entry.load("public") is getattr(tm.kernels, entry.public.partition(":")[2])
+    if entry.tuner is not None:
+        assert entry.load("tuner").tables.operator == name
+    if entry.example is not None:
+        given = entry.load("example")(6, 10, torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(
+            entry.load("public")(*given, implementation="interpret"), entry.load("public")(*given)
+        )
+        assert isinstance(entry.load("cost")(6, 10, "float32"), Cost)
+
+
+def test_an_unknown_operator_gets_the_nearest_known():
+    with pytest.raises(UsageError, match="did you mean 'matmul'"):
+        registry.find("matmull")
+    with pytest.raises(UsageError, match="'scale_shift' has no tuner; these have: matmul"):
+        registry.find("scale_shift").load("tuner")
+    with pytest.raises(UsageError, match="is there already"):
+        registry.register(registry.find("matmul"))
+
+
+def test_the_registry_loads_neither_torch_nor_triton():
+    code = (
+        "import sys; from tilemesh.kernels import registry, context; import tilemesh.kernels; "
+        "registry.find('matmul'); dir(tilemesh.kernels); assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_documents_example_works(tmp_path, monkeypatch):
+    """An operator made of docs/extending.md alone, in a package of its own: three files and a registration."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = text[text.index("## Add an operator") :]
+    folder = tmp_path / "documented_softsign"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("reference", "kernel", "cost"):
+        code = section[section.index(f"`kernels/softsign/{name}.py`") :].split("```python\n", 1)[1].split("```", 1)[0]
+        (folder / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", "documented_softsign"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    home = "documented_softsign"
+    entry = registry.OperatorEntry(
+        home, public=f"{home}.reference:softsign", reference=f"{home}.reference:softsign", cost=f"{home}.cost:cost"
+    )
+    monkeypatch.setattr(registry, "_operators", dict(registry._operators))
+    registry.register(entry)
+    softsign = registry.find(home).load("public")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.randn(7, 300).to(dtype).t()
+        exact = 2 * x.double() / (1 + x.double().abs())
+        bound = rounding_error(exact, dtype) + 8 * 2**-24 * exact.abs()
+        assert excess(softsign(x, scale=2.0, implementation="interpret"), exact, bound) is None
+    x = torch.randn(3, 5, requires_grad=True)
+    (found,) = torch.autograd.grad(softsign(x, implementation="interpret").sum(), x)
+    torch.testing.assert_close(found, 1 / (1 + x.detach().abs()) ** 2)
+    compiled = torch.compile(lambda x: softsign(x, implementation="interpret"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), softsign(x))
+    with pytest.raises(UsageError, match="expected a number above 0"):
+        softsign(x, scale=-1.0)
+    assert isinstance(entry.load("cost")(2, 3), Cost)

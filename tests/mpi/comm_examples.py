@@ -1,0 +1,16 @@
+"""Every example that takes a communicator, one after the other, on a rank."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+from tilemesh.comm import connect
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ("hello", "messages", "collectives", "groups", "missing_wait")
+
+
+def pages() -> list[str]:
+    comm = connect()
+    return [str(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](comm)) for name in NAMES]

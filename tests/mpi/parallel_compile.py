@@ -1,0 +1,37 @@
+"""A rank of a tensor-parallel model under torch.compile: exchanges stay out of the graphs, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilemesh.comm import connect
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.gate.cases import MODELS
+
+
+def compiled_is_the_same() -> str:
+    torch.set_num_threads(1)
+    comm = connect(timeout_s=200.0)
+    tokens = torch.arange(20).reshape(2, 10)
+    for sequence in (False, True):
+        found = []
+        for compiled in (False, True):
+            plan = ParallelPlan(tp=comm.size, sequence_parallel=sequence, precision="fp32")
+            laid = lay(Transformer(MODELS["llama"].replace(dropout=0.0), seed=1), Mesh(comm, tp=comm.size), plan)
+            loss: Any = laid.loss
+            if compiled:
+                laid.seams.stay_out_of_graphs()
+                loss = torch.compile(
+                    laid.loss, backend="aot_eager"
+                )  # the graphs are what is in question, not their code
+            for _ in range(2):
+                total, count = loss(tokens, tokens)
+                laid.gradients.backward(total, count)
+                done = laid.gradients.finish(1.0)
+            found.append((done.loss, done.norm))
+        assert found[0] == found[1], found
+    return comm.backend
