@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
 from tilemesh.core.cost import Cost
@@ -20,8 +23,9 @@ from tilemesh.kernels.accuracy import excess, rounding_error
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import call
-from tilemesh.kernels.launch.steps import INT32_LIMIT
-from tilemesh.kernels.scale_shift import reference
+from tilemesh.kernels.launch.program import Operand, _typed, compile_step
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Step
+from tilemesh.kernels.scale_shift import kernel, reference
 from tilemesh.kernels.scale_shift.cost import cost
 
 pytest.importorskip("triton")
@@ -191,6 +195,29 @@ def test_what_is_launched_is_planned_once_per_signature(monkeypatch):
     assert len(made) == 6
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_kernels_compile_for_an_h200_that_is_not_here(dtype):
+    def place(*shape, dtype=dtype):
+        return call.Place(shape, tuple(math.prod(shape[at + 1 :]) for at in range(len(shape))), dtype, True)
+
+    vectors = {"scale": place(100), "shift": place(100)}
+    sums = place(2, 2, 100, dtype="float64" if dtype == "float64" else "float32")
+    backward = {"grad": place(50, 100), "x": place(50, 100), **vectors, "dx": place(50, 100), "sums": sums}
+    for plan, places in (
+        (kernel.forward_plan, {"x": place(50, 100), **vectors, "y": place(50, 100)}),
+        (kernel.backward_plan, backward),
+    ):
+        (step,) = plan(places, activation="gelu").steps
+        operands = {name: Operand(where.dtype) for name, where in places.items()}
+        assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_a_number_is_compiled_as_float32():
+    """A float argument of a step is given at each launch: other values share the kernel."""
+    step = Step("module:function", (1, 1), {"scale": 0.5}, {})
+    assert _typed(step, "scale", {}) == ("fp32", None, 1)
+
+
 def test_a_place_says_when_offsets_need_64_bits():
     meta = torch.empty(2, INT32_LIMIT // 2, device="meta")
     assert call.Place(tuple(meta.shape), meta.stride(), "float32", True).wide
@@ -281,3 +308,61 @@ def test_the_documents_example_works(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="expected a number above 0"):
         softsign(x, scale=-1.0)
     assert isinstance(entry.load("cost")(2, 3), Cost)
+
+
+# ---- several results, and what is kept for the backward pass -------------------------------------------------------
+
+UNIT_ROWS = {
+    "reference": """
+from torch import Tensor
+from tilemesh.kernels.launch.operator import operator
+
+@operator(kernel="toy_unit_rows.kernel", kept=(lambda x, bias: x.new_empty(x.shape[:1]),), keeps_results=True)
+def unit_rows(x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x = x if bias is None else x + bias
+    square = x.square().sum(-1, keepdim=True)
+    return x / square.sqrt(), square
+""",
+    "kernel": """
+def forward(launch, x, bias):
+    x = x if bias is None else x + bias
+    square = x.square().sum(-1, keepdim=True)
+    length = square.sqrt()
+    return x / length, square, length.squeeze(-1).clone()
+
+def backward(launch, gradients, arguments, kept):
+    x, bias = arguments
+    unit, square, length = kept
+    assert (unit.shape, square.shape, length.shape) == (x.shape, (len(x), 1), (len(x),))
+    along = (gradients[0] * unit).sum(-1, keepdim=True)
+    dx = (gradients[0] - unit * along) / length[:, None] + 2 * gradients[1] * unit * length[:, None]
+    return dx, None if bias is None else dx.sum(0)
+""",
+}
+
+
+def test_tuples_optional_tensors_and_what_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "toy_unit_rows").mkdir()
+    for name, code in UNIT_ROWS.items():
+        (tmp_path / "toy_unit_rows" / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    unit_rows = importlib.import_module("toy_unit_rows.reference").unit_rows
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (3,)))
+
+    def interpreted(*tensors):
+        return unit_rows(*tensors, implementation="interpret")
+
+    for leaves in ((x,), (x, bias)):
+        torch.autograd.gradcheck(interpreted, leaves)
+        torch.autograd.gradgradcheck(interpreted, leaves)
+        for which in (0, 1):  # the other result's gradient is zero
+            found = torch.autograd.grad(interpreted(*leaves)[which].sum(), leaves)
+            wanted = torch.autograd.grad(unit_rows(*leaves)[which].sum(), leaves)
+            torch.testing.assert_close(found, wanted)
+    compiled = torch.compile(lambda *t: interpreted(*t)[0] * 2, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x, bias).square().sum() + compiled(x, bias)[0, 0], (x, bias))
+    wanted = unit_rows(x, bias)[0] * 2
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum() + wanted[0, 0], (x, bias)))
+    torch.library.opcheck(torch.ops.tilemesh.unit_rows.default, (x, None, "interpret"))
+    with pytest.raises(UsageError, match="x is None"):
+        unit_rows(None)

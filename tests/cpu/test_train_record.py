@@ -11,7 +11,8 @@ from tilemesh.comm import Communicator, run_threads
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
+from tilemesh.train.rank import keep_collectives
+from tilemesh.train.record import Recorder, observe_mesh
 
 TIMEOUT_S = 20.0
 

@@ -47,6 +47,17 @@ def test_a_span_becomes_a_complete_event_in_microseconds(tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_a_span_that_somebody_else_timed(tmp_path: Path) -> None:
+    with Trace(tmp_path, rank=3, clock=Clock(1_000)) as trace:
+        trace.add("all_reduce", 3e-6, 8.5e-6, kind="exchange", bytes=64)
+    trace.add("all_reduce", 9e-6, 9.5e-6)  # closed: nothing is recorded any more
+    (span,) = [e for e in events(merge(tmp_path)) if e["ph"] == "X"]
+    assert span == {
+        "ph": "X", "name": "all_reduce", "cat": "exchange", "pid": 3, "tid": 0,
+        "ts": 2.0, "dur": 5.5, "args": {"bytes": 64},
+    }  # fmt: skip
+
+
 def test_each_rank_is_a_named_lane_in_order(tmp_path: Path) -> None:
     for rank in (10, 2):
         with Trace(tmp_path, rank=rank) as trace, trace.span("step"):

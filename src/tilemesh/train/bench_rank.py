@@ -32,8 +32,8 @@ from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.peers import PlainStep
-from tilemesh.train.rank import choose_device, lay_model
-from tilemesh.train.record import Recorder, keep_collectives, observe_mesh
+from tilemesh.train.rank import choose_device, keep_collectives, lay_model
+from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.observe import WAIT, Note, Observer, Seen
 from tilemesh.measure.trace import Trace
@@ -109,9 +108,3 @@ def observe_mesh(mesh: Mesh, recorder: Recorder) -> None:
     """Record what this mesh's communicators do from now on."""
     for name, comm in groups(mesh).items():
         comm.observe(recorder.observer(name), every=1)
-
-
-def keep_collectives(mesh: Mesh, choices: Choices) -> None:
-    """Let `auto` repeat the table's picks on this mesh and note new ones: a resumed run then adds in the same order."""
-    for name, comm in groups(mesh).items():
-        comm.keep_to(choices, name)

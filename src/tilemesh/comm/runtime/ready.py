@@ -2,7 +2,7 @@
 
 A ready call is made by the first ordinary call of its kind (same collective, operation, algorithm, dtype and shape) and
 found by that key alone. It returns `NotImplemented` where something is not as it was (a call under way, an `out` of
-another kind, an odd array), and the ordinary way is gone. Both ways are the same to the other ranks.
+another kind, an odd array), and the ordinary way is taken. Both ways are the same to the other ranks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer
 
 # What the interpreter changes of Triton's language.
-_PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+_PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
 def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequence[str] = ()) -> None:
@@ -72,26 +72,30 @@ def _interpreted(name: str) -> ModuleType:
 
 
 @functools.cache
-def _language() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of Triton's language is written in itself (`tl.sum`, `x.sum()`), interpreted: its functions and methods."""
-    functions, methods = {}, dict(vars(tl.tensor))
+def _language() -> list[tuple[Any, str, Any]]:
+    """What of Triton's language is written in itself (`tl.sum`, `x.sum()`), interpreted: where, name, value.
+
+    Of `tl.standard` only what the interpreter compares reductions with, to let numpy do those at once.
+    """
+    found: list[tuple[Any, str, Any]] = []
+    methods = dict(vars(tl.tensor))
     with _restored():
-        for name, value in list(vars(tl).items()):
-            if isinstance(value, JITFunction):
-                functions[name] = getattr(_interpreted(value.fn.__module__), value.fn.__name__)
-        methods = {name: value for name, value in vars(tl.tensor).items() if methods.get(name) is not value}
-    return functions, methods
+        for place in (tl, tl.standard):
+            for name, value in list(vars(place).items()):
+                if isinstance(value, JITFunction) and (place is tl or name.startswith("_")):
+                    found.append((place, name, getattr(_interpreted(value.fn.__module__), value.fn.__name__)))
+        changed = [(name, value) for name, value in vars(tl.tensor).items() if methods.get(name) is not value]
+        found += [(tl.tensor, name, value) for name, value in changed]
+    return found
 
 
 @contextlib.contextmanager
 def _interpreting() -> Iterator[None]:
     """Triton's language in its interpreted form, and as it was afterwards."""
-    functions, methods = _language()
+    language = _language()
     with _restored(), _loop_bounds():
-        for name, value in functions.items():
-            setattr(tl, name, value)
-        for name, value in methods.items():
-            setattr(tl.tensor, name, value)
+        for place, name, value in language:
+            setattr(place, name, value)
         yield
 
 

@@ -13,11 +13,6 @@ from tilemesh.kernels.matmul.kernel import load_c, locate, store_tile, take_turn
 
 
 @triton.jit
-def add(x, y):
-    return x + y
-
-
-@triton.jit
 def reduce_tiles(
     work, c, d, z, M, N, c_m, c_n, d_m, d_n, tile0,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
@@ -79,10 +74,10 @@ def gradient_pass(
     store_tile(out, value, row0, col0, M, N, o_m, o_n, ROWS, COLUMNS)
     if C_KIND == "row":
         columns = col0 + tl.arange(0, COLUMNS)
-        tl.store(sums + row0 // ROWS * N + columns, tl.reduce(value, 0, add), mask=columns < N)
+        tl.store(sums + row0 // ROWS * N + columns, tl.sum(value, 0), mask=columns < N)
     elif C_KIND == "column":
         rows = row0 + tl.arange(0, ROWS)
-        tl.store(sums + col0 // COLUMNS * M + rows, tl.reduce(value, 1, add), mask=rows < M)
+        tl.store(sums + col0 // COLUMNS * M + rows, tl.sum(value, 1), mask=rows < M)
 
 
 @triton.jit
