@@ -1,7 +1,8 @@
 """Run the tests in parts and end with one summary: the failures of all parts, then `N passed, N failed, N skipped`.
 
-`make test` runs the parts `units` (several tests at a time) and `ranks` (tests that start processes of their own and
-have the machine to themselves); the second runs even when the first failed. It needs only pytest: on a machine where
+`make test` runs the parts `units` (several tests at a time, none of which sees a GPU), `gpu` where there is one, and
+`ranks` (tests that start processes of their own and have the machine to themselves); each runs even when one before it
+failed. It needs only pytest: on a machine where
 nothing can be installed, `python3 scripts/test.py --by-file -n 16 --logs FOLDER` runs the tests from source, each file
 in a process of its own. The totals come from the JUnit files that pytest writes.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +24,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("units", "ranks", "setup")
+PARTS = ("units", "gpu", "ranks", "setup")
 SETUP_TESTS = "tests/cpu/test_setup.py"
 RANK_TESTS = "tests/mpi"
+GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook measures where it can
+NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 CORES_PER_RANK_TEST = 4  # how many cores a test that starts ranks is counted as, where files run side by side
 NO_TESTS = 5  # pytest's exit code when nothing was selected
 
@@ -93,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the tests in parts and print one summary.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; units and ranks if not given")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all but setup if not given")
     parser.add_argument("-n", type=int, default=2, metavar="N", help="tests (or files) at a time; ranks run alone")
     parser.add_argument("--all", action="store_true", help="also the slow tests")
     parser.add_argument("--again", action="store_true", help="run what failed once more, alone; it counts if it passes")
@@ -102,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1800.0, help="with --by-file: seconds a file may take")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="name the N tests that took longest")
     options = parser.parse_args(argv)
-    options.parts = options.parts or ["units", "ranks"]
+    options.parts = options.parts or ["units", "gpu", "ranks"]
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"unknown part '{unknown[0]}': known are {', '.join(PARTS)}")
     return options
@@ -113,20 +117,21 @@ def part_jobs(options: argparse.Namespace) -> list[Job]:
     slow = ("-m", "slow or not slow") if options.all else ()
     several = ("-n", str(options.n)) if find_spec("xdist") is not None and options.n > 1 else ()
     jobs = {
-        "units": Job("units", (*several, *slow, "--ignore", RANK_TESTS), {"OMP_NUM_THREADS": "1"}),
+        "units": Job("units", (*several, *slow, "--ignore", RANK_TESTS, "--ignore", GPU_TESTS[0]), NO_GPU),
+        "gpu": Job("gpu", (*slow, *GPU_TESTS)),
         "ranks": Job("ranks", (*slow, RANK_TESTS)),
         "setup": Job("setup", ("-m", "slow", SETUP_TESTS)),
     }
-    return [jobs[part] for part in options.parts]
+    return [jobs[part] for part in options.parts if part != "gpu" or has_gpu()]
 
 
 def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
     """Jobs of one file each, in groups that run one after the other; beside each group how many run at once."""
     slow = ("-m", "slow or not slow") if options.all else ()
 
-    def jobs(paths: Sequence[Path]) -> list[Job]:
+    def jobs(paths: Sequence[Path], environment: dict[str, str]) -> list[Job]:
         names = [str(path.relative_to(ROOT)) for path in paths]
-        return [Job(name, (*slow, name), {"OMP_NUM_THREADS": "1"}) for name in names if name != SETUP_TESTS]
+        return [Job(name, (*slow, name), environment) for name in names if name != SETUP_TESTS]
 
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     ranks = [path for path in files if path.is_relative_to(ROOT / RANK_TESTS)]
@@ -134,12 +139,18 @@ def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
     units = [path for path in files if path not in ranks and path not in gpu]
     groups = []
     if "units" in options.parts:
-        groups += [(jobs(units), options.n), (jobs(gpu), 1)]  # they share a GPU, and some measure its memory
+        groups.append((jobs(units, NO_GPU), options.n))
+    if "gpu" in options.parts and has_gpu():
+        groups.append((jobs(gpu, {}), 1))  # they share a GPU, and some measure its memory
     if "ranks" in options.parts:
-        groups.append((jobs(ranks), max(1, options.n // CORES_PER_RANK_TEST)))
+        groups.append((jobs(ranks, {"OMP_NUM_THREADS": "1"}), max(1, options.n // CORES_PER_RANK_TEST)))
     if "setup" in options.parts:
         groups.append(([Job("setup", ("-m", "slow", SETUP_TESTS))], 1))
     return groups
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
 
 
 def command(job: Job, folder: Path) -> list[str]:

@@ -211,10 +211,9 @@ def test_nobody_else_spells_the_names() -> None:
         spelled = {word for word in words if isinstance(word, str) and word in files}
         if spelled:
             found[str(path.relative_to(root))] = spelled
-    # A trace is also what `measure` alone writes; a benchmark's working folder has rows of its own.
+    # A trace is also what `measure` alone writes.
     assert found == {
         "measure/trace.py": {names.TRACE},
-        "cli/bench_collective_run.py": {names.ROWS},
         "train/config.py": {names.CONFIG},
     }
 
