@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import tilemesh
-from tilemesh.cli.main import main, take_debug
+from tilemesh.cli.main import app, main, take_debug
 
 
 def tilemesh_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -100,3 +103,17 @@ def test_the_console_script_is_installed() -> None:
         pytest.skip("runs from source: no console script")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert done.stdout == f"tilemesh {tilemesh.__version__}\n"
+
+
+def test_no_option_is_shown_with_its_own_name_in_capitals() -> None:
+    """Some versions of typer (0.27) take such a placeholder for the option's name: `--code CODE` became `--CODE`."""
+
+    def options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from options(inner, (*path, name))
+        for parameter in command.params:
+            metavar = getattr(parameter, "metavar", None) or ""
+            if parameter.param_type_name == "option" and metavar.lower() == parameter.name:
+                yield (*path, metavar)
+
+    assert list(options(typer.main.get_command(app))) == []

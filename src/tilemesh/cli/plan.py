@@ -23,7 +23,8 @@ def plan(
     fix: Annotated[list[str] | None, typer.Option(metavar="A=B,...", help="Pin: tp=8,pp=4,recompute=none,...")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="model.layers=105,...")] = None,
     code: Annotated[
-        str | None, typer.Option(metavar="CODE", help="What runs it: fused (Megatron's), compiled or eager (torch).")
+        str | None,
+        typer.Option("--code", metavar="NAME", help="What runs it: fused (Megatron's), compiled or eager (torch)."),
     ] = None,
     save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,

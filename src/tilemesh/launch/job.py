@@ -165,6 +165,7 @@ class Job:
         self.told_to_stop: set[int] = set()
         self.failed_since: float | None = None
         self.kill_at: float | None = None
+        self.was_killed = False  # something still ran when the grace was over, and was killed
 
     def run(self, graces: Graces, timeout_s: float | None) -> Failure | None:
         """From the start to the last process's end."""
@@ -252,6 +253,7 @@ class Job:
             self._signal_ranks(signal.SIGTERM)
             self.kill_at = now + graces.failure_s
         if self.kill_at is not None and now >= self.kill_at:
+            self.was_killed = self.was_killed or self.running()
             self._kill()
 
     def _hear_mpiexec(self, pipe: IO[bytes]) -> None:
@@ -328,8 +330,12 @@ class Job:
         code = self.children[0].returncode if self.children else 0
         said = self.mpiexec_said.decode(errors="replace")
         reported = any(record.state in (FAILED, INTERRUPTED) for record in records)
-        # Who vanished first is a guess, good only where nobody said anything.
-        silent = [] if reported else [rank for rank in self.vanished if not records[rank].ended_ns]
+        # Who vanished first is a guess, good only where nobody said anything, and where mpiexec's code is not of our kill.
+        silent = (
+            []
+            if reported or (self.gone_first and self.was_killed)
+            else [rank for rank in self.vanished if not records[rank].ended_ns]
+        )
         deaths = mpi_deaths(said, code, silent)
         if self.gone_first and not reported and all(death.rank not in self.gone_first for death in deaths):
             deaths = [Death(self.gone_first[0], LEFT)]  # mpiexec names only those that we have ended
