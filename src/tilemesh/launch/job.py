@@ -330,12 +330,9 @@ class Job:
         code = self.children[0].returncode if self.children else 0
         said = self.mpiexec_said.decode(errors="replace")
         reported = any(record.state in (FAILED, INTERRUPTED) for record in records)
-        # Who vanished first is a guess, good only where nobody said anything, and where mpiexec's code is not of our kill.
-        silent = (
-            []
-            if reported or (self.gone_first and self.was_killed)
-            else [rank for rank in self.vanished if not records[rank].ended_ns]
-        )
+        # Who vanished first is a guess, good only where nobody said anything and mpiexec's code is not of our killing.
+        is_known = reported or (self.gone_first and self.was_killed)
+        silent = [] if is_known else [rank for rank in self.vanished if not records[rank].ended_ns]
         deaths = mpi_deaths(said, code, silent)
         if self.gone_first and not reported and all(death.rank not in self.gone_first for death in deaths):
             deaths = [Death(self.gone_first[0], LEFT)]  # mpiexec names only those that we have ended
