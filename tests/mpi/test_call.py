@@ -62,6 +62,18 @@ def test_what_a_function_yields_comes_as_it_is_made(pool: Ranks) -> None:
     assert [value for rank, value in heard if rank == 1] == [100, 101, 102]
 
 
+def test_two_groups_of_ranks_work_at_the_same_time(pool: Ranks) -> None:
+    with Ranks(1, transport="torch") as other:
+        other.begin("call_functions:given", 1)
+        pool.begin("call_functions:given", 2)
+        with pytest.raises(UsageError, match="the call of call_functions:given is under way: take its results first"):
+            pool.call("call_functions:given", 3)
+        assert [result["arguments"] for result in pool.results()] == [(2,)] * 3
+        assert [result["arguments"] for result in other.results(60.0)] == [(1,)]
+        with pytest.raises(UsageError, match="no call is under way: begin one first"):
+            other.results()
+
+
 def test_what_a_call_prints_is_there_when_it_returns(pool: Ranks) -> None:
     lines: list[tuple[int, str, bytes]] = []
     before, pool.sink = pool.sink, lambda *line: lines.append(line)
