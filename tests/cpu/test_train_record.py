@@ -43,6 +43,43 @@ def test_what_a_mesh_exchanges_is_recorded_by_axis() -> None:
     run_threads(4, main, timeout_s=TIMEOUT_S)
 
 
+def test_groups_over_several_axes_count_for_these_together() -> None:
+    def main(comm: Communicator) -> None:
+        mesh, recorder, x = Mesh(comm, dp=2, cp=2, tp=2), Recorder(Trace(None)), np.ones(8, np.float32)
+        early = mesh.group("dp", "tp")
+        observe_mesh(mesh, recorder)
+        late = mesh.group("cp", "dp")
+        for group, calls in ((early, 1), (late, 2), (mesh.group("dp"), 3)):
+            for _ in range(calls):
+                group.all_reduce(x)
+        inner, outside = late.split(comm.rank % 2), mesh.comm.split(0)
+        assert inner is not None
+        assert outside is not None
+        inner.all_gather(x)
+        outside.barrier()
+        assert {key: one.calls for key, one in recorder.moved.items()} == {
+            ("dp+tp", "all_reduce"): 1,
+            ("dp+cp", "all_reduce"): 2,
+            ("dp+cp", "all_gather"): 1,
+            ("dp", "all_reduce"): 3,
+            ("control", "barrier"): 1,
+        }
+
+    run_threads(8, main, timeout_s=TIMEOUT_S)
+
+
+def test_a_part_of_an_axis_counts_for_the_axis() -> None:
+    def main(comm: Communicator) -> None:
+        mesh, recorder = Mesh(comm, tp=4), Recorder(Trace(None))
+        observe_mesh(mesh, recorder)
+        pair = mesh.among((("tp", 2),))
+        assert pair.size == 2
+        pair.all_reduce(np.ones(2))
+        assert [*recorder.moved] == [("tp", "all_reduce")]
+
+    run_threads(4, main, timeout_s=TIMEOUT_S)
+
+
 def test_seconds_count_for_steps_only_within_them() -> None:
     def main(comm: Communicator) -> None:
         mesh, recorder, x = Mesh(comm, dp=2), Recorder(Trace(None)), np.ones(4)

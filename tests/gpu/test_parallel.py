@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilemesh.launch.job import launch
+sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))  # ranks import parallel_cuda from there
+
+from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 HAS_MPI = find_mpiexec() is not None and find_spec("mpi4py") is not None
 TRANSPORTS = [pytest.param("mpi", marks=pytest.mark.skipif(not HAS_MPI, reason="needs mpiexec and mpi4py")), "torch"]
-NCCL = Path(__file__).parents[1] / "mpi" / "parallel_cuda_script.py"
 
 
 def verify(*words: str) -> str:
@@ -38,8 +39,5 @@ def test_two_ranks_that_share_a_gpu_pass_the_small_set(transport: str, precision
 def test_one_rank_over_nccl() -> None:
     if torch.cuda.device_count() != 1:
         pytest.skip("as many ranks as GPUs take nccl: this is for one of each")
-    lines: list[str] = []
-    outcome = launch([str(NCCL)], ranks=1, transport="torch", sink=lambda _, __, line: lines.append(line.decode()))
-    assert outcome.failure is None, "\n".join(lines)
-    assert "exchanges right over nccl" in lines
+    assert call("parallel_cuda:exchanges_right", 1, transport="torch") == ["nccl"]
     assert "4 cases: every layout" in verify("--ranks", "1", "--transport", "torch", "--models", "gpt,llama")

@@ -1,7 +1,7 @@
 """What runs collectives on GPU memory, driven with CPU tensors over gloo: its logic needs no GPU.
 
 `Device` talks to whatever backend its group has. Told that every tensor is a GPU's, the communicator sends all calls
-through it; the answers must be those of the ordinary path. (nccl itself: comm_cuda_script.py.)
+through it; the answers must be those of the ordinary path. (nccl itself: comm_cuda.py.)
 """
 
 from __future__ import annotations

@@ -254,13 +254,15 @@ def test_a_table_of_choices_notes_and_repeats_what_auto_picked() -> None:
     assert tables[0]["dp all_reduce 1024 float32 sum"] == "ring"
 
 
-def test_groups_keep_to_the_same_table_under_their_labels() -> None:
-    def main(comm: Communicator) -> None:
+def test_groups_keep_to_the_same_table_whatever_their_color() -> None:
+    def main(comm: Communicator) -> dict[str, str]:
         choices = Choices()
-        comm.keep_to(choices)
-        group = comm.split(0)
+        comm.keep_to(choices, "all")
+        group = comm.split(comm.rank % 2)
         assert group is not None
         group.all_reduce(np.ones(2))
-        assert list(choices.table) == [f"{group.label} all_reduce 16 float64 sum"]
+        group.duplicate().all_reduce(np.ones(2))
+        return choices.table
 
-    run_threads(2, main, timeout_s=TIMEOUT_S)
+    keys = ["all/1:2 all_reduce 16 float64 sum", "all/1:2/1:2 all_reduce 16 float64 sum"]
+    assert [list(table) for table in run_threads(4, main, timeout_s=TIMEOUT_S)] == [keys] * 4

@@ -19,7 +19,9 @@ _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+.*?signal\s+(\d+)", re.
 _EXITED = re.compile(r"Process name: \[[^\]]*,\s*(\d+)\]\s+Exit code:\s+(\d+)")
 _IMPROPER = re.compile(r"due to process rank (\d+) with PID \d+.*?exiting\s+improperly", re.S)
 
-LEFT = 256  # no exit code of a process: mpiexec saw a rank leave without finalising MPI, whatever its code
+# No exit codes of a process. LEFT: a rank left without finalising MPI, whatever its code. GONE: it ended first, and
+# mpiexec said nothing of it before all ended.
+LEFT, GONE = 256, 257
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def death_reason(code: int) -> str:
     """Words for an exit code; a negative one is a signal."""
     if code in (0, LEFT):
         return "left in the middle of the job without failing"
+    if code == GONE:
+        return "ended without a word: it was killed, or it left in the middle of the job"
     if code > 0:
         return f"exited with code {code}"
     try:

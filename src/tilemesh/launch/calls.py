@@ -92,6 +92,7 @@ class Ranks:
         self.ended: str | None = None  # why there are no ranks any more
         self._graces = Graces(failure_s=grace_s)
         self._calls = 0
+        self._under_way: str | None = None  # the function of a call that was begun and whose results nobody has taken
         self._results: dict[int, Any] = {}  # of the call under way, by rank
         self._raised: dict[int, dict[str, str]] = {}  # the same, in the order in which they came
         self._raised_at = float("inf")
@@ -125,21 +126,34 @@ class Ranks:
         Of a function that yields, the result is the list of its values; `hear(rank, value)` gets each as it comes.
         `timeout_s`: a call that lasts longer has failed, and the ranks are ended (no bound by default).
         """
+        self.begin(function, *arguments, hear=hear, **options)
+        return self.results(timeout_s)
+
+    def begin(self, function: Function, *arguments: Any, hear: Hear | None = None, **options: Any) -> None:
+        """Let the ranks begin a call; `results` waits for it. Several `Ranks` can so be busy at the same time."""
         name = name_of(function)
-        if self.ended is not None:
-            raise RunError(f"these ranks have ended: {self.ended}; start others")
+        self._check_there()
+        if self._under_way is not None:
+            raise UsageError(f"the call of {self._under_way} is under way: take its results first")
         request = {"function": name, "arguments": arguments, "options": options, "path": sys.path}
-        path = self._folder / call_file(self._calls + 1)
-        values.write(path, request, "call")
+        values.write(self._folder / call_file(self._calls + 1), request, "call")
         self._calls += 1
         self._results, self._raised, self._raised_at, self._hear = {}, {}, float("inf"), hear
+        self._under_way = name
+        self._order(str(self._calls))
+
+    def results(self, timeout_s: float | None = None) -> list[Any]:
+        """What each rank has returned from the call that was begun, in rank order; `timeout_s` counts from now."""
+        if self._under_way is None:
+            raise UsageError("no call is under way: begin one first")
+        name, self._under_way = self._under_way, None
+        self._check_there()
         try:
-            self._order(str(self._calls))
             self._wait(timeout_s)
         except BaseException as error:
             self._end(f"{type(error).__name__} in a call of {name}")
             raise
-        path.unlink()
+        (self._folder / call_file(self._calls)).unlink()
         if self._raised:
             raise self._rank_error()
         return [self._results[rank] for rank in range(self.ranks)]
@@ -182,6 +196,10 @@ class Ranks:
     def _print(self, rank: int, stream: str, line: bytes) -> None:
         self.sink(rank, stream, line)
 
+    def _check_there(self) -> None:
+        if self.ended is not None:
+            raise RunError(f"these ranks have ended: {self.ended}; start others")
+
     def _order(self, text: str) -> None:
         for pipe in self._orders:
             os.write(pipe, f"{text}\n".encode())
@@ -206,8 +224,10 @@ class Ranks:
         """Until every rank has answered; whatever keeps one from it is an error that ends the ranks."""
         end_at = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._job.noting_signals():
-            while missing := set(range(self.ranks)) - set(self._results) - set(self._raised):
+            while self._unanswered():
                 self._job.turn(self._graces)
+                if not (missing := self._unanswered()):
+                    break
                 gone = sorted(self._job.ended() & missing)
                 now = time.monotonic()
                 if not self._job.running() or (gone and not self._job.has_failed() and not self._job.interrupted):
@@ -223,6 +243,10 @@ class Ranks:
                     stuck = failure_of(self._job.records(), min(missing), "did not return after it")
                     raise RankError(f"{error}; {stuck.sentence()}, so all were ended", error.rank, error.traceback)
             self._job.pipes.drain()  # what the call has printed
+
+    def _unanswered(self) -> set[int]:
+        """Ranks that have neither returned nor raised in the call under way."""
+        return set(range(self.ranks)) - set(self._results) - set(self._raised)
 
     def _rank_error(self) -> RankError:
         rank, error = next(iter(self._raised.items()))

@@ -26,7 +26,7 @@ from typing import IO
 from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
-from tilemesh.launch.blame import LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
+from tilemesh.launch.blame import GONE, LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
 from tilemesh.launch.folder import job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
@@ -335,7 +335,8 @@ class Job:
         silent = [] if is_known else [rank for rank in self.vanished if not records[rank].ended_ns]
         deaths = mpi_deaths(said, code, silent)
         if self.gone_first and not reported and all(death.rank not in self.gone_first for death in deaths):
-            deaths = [Death(self.gone_first[0], LEFT)]  # mpiexec names only those that we have ended
+            # mpiexec names those that it saw killed; Open MPI 4 names nobody when we end the others.
+            deaths = [Death(self.gone_first[0], LEFT if deaths else GONE)]
         failure = blame(records, deaths)
         if failure is None and code != 0:
             return Failure(None, f"mpiexec ended with code {code}: {last_words(said)}", "", 0.0)

@@ -8,6 +8,7 @@ several at once. Which ranks stand where is arithmetic (`core/axes.py`): model-m
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
@@ -100,13 +101,28 @@ class Mesh:
             return self._alone
         if blocks not in self._groups:
             # A group of its own even where it is all ranks: calls along axes then never mix with those on `comm`.
-            # A part of one axis is split from that axis: whoever observes the axis then sees it too.
+            # A part of one axis is split from that axis, so that whoever observes an axis sees its parts too.
             axis = self.axes.get(blocks[0][0]) if len(blocks) == 1 else None
             parent = self.comm if axis is None else axis.comm
             made = parent.split(members(self.comm.rank, blocks, self.shape)[0], key=self.comm.rank)
             assert made is not None
             self._groups[blocks] = made
         return self._groups[blocks]
+
+    @property
+    def groups(self) -> Mapping[Blocks, Communicator]:
+        """The communicators made so far, by what of which axes they join (`among`); `comm` is none of them."""
+        return self._groups
+
+    def axes_of(self, label: str) -> str:
+        """The axes along which a communicator joins ranks, by its label: "dp+cp".
+
+        Those of the nearest group of this mesh that it is or was split from; empty where there is none.
+        """
+        named = {group.label: "+".join(name for name, _ in reversed(blocks)) for blocks, group in self._groups.items()}
+        while label not in named and "/" in label:
+            label = label.rpartition("/")[0]
+        return named.get(label, "")
 
     def close(self) -> None:
         """Give the groups back (a collective call); `comm` stays."""

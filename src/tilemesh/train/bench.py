@@ -1,74 +1,61 @@
-"""`tilemesh bench train`: ours against the peers, each in a process group of its own, in turns.
+"""`tilemesh bench train`: ours against the peers, each on ranks of its own, in turns.
 
-MPI and gloo must not share a process, and a waiting MPI rank would take a core; so every contender is a job of its
-own that sleeps until the turn file names it. Blocks of steps follow one another in an order shuffled each round.
+MPI and gloo must not share a process; so every contender has ranks of its own (`launch.Ranks`), which sleep between
+calls. Blocks of steps follow one another in an order shuffled each round. The rank's side is `bench_rank.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError
-from tilemesh.launch.job import Outcome, launch
+from tilemesh.launch import Ranks
 from tilemesh.measure.sample import Sample
-from tilemesh.runs.folder import new_run
-from tilemesh.runs.kind import TRAIN
 from tilemesh.train.config import TrainConfig
 
+OURS = "ours"
 PEERS = {"eager": "PyTorch eager", "compile": "PyTorch + torch.compile", "ddp": "DDP over gloo"}
-TURN_FILE = "turn.json"
 READY_WITHIN_S = 300.0
+_SIDE = "tilemesh.train.bench_rank"
 
 
 @dataclass
 class Contender:
-    """A job that takes turns."""
+    """Ranks that take turns with others."""
 
     name: str
     ranks: int
     transport: str
-    folder: Path
-    said: list[str] = field(default_factory=list)
-    outcome: Outcome | None = None
-    thread: threading.Thread | None = None
+    started: Ranks | None = None
     seconds: list[float] = field(default_factory=list)
     memory_bytes: int = 0
 
-    def start(self) -> None:
-        def sink(rank: int, stream: str, line: bytes) -> None:
-            self.said.append(line.decode(errors="replace"))
-
-        def main() -> None:
-            command = ["-m", "tilemesh.train.bench_rank", self.name, str(self.folder)]
-            try:
-                self.outcome = launch(
-                    command, ranks=self.ranks, transport=self.transport, sink=sink, say=self.said.append
-                )
-            except RunError as error:
-                self.said.append(str(error))
-
-        self.thread = threading.Thread(target=main, daemon=True)
-        self.thread.start()
-
     @property
-    def lives(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
+    def title(self) -> str:
+        return PEERS.get(self.name, self.name)
 
-    def why(self) -> str:
-        """Why it did not take part, in one line."""
-        if self.outcome is not None and self.outcome.failure is not None:
-            return self.outcome.failure.sentence()
-        return self.said[-1] if self.said else "it ended without a word"
+    def start(self, config: TrainConfig) -> None:
+        """Start the ranks and let them prepare themselves; `wait` for it."""
+        self.started = Ranks(self.ranks, transport=self.transport, sink=lambda rank, stream, line: None)
+        self.started.begin(f"{_SIDE}:prepare", self.name, config.to_toml())
+
+    def wait(self) -> None:
+        assert self.started is not None
+        self.started.results(READY_WITHIN_S)
+
+    def turn(self, function: str, *arguments: object) -> Any:
+        """What a function of `bench_rank.py` returned on rank 0."""
+        assert self.started is not None
+        try:
+            return self.started.call(f"{_SIDE}:{function}", *arguments)[0]
+        except RunError as error:
+            raise RunError(f"{self.title} failed in the middle: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -92,99 +79,80 @@ def compare(
     profile: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Time ours and the peers in turns on this machine.
+    """Time ours and the peers in turns on this machine. A peer that does not start is missing; ours must start.
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
     `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
     """
-    with tempfile.TemporaryDirectory(prefix="tilemesh-bench-") as place:
-        folder = new_run(TRAIN, config.to_toml(), Path(place) / "bench")
-        all_of_them = [Contender("ours", config.plan.world, transport, folder)]
-        for name in peers:
-            ranks = config.plan.world if name == "ddp" else 1
-            all_of_them.append(Contender(name, ranks, "torch", folder))
-        with _running(all_of_them, folder, at_once, say) as ready:
-            _take_turns(ready, folder, blocks, steps, say)
-            if profile is not None:
-                _profile(ready, folder, profile, say)
-            missing = {PEERS[one.name]: one.why() for one in all_of_them if one not in ready}
-            if all_of_them[0] not in ready or not all_of_them[0].seconds:
-                raise RunError(f"ours did not run: {all_of_them[0].why()}")
-    found = {one.name: Sample.of(one.seconds) for one in ready if one.seconds}
+    ours = Contender(OURS, config.plan.world, transport)
+    others = [Contender(name, config.plan.world if name == "ddp" else 1, "torch") for name in peers]
+    with _running([ours, *others], config, at_once, say) as missing:
+        ready = [one for one in (ours, *others) if one.name not in missing]
+        _take_turns(ready, blocks, steps, say)
+        if profile is not None:
+            _profile(ready, profile, say)
     return Comparison(
-        ours=found.pop("ours"),
-        peers={PEERS[name]: sample for name, sample in found.items()},
-        missing=missing,
-        memory_bytes={PEERS.get(one.name, one.name): one.memory_bytes for one in ready},
+        ours=Sample.of(ours.seconds),
+        peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
+        missing={PEERS[name]: why for name, why in missing.items()},
+        memory_bytes={one.title: one.memory_bytes for one in ready},
     )
 
 
 @contextlib.contextmanager
 def _running(
-    contenders: list[Contender], folder: Path, at_once: bool, say: Callable[[str], None]
-) -> Iterator[list[Contender]]:
-    """Contenders that are ready, started one after the other or all at once; all are ended afterwards."""
-    ready = []
-    try:
+    contenders: Sequence[Contender], config: TrainConfig, at_once: bool, say: Callable[[str], None]
+) -> Iterator[dict[str, str]]:
+    """Contenders that are ready, started one after the other or all at once; gives why some are not, by their names."""
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(one: Contender) -> None:
+            one.start(config)
+            assert one.started is not None
+            stack.push(partial(_end, one.title, one.started, say))
+
         for one in contenders if at_once else ():
-            one.start()
+            start(one)
         for one in contenders:
-            say(f"{'waiting for' if at_once else 'starting'} {PEERS.get(one.name, one.name)}")
+            say(f"{'waiting for' if at_once else 'starting'} {one.title}")
             if not at_once:
-                one.start()
-            end = time.monotonic() + READY_WITHIN_S
-            while one.lives and time.monotonic() < end and not (folder / f"{one.name}.ready").exists():
-                time.sleep(0.05)
-            if (folder / f"{one.name}.ready").exists():
-                ready.append(one)
-            else:
-                say(f"{PEERS.get(one.name, one.name)} does not take part: {one.why()}")
-        yield ready
-    finally:
-        _write(folder / TURN_FILE, {"name": ""})
-        for one in contenders:
-            if one.thread is not None:
-                one.thread.join(60)
+                start(one)
+            try:
+                one.wait()
+            except RunError as error:
+                if one.name == OURS:
+                    raise RunError(f"ours did not start: {error}") from error
+                missing[one.name] = str(error)
+                say(f"{one.title} does not take part: {error}")
+        yield missing
 
 
-def _take_turns(ready: list[Contender], folder: Path, blocks: int, steps: int, say: Callable[[str], None]) -> None:
-    draw, turn = random.Random(0), 0
+def _end(title: str, started: Ranks, say: Callable[[str], None], *error: Any) -> None:
+    """Whatever ranks do after their last turn, what was measured stays."""
+    try:
+        started.__exit__(*error)
+    except RunError as late:
+        say(f"{title} did not end well: {late}")
+
+
+def _take_turns(ready: Sequence[Contender], blocks: int, steps: int, say: Callable[[str], None]) -> None:
+    draw = random.Random(0)
     for number in range(blocks):
-        order = list(ready)
-        draw.shuffle(order)
-        for one in order:
-            turn += 1
-            found = _turn(one, folder, {"block": turn, "steps": steps})
-            one.seconds.append(float(found["seconds"]))
-            one.memory_bytes = int(found["memory_bytes"])
+        for one in draw.sample(ready, len(ready)):
+            found = one.turn("block", steps)
+            one.seconds.append(found["seconds"])
+            one.memory_bytes = found["memory_bytes"]
         say(f"block {number + 1} of {blocks}")
 
 
-def _profile(ready: list[Contender], folder: Path, into: Path, say: Callable[[str], None]) -> None:
+def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None]) -> None:
     """A file for each contender: a line for each kernel, microseconds a step, calls a step, its name."""
     into.mkdir(parents=True, exist_ok=True)
     for one in ready:
-        kernels = _turn(one, folder, {"block": 0, "profile": True})["kernels"]
+        kernels = one.turn("profile")
         lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
         path = into / f"{one.name}.txt"
         path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
-        say(f"{PEERS.get(one.name, one.name)}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")
-
-
-def _turn(one: Contender, folder: Path, what: dict[str, Any]) -> dict[str, Any]:
-    """Let a contender take a turn, and wait for what it says of it."""
-    _write(folder / TURN_FILE, {"name": one.name, **what})
-    done = folder / f"{one.name}-{what['block']}.done"
-    while not done.exists():
-        if not one.lives:
-            raise RunError(f"{PEERS.get(one.name, one.name)} ended in the middle: {one.why()}")
-        time.sleep(0.005)
-    found: dict[str, Any] = json.loads(done.read_text())
-    return found
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    other = path.with_name(f".{path.name}.new")
-    other.write_text(json.dumps(value))
-    os.replace(other, path)
+        say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")

@@ -1,18 +1,17 @@
-"""One contender of `tilemesh bench train`, as one rank of its own process group: `python -m ... NAME FOLDER`.
+"""One contender of `tilemesh bench train`, on one rank: `prepare` it, then time a `block` of steps or `profile` one.
 
-It makes itself ready, says so, and then takes turns: a block of steps whenever the turn file names it, sleeping in
-between, so that whoever's turn it is has the machine for itself.
+Functions that `bench.py` calls on ranks it keeps (`launch.Ranks`). What `prepare` makes (the model on this rank, its
+optimizer, its place in the data) must outlive the call, and a call can return neither; so it lies in this module. That
+is right here and nowhere else: a rank process serves one contender of one bench, and ends with it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
-from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.config import TrainConfig, from_toml
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
@@ -37,48 +36,52 @@ from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
-TURN_FILE = "turn.json"
-_LOOK_S = 0.002
 WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3
 
 
-def main(name: str, folder: Path) -> int:
-    config = of_run(folder)
-    comm = connect(timeout_s=600)  # a contender waits for its turn, not for a rank
+@dataclass(frozen=True)
+class Contender:
+    """What takes steps on this rank."""
+
+    step: Callable[[], float]
+    comm: Communicator
+    device: torch.device
+
+
+_prepared: list[Contender] = []  # the one of this process, once `prepare` was called
+
+
+def prepare(name: str, config_toml: str) -> None:
+    """Make this rank of "ours" or of a peer, and take its first steps: compiling and tuning are over after them."""
+    config = from_toml(config_toml)
+    comm = connect(timeout_s=600)  # a rank that compiles keeps the others waiting for minutes
     device = choose_device(config, comm)
     step = ours(config, comm, device) if name == "ours" else peer(name, config, comm, device)
-    loss = 0.0
     for _ in range(WARM_UP_STEPS):
-        loss = step()
+        step()
     _sync(device)
     comm.barrier()
-    if comm.rank == 0:
-        _write(folder / f"{name}.ready", {"loss": loss})
-    seen = -1
-    while True:
-        turn = _read(folder / TURN_FILE)
-        if turn.get("name") == "":
-            return 0
-        if turn.get("name") != name or turn["block"] == seen:
-            time.sleep(_LOOK_S)
-            continue
-        seen = turn["block"]
-        if turn.get("profile"):
-            spent = kernels(step, device)
-            if comm.rank == 0:
-                _write(folder / f"{name}-{seen}.done", {"kernels": spent})
-            continue
-        comm.barrier()
-        began = time.perf_counter()
-        for _ in range(turn["steps"]):
-            loss = step()
-        _sync(device)
-        comm.barrier()
-        seconds = (time.perf_counter() - began) / turn["steps"]
-        if comm.rank == 0:
-            found = {"seconds": seconds, "loss": loss, "memory_bytes": peak_bytes(device)}
-            _write(folder / f"{name}-{seen}.done", found)
+    _prepared[:] = [Contender(step, comm, device)]
+
+
+def block(steps: int) -> dict[str, float]:
+    """Seconds per step, from the moment all ranks are there until all are done; and this rank's peak memory."""
+    (one,) = _prepared
+    one.comm.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        one.step()
+    _sync(one.device)
+    one.comm.barrier()
+    seconds = (time.perf_counter() - began) / steps
+    return {"seconds": seconds, "memory_bytes": peak_bytes(one.device)}
+
+
+def profile() -> list[tuple[float, float, str]]:
+    """What a step spends its time on, as `kernels` tells it."""
+    (one,) = _prepared
+    return kernels(one.step, one.device)
 
 
 def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
@@ -151,21 +154,3 @@ def kernels(step: Callable[[], object], device: torch.device) -> list[tuple[floa
 def _sync(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    other = path.with_name(f".{path.name}.new")
-    other.write_text(json.dumps(value))
-    os.replace(other, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

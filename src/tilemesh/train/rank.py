@@ -57,7 +57,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.record import Recorder, groups, observe_mesh
+from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.sampling import sample
 from tilemesh.train.source import TextSource, next_token
@@ -174,8 +174,9 @@ def train_here(
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:
     """Let `auto` repeat the table's picks on this mesh and note new ones: a resumed run then adds in the same order."""
-    for name, comm in groups(mesh).items():
-        comm.keep_to(choices, name)
+    for name, comm in {CONTROL: mesh.comm, **{axis.name: axis.comm for axis in mesh.axes.values()}}.items():
+        if comm.size > 1:
+            comm.keep_to(choices, name)
 
 
 def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool | None = None) -> Laid:

@@ -2,7 +2,8 @@
 
 The one idea: an exchange is seen where it happens. The recorder observes the mesh's communicators (`comm.observe`), so
 that each collective and message adds its seconds and bytes under its axis and name; whoever calls them (layers, the
-gradient exchange) knows nothing of it. Groups that are split from an axis count for that axis.
+gradient exchange) knows nothing of it. A group over several axes counts for them together ("dp+cp"), whatever is split
+from a group counts for that group, and what is along no axis (agreements of all ranks) is "control".
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.observe import WAIT, Note, Observer, Seen
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
 
 # What the seconds of a step are divided into; the rest of a step is compute.
 EXCHANGE, DATA, IDLE = "exchange", "data", "idle"
+CONTROL = "control"  # the axis of what all ranks of the mesh exchange
 
 
 @dataclasses.dataclass
@@ -62,12 +63,12 @@ class Recorder:
         moved.seconds += seconds
         moved.step_seconds += seconds if self.is_in_step else 0.0
 
-    def observer(self, axis: str) -> Observer:
-        """What observes the communicator of an axis. Making groups and memory is no exchange."""
+    def observer(self, mesh: Mesh) -> Observer:
+        """What observes the communicators of a mesh. Making groups and memory is no exchange."""
 
         def observe(seen: Seen) -> Note | None:
             is_exchange = bool(seen.algorithm) or seen.peer >= 0
-            return self._note(axis, seen) if is_exchange else None
+            return self._note(mesh.axes_of(seen.group) or CONTROL, seen) if is_exchange else None
 
         return observe
 
@@ -98,13 +99,9 @@ class Recorder:
         return found
 
 
-def groups(mesh: Mesh) -> dict[str, Communicator]:
-    """The communicators over which this mesh exchanges anything, by the names under which that is recorded."""
-    named = {name: axis.comm for name, axis in mesh.axes.items()} | {"control": mesh.comm}
-    return {name: comm for name, comm in named.items() if comm.size > 1}
-
-
 def observe_mesh(mesh: Mesh, recorder: Recorder) -> None:
-    """Record what this mesh's communicators do from now on."""
-    for name, comm in groups(mesh).items():
-        comm.observe(recorder.observer(name), every=1)
+    """Record what this mesh's communicators do from now on, those included that are split from them later."""
+    observer = recorder.observer(mesh)
+    for comm in (mesh.comm, *mesh.groups.values()):
+        if comm.size > 1:
+            comm.observe(observer, every=1)

@@ -17,7 +17,7 @@ from tilemesh.measure.sample import Sample
 from tilemesh.model.config import count_parameters
 from tilemesh.train.explain import shares
 from tilemesh.train.memory import peak_bytes, storage_bytes
-from tilemesh.train.record import Recorder
+from tilemesh.train.record import CONTROL, Recorder
 
 if TYPE_CHECKING:
     from tilemesh.train.loop import Loop
@@ -53,7 +53,7 @@ def gather(
     by_operation = {
         f"{axis} {name}": one.step_seconds
         for (axis, name), one in recorder.moved.items()
-        if axis != "control" and one.step_seconds
+        if axis != CONTROL and one.step_seconds
     }
     cluster = f"{comm.size}xlocal" if loop.device.type == "cpu" else f"{comm.size}x{_gpu()}"
     return {

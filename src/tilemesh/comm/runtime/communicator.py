@@ -334,7 +334,8 @@ class Communicator(Inspected):
         """A communicator for each color, its ranks in order of key (then rank); None for those who give None.
 
         A collective call: every rank of this communicator makes it, in the same order as its other splits.
-        The group keeps to this one's table of choices, and has its observers unless `observed` is False.
+        The group keeps to this one's table of choices (the first split, into groups of two: as "NAME/1:2"), and has its
+        observers unless `observed` is False.
         """
         wanted = None if color is None else check.whole(color, "color")
         key = check.whole(key, "key")
@@ -365,7 +366,9 @@ class Communicator(Inspected):
         watch, observers = self.watch.of(members, label), self._observers.attached if observed else ()
         group = Communicator(transport, self.engine, watch, largest_block(nodes), nodes, observers)
         if self._caller.choices is not None:
-            group.keep_to(self._caller.choices[0])
+            choices, name = self._caller.choices
+            # Without the color: the table that one rank has written then holds for the groups of all ranks.
+            group.keep_to(choices, f"{name}/{self._splits}:{group.size}")
         return group
 
     def close(self) -> None:

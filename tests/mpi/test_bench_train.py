@@ -1,0 +1,56 @@
+"""`tilemesh bench train` on ranks: contenders take turns, a peer that cannot start is missing, and ours must start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilemesh.core.errors import RunError
+from tilemesh.launch.start import find_mpiexec
+from tilemesh.train.bench import compare
+from tilemesh.train.config import TrainConfig, load
+
+SETS = (
+    "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.batch=4,"
+    "train.device=cpu"
+)
+
+
+def made(folder: Path, *more: str, mesh: str = "dp=1") -> TrainConfig:
+    source = folder / "text.txt"
+    source.write_text("to be or not to be, that is the question\n" * 200)
+    return load(sets=[SETS, f"data.source={source}", *more], mesh=mesh)
+
+
+@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+def test_ours_and_ddp_take_turns_and_are_profiled(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = compare(
+        made(tmp_path, mesh="dp=2"), peers=["ddp"], transport="mpi", blocks=3, steps=2, at_once=True,
+        profile=tmp_path / "profile", say=said.append,
+    )  # fmt: skip
+    assert (found.ours.n, found.peers["DDP over gloo"].n, found.missing) == (3, 3, {})
+    assert 0 < found.ours.p20 <= found.ours.p80 < 60
+    assert min(found.memory_bytes[name] for name in ("ours", "DDP over gloo")) > 1 << 20
+    assert said[:2] == ["waiting for ours", "waiting for DDP over gloo"]
+    assert said[2:5] == [f"block {number} of 3" for number in (1, 2, 3)]
+    for name in ("ours", "ddp"):
+        head, longest, *_ = (tmp_path / "profile" / f"{name}.txt").read_text().splitlines()
+        assert head.split() == ["us", "calls", "a", "step"]
+        assert float(longest.split()[0]) > 0
+
+
+def test_a_peer_that_does_not_start_is_missing(tmp_path: Path) -> None:
+    config = made(tmp_path, "plan.precision=bf16-master")
+    found = compare(config, peers=["eager"], transport="torch", blocks=1, steps=1)
+    assert found.peers == {}
+    why = "rank 0 raised RunError: peers are written for fp32, bf16 and fp64, not for bf16-master"
+    assert found.missing == {"PyTorch eager": why}
+
+
+def test_where_ours_does_not_start_that_is_the_error(tmp_path: Path) -> None:
+    config = made(tmp_path)
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(RunError, match=r"^ours did not start: rank 0 raised UsageError: data.source .* does not exist"):
+        compare(config, peers=["eager"], transport="torch")
