@@ -14,7 +14,6 @@ train: setup
 test: setup
 	@$(BIN)/python scripts/test.py
 
-# Two at a time, except those that start ranks: these have the machine to themselves.
 test-units: setup
 	@$(BIN)/python scripts/test.py units
 
@@ -23,9 +22,9 @@ test-ranks: setup
 
 # Those that failed in the last run, one after the other.
 test-again: setup
-	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	@$(BIN)/python scripts/test.py failed
 
-# The real set-up, killed half way and moved: minutes long, so apart.
+# The set-up with all that can go wrong, and the real one, killed half way and moved: minutes long, so apart.
 test-setup: setup
 	@$(BIN)/python scripts/test.py setup
 

@@ -1,10 +1,10 @@
 """Run the tests in parts and end with one summary: the failures of all parts, then `N passed, N failed, N skipped`.
 
-`make test` runs the parts `units` (several tests at a time, none of which sees a GPU), `gpu` where there is one, and
-`ranks` (tests that start processes of their own and have the machine to themselves); each runs even when one before it
-failed. It needs only pytest: on a machine where
-nothing can be installed, `python3 scripts/test.py --by-file -n 16 --logs FOLDER` runs the tests from source, each file
-in a process of its own. The totals come from the JUnit files that pytest writes.
+`make test` runs the parts `units` (none of which sees a GPU), `gpu` where there is one, and `ranks` (tests that start
+processes of their own); each runs even when one before it failed. Units and ranks run two tests at a time: a test that
+starts ranks waits for them half of its time. It needs only pytest: on a machine where nothing can be installed,
+`python3 scripts/test.py --by-file -n 16 --logs FOLDER` runs the tests from source, each file in a process of its own.
+The totals come from the JUnit files that pytest writes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("units", "gpu", "ranks", "setup")
+PARTS = ("units", "gpu", "ranks", "setup", "failed")
 SETUP_TESTS = "tests/cpu/test_setup.py"
 RANK_TESTS = "tests/mpi"
 GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook measures where it can
+# A class or a file stays in one process, whose ranks tests/mpi/started.py keeps, in the order of tests/mpi/conftest.py.
+BY_SCOPE = ("--dist", "loadscope", "--no-loadscope-reorder")
 NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# Two jobs of as many ranks as cores: a rank of Open MPI that waits lets others run.
+SHARING = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
 CORES_PER_RANK_TEST = 4  # how many cores a test that starts ranks is counted as, where files run side by side
 NO_TESTS = 5  # pytest's exit code when nothing was selected
 
@@ -97,8 +101,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the tests in parts and print one summary.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all but setup if not given")
-    parser.add_argument("-n", type=int, default=2, metavar="N", help="tests (or files) at a time; ranks run alone")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; the first three if not given")
+    parser.add_argument("-n", type=int, default=2, metavar="N", help="tests (or files) at a time")
     parser.add_argument("--all", action="store_true", help="also the slow tests")
     parser.add_argument("--again", action="store_true", help="run what failed once more, alone; it counts if it passes")
     parser.add_argument("--by-file", action="store_true", help="each file in a process of its own, output into --logs")
@@ -119,8 +123,10 @@ def part_jobs(options: argparse.Namespace) -> list[Job]:
     jobs = {
         "units": Job("units", (*several, *slow, "--ignore", RANK_TESTS, "--ignore", GPU_TESTS[0]), NO_GPU),
         "gpu": Job("gpu", (*slow, *GPU_TESTS)),
-        "ranks": Job("ranks", (*slow, RANK_TESTS)),
+        "ranks": Job("ranks", (*several, *(BY_SCOPE if several else ()), *slow, RANK_TESTS), SHARING),
         "setup": Job("setup", ("-m", "slow", SETUP_TESTS)),
+        # What failed in the last run of each part, slow or not, one after the other.
+        "failed": Job("failed", ("--last-failed", "--last-failed-no-failures=none", "-m", "slow or not slow")),
     }
     return [jobs[part] for part in options.parts if part != "gpu" or has_gpu()]
 
@@ -143,7 +149,7 @@ def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
     if "gpu" in options.parts and has_gpu():
         groups.append((jobs(gpu, {}), 1))  # they share a GPU, and some measure its memory
     if "ranks" in options.parts:
-        groups.append((jobs(ranks, {"OMP_NUM_THREADS": "1"}), max(1, options.n // CORES_PER_RANK_TEST)))
+        groups.append((jobs(ranks, SHARING), max(1, options.n // CORES_PER_RANK_TEST)))
     if "setup" in options.parts:
         groups.append(([Job("setup", ("-m", "slow", SETUP_TESTS))], 1))
     return groups

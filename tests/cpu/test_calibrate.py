@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 from tilemesh.cli.calibrate import calibrate as command
 from tilemesh.core.calibration import Calibration, Rates, find, path_for
 from tilemesh.measure import calibrate as measuring
-from tilemesh.measure import calibrate_cpu
+from tilemesh.measure import calibrate_cpu, calibrate_layer, calibrate_operators
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
 from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
+from tilemesh.measure.calibrate_pinned import Pinned
 from tilemesh.measure.figure import Figure, Outcome, best, best_size
 from tilemesh.measure.machine import Machine
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.timing import Comparison
+from tilemesh.measure.timing import Comparison, compare
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan.passes import Pass
 from tilemesh.plan.work import layer_work
@@ -212,6 +213,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU has tests of its own
+        for module in (calibrate_cpu, calibrate_layer, calibrate_operators):  # the fewest readings there can be
+            patch.setattr(module, "compare", lambda *calls, **named: compare(*calls, **(named | {"seconds": 1e-6})))
+        patch.setattr(calibrate_cpu, "Pinned", lambda cores, seconds: Pinned(cores, 1e-6))
         return measuring.calibrate(quick=True)
 
 

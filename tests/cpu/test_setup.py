@@ -1,7 +1,8 @@
 """The set-up: skipped when up to date, rebuilt when broken, and clear about what it could not get.
 
 The script runs for real, with pip and virtual environments, on a project small enough for seconds: its "torch" is a
-wheel made here. The last test does the same with this project and the real torch.
+wheel made here. The last test does the same with this project and the real torch. Each install takes seconds, so most
+are `make test-setup`.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def torch_version(project: Path) -> str:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_life_of_an_environment(project: Path) -> None:
     """Installed; up to date; requirements changed; damaged; moved. One test, because each install takes seconds."""
     first = run(project)
@@ -146,6 +148,7 @@ def test_the_life_of_an_environment(project: Path) -> None:
     assert torch_version(moved) == "9.1.0+cpu"
 
 
+@pytest.mark.slow
 def test_a_killed_install_is_set_up_anew(project: Path) -> None:
     """Killed at many moments, the last of them after torch: each time the next run must end well."""
     line = [sys.executable, str(project / "scripts" / "setup.py")]
@@ -174,6 +177,8 @@ def test_two_set_ups_at_once_take_turns(project: Path) -> None:
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum("[1/3]" in text for text in said) == 1
+    again = run(project)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", ""), "up to date"
 
 
 def test_what_could_not_be_had_is_named(project: Path) -> None:
@@ -185,6 +190,7 @@ def test_what_could_not_be_had_is_named(project: Path) -> None:
     assert "Traceback" not in line
 
 
+@pytest.mark.slow
 def test_the_cpu_build_is_asked_of_pytorchs_own_index_where_pips_has_none(project: Path) -> None:
     """An index with the CUDA build alone: that build is not taken."""
     (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
@@ -196,9 +202,13 @@ def test_the_cpu_build_is_asked_of_pytorchs_own_index_where_pips_has_none(projec
     assert setup.TORCH_CPU_INDEX in (project / ".venv" / "setup.log").read_text()
 
 
-def test_torch_says_which_build(project: Path) -> None:
+def test_torch_is_one_of_two_builds(project: Path) -> None:
     wrong = run(project, TORCH="gpu")
     assert (wrong.returncode, wrong.stderr) == (1, "setup: TORCH=gpu: expected TORCH=cpu or TORCH=cuda\n")
+
+
+@pytest.mark.slow
+def test_torch_says_which_build(project: Path) -> None:
     make_wheel(project.parent / "wheels", "torch", "9.1.0")
     (project.parent / "wheels" / "torch-9.1.0+cpu-py3-none-any.whl").unlink()
     assert run(project, TORCH="cuda").returncode == 0
@@ -212,6 +222,7 @@ def test_without_a_word_the_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None
         assert setup.torch_flavour({"TORCH": "CPU"}) == "cpu"
 
 
+@pytest.mark.slow
 def test_a_python_without_ensurepip_gets_pip_another_way(project: Path, tmp_path: Path) -> None:
     """As on Debian: `venv` is there, `ensurepip` is not. A module of that name which fails stands in for it."""
     hidden = tmp_path / "hidden"

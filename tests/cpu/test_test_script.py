@@ -44,6 +44,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec.loader is not None
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they cost more than these tests
     return module
 
 
@@ -72,6 +73,21 @@ def test_what_passes_alone_counts_as_passed_and_is_named(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "2 passed, 0 failed, 0 skipped"
     assert any(line.startswith("PASSED ALONE tests/test_here.py::test_flaky") for line in lines)
+
+
+def test_what_failed_is_run_again_and_nothing_else(
+    script: ModuleType, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tests" / "mpi" / "test_ranks.py").write_text("def test_of_ranks(): assert False\n")
+    assert script.main(["-n", "1"]) == 1
+    for expected, code in (("0 passed, 3 failed, 0 skipped", 1), ("3 passed, 0 failed, 0 skipped", 0)):
+        assert script.main(["failed"]) == code
+        assert capfd.readouterr().out.splitlines()[-1] == expected
+        for file in ("tests/test_here.py", "tests/mpi/test_ranks.py"):
+            text = (tmp_path / file).read_text().replace("assert False", "pass").replace('== "a-b"', "")
+            (tmp_path / file).write_text(text.replace('raise ValueError("no fixture")', "pass"))
+    assert script.main(["failed"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "0 passed, 0 failed, 0 skipped"
 
 
 def test_a_part_that_cannot_even_begin_has_failed(

@@ -107,6 +107,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=1000, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> None:
     file = tmp_path / "gate.jsonl"
     done = command("--ranks", "2", "--transport", "threads", "--models", "gpt", "--json", str(file))
@@ -119,12 +120,16 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
 
 
 @NEEDS_MPI
-def test_the_command_over_processes_is_red_when_it_should_be() -> None:
-    done = command("--ranks", "2", "--transport", "mpi", "--models", "gpt", "--plant", "attention-no-sum")
+def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path) -> None:
+    file, words = tmp_path / "gate.jsonl", ("--ranks", "2", "--transport", "mpi", "--models", "gpt")
+    done = command(*words, "--plant", "attention-no-sum", "--json", str(file))
     assert done.returncode == 1
     assert "1 of 1 FAIL" in done.stdout
     assert "gpt: forward differs first at layers.0.attention;" in done.stdout
     assert "8 cases: 4 FAIL" in done.stdout
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["passed"] for line in lines].count(False) == 4
+    assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
 
 
 @pytest.mark.parametrize("words", [("--plant", "nonsense"), ("--transport", "smoke"), ("--device", "tpu")])

@@ -67,20 +67,32 @@ def test_ranks_meet_and_their_output_carries_their_number(transport: str) -> Non
         assert said.of(rank, "out") == [f"hello from {rank}", f"goodbye from {rank}"]
 
 
+DEATHS = {
+    "raise": "raised ValueError: the widget is bent",
+    "exit": "exited with code 3",
+    "vanish": "exited with code 5",
+    "abort": "was killed by SIGABRT",
+    "interrupt": "was interrupted",
+    "kill": "was killed by SIGKILL",
+    "leave": "left in the middle of the job",
+}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("behaviour", "reason"),
-    [
-        ("raise", "raised ValueError: the widget is bent"),
-        ("exit", "exited with code 3"),
-        ("vanish", "exited with code 5"),
-        ("abort", "was killed by SIGABRT"),
-        ("interrupt", "was interrupted"),
-        ("kill", "was killed by SIGKILL"),
-        ("leave", "left in the middle of the job"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: str, reason: str) -> None:
+@pytest.mark.parametrize("behaviour", DEATHS)
+def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: str) -> None:
+    require_named(transport, transport, behaviour)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behaviour", ["exit", "vanish", "abort", "interrupt"])
+def test_a_rank_that_fails_among_gloos_connections(behaviour: str) -> None:
+    """The others raise as well, over connections that broke; the four that in `make test` do without torch."""
+    require_named("torch", "gloo", behaviour)
+
+
+def require_named(transport: str, met_by: str, behaviour: str) -> None:
+    reason = DEATHS[behaviour]
     hellos: list[float] = []
 
     def sink(rank: int, stream: str, line: bytes) -> None:
@@ -90,7 +102,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: 
             errors.append(line.decode())
 
     errors: list[str] = []
-    outcome = launch([SCRIPT, transport, behaviour], ranks=3, transport=transport, sink=sink)
+    outcome = launch([SCRIPT, met_by, behaviour], ranks=3, transport=transport, sink=sink)
     assert time.monotonic() - hellos[0] < ENDS_WITHIN_S
     assert outcome.exit_code == 1
     assert outcome.failure is not None

@@ -178,7 +178,7 @@ def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float
 
 @NEEDS_MPI
 def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
-    quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=6"])
+    quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=4"])
     folder = new_run(TRAIN, quick.to_toml(), tmp_path / "run")
     run = Started(quick, folder)
     until(lambda: run.reached(3))

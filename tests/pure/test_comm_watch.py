@@ -217,15 +217,15 @@ class Cycle:
     def __del__(self): time.sleep(0)  # lets other threads run, as freeing a tensor does
 
 def look():
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
+    for _ in range(10):
         Cycle()
         with Stacks(): pass
 
 gc.set_threshold(1)
-threads = [threading.Thread(target=look) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+for _ in range(50):  # most hangs are among the first looks of threads that have just begun
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
 """
 
 
