@@ -18,14 +18,15 @@ from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
 from tilemesh.core.cost import Cost
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels import registry
 from tilemesh.kernels.accuracy import accumulator, excess, rounding_error, unit
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import call, interpret
+from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.program import Operand, _typed, compile_step
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Pointer, Step
+from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, Pointer, Step
 from tilemesh.kernels.scale_shift import kernel, reference
 from tilemesh.kernels.scale_shift.cost import cost
 
@@ -180,6 +181,9 @@ def test_opcheck_fake_tensors_and_transforms():
         (lambda x, s, t: scale_shift(x.to_sparse(), s, t), "x has layout"),
         (lambda x, s, t: scale_shift(x, s, t, activation="rellu"), "did you mean 'relu'"),
         (lambda x, s, t: scale_shift(x, s, t, activatoin="relu"), "did you mean 'activation'"),
+        (lambda x, s, t: scale_shift(x, s, t, activation=t), "activation is a Tensor: expected a str"),
+        (lambda x, s, t: scale_shift(x, s, t, "relu"), "got 4 arguments; give activation by name"),
+        (lambda x, s, t: scale_shift(x, s, t, shift=s), "given shift twice"),
         (lambda x, s, t: scale_shift(x, s, t, implementation="trition"), "unknown implementation"),
         (lambda x, s, t: scale_shift(x, s, t, implementation="triton"), "needs CUDA tensors"),
     ],
@@ -232,6 +236,13 @@ def test_the_kernels_compile_for_an_h200_that_is_not_here(dtype):
     ):
         (step,) = plan(places, activation="gelu").steps
         operands = {name: Operand(where.dtype) for name, where in places.items()}
+        assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def compiles_for_an_h200(plan, places, **constants):
+    """Types of a loop's values, for one, are checked by the compiler alone."""
+    for step in plan(places, **constants).steps:
+        operands = {name: Operand(place.dtype) for name, place in places.items()}
         assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
@@ -329,6 +340,10 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
             exact = 2.1 * x.double() / (1 + x.double().abs())
             bound = rounding_error(exact, dtype) + 8 * unit(accumulator(dtype)) * exact.abs()
             assert excess(softsign(x, scale=2.1, implementation="interpret"), exact, bound) is None
+    for dtype in ("bfloat16", "float64"):
+        place = call.Place((3000,), (1,), dtype, aligned=True)
+        plan = importlib.import_module("documented_softsign.kernel").plan
+        compiles_for_an_h200(plan, {"x": place, "y": place}, scale=0.1)
     wide = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x: softsign(x, scale=0.1, implementation="interpret"), wide)
     x = torch.randn(3, 5, requires_grad=True)
@@ -338,9 +353,167 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
     compiled = torch.compile(lambda x: softsign(x, implementation="interpret"), fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), softsign(x))
     assert "tilemesh.softsign.default" in recorded
+    scaled = torch.compile(
+        lambda x, s: softsign(x, scale=s, implementation="interpret"), fullgraph=True, backend=backend
+    )
+    for scale in (0.5, 0.7, 2, 3.25):
+        torch.testing.assert_close(scaled(x, scale), softsign(x, scale=scale))
     with pytest.raises(UsageError, match="expected a number above 0"):
         softsign(x, scale=-1.0)
+    assert torch.equal(softsign(x, scale=2), softsign(x, scale=2.0))
+    for wrong, words in (("3", "'3', a str: expected a float"), (True, "a bool"), (torch.tensor(3.0), r"\.item\(\)")):
+        with pytest.raises(UsageError, match=f"scale is .*{words}"):
+            softsign(x, scale=wrong)
     assert isinstance(entry.load("cost")(2, 3), Cost)
+
+
+def test_the_documents_kept_tensor_works(tmp_path, monkeypatch, recording):
+    """The second example: a sum over rows, with a result kept in more digits than it is returned in."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = [part.split("```", 1)[0] for part in text.split("```python\n")[1:]]
+    imports = next(part for part in blocks if "softsign_pass" in part).split("BLOCK =")[0]
+    first, second = next(part for part in blocks if "row_pass" in part).split("# kernel.py\n")
+    home = tmp_path / "documented_sum"
+    home.mkdir()
+    first = first.replace("tilemesh.kernels.log_sum_exp", "documented_sum")
+    (home / "reference.py").write_text(
+        f"import torch\nfrom torch import Tensor\nfrom tilemesh.kernels.launch.operator import operator\n{first}"
+    )
+    (home / "kernel.py").write_text(f"{imports}\nfrom documented_sum.reference import unrounded\n{second}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    log_sum_exp = importlib.import_module("documented_sum.reference").log_sum_exp
+
+    def interpreted(x):
+        return log_sum_exp(x, implementation="interpret")
+
+    for x in (
+        torch.randn(3, 1500),
+        torch.randn(40, 5).t(),
+        torch.randn(2, 3, 8)[..., ::2],
+        torch.randn(7).expand(2, 7),
+    ):
+        torch.testing.assert_close(interpreted(x), log_sum_exp(x))
+    for dtype, sums in (("bfloat16", "float32"), ("float64", "float64")):
+        places = {"x": call.Place((30, 100), (100, 1), dtype, aligned=True)}
+        places |= {
+            name: call.Place((30,), (1,), kind, aligned=True) for name, kind in (("y", dtype), ("precise", sums))
+        }
+        compiles_for_an_h200(importlib.import_module("documented_sum.kernel").plan, places)
+    wide = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(interpreted, wide)
+    torch.autograd.gradgradcheck(interpreted, wide)
+    narrow = (9 + torch.randn(4, 64)).bfloat16().requires_grad_()
+    exact = torch.softmax(narrow.detach().double(), -1)
+    backend, recorded = recording
+    for function in (interpreted, torch.compile(interpreted, fullgraph=True, backend=backend)):
+        (grad,) = torch.autograd.grad(function(narrow).sum(), narrow)
+        bound = rounding_error(exact, torch.bfloat16) + 1e-4 * exact
+        assert excess(grad, exact, bound) is None
+    assert {"tilemesh.log_sum_exp.default", "tilemesh.log_sum_exp_backward.default"} <= set(recorded)
+
+
+# ---- what an author can get wrong ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def author(tmp_path, monkeypatch):
+    """Makes an operator `name(a, b)` from the source of its kernel module."""
+
+    def make(name, source, **options):
+        (tmp_path / f"kernel_of_{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+        def added(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b
+
+        added.__name__ = name
+        return operator(kernel=f"kernel_of_{name}", **options)(added)
+
+    return make
+
+
+FORWARD = "def forward(launch, a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"),
+    [
+        ("bare", "gradients[0]", "returned 1 gradients for 2 tensors: a, b"),
+        ("nothing", "None", "returned 0 gradients for 2 tensors"),
+        ("many", "gradients * 3", "returned 3 gradients for 2 tensors"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_of_too_few_or_many_gradients_is_refused(author, name, answer, words, compiled):
+    name = f"toy_{name}_{'compiled' if compiled else 'eager'}"
+    toy = author(name, f"{FORWARD}def backward(launch, gradients, arguments, kept):\n    return {answer}\n")
+    a, b = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+
+    def function(a, b):
+        return toy(a, b, implementation="interpret")
+
+    y = (torch.compile(function, backend="aot_eager") if compiled else function)(a, b)
+    with pytest.raises(RunError, match=f"backward of {name} {words}"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_none_in_place_of_a_gradient_stays_in_its_place(author, compiled):
+    backward = "def backward(launch, gradients, arguments, kept):\n    return None, gradients[0] * 2\n"
+    toy = author(f"toy_none_{'compiled' if compiled else 'eager'}", FORWARD + backward)
+    a, b = (torch.randn(2, 3, requires_grad=True) for _ in range(2))
+
+    def function(a, b):
+        return toy(a, b, implementation="interpret")
+
+    (torch.compile(function, backend="aot_eager") if compiled else function)(a, b).sum().backward()
+    assert a.grad is None or not a.grad.any()
+    assert torch.equal(b.grad, torch.full((2, 3), 2.0))
+
+
+def test_what_is_kept_must_be_declared_and_returned(author):
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    toy = author("toy_undeclared", "def forward(launch, a, b):\n    return a + b, a\n")
+    with pytest.raises(
+        RunError, match="returned 2 tensors: expected 1 as the reference returns and 0 declared in kept="
+    ):
+        toy(a, b, implementation="interpret")
+    toy = author("toy_unreturned", FORWARD, kept=(lambda a, b: torch.empty_like(a),))
+    with pytest.raises(RunError, match="returned 1 tensors: expected 1 as the reference returns and 1 declared"):
+        toy(a, b, implementation="interpret")
+
+
+def no_annotation(a: torch.Tensor, b) -> torch.Tensor: ...
+def wrong_type(a: torch.Tensor, b: list) -> torch.Tensor: ...
+def no_return(a: torch.Tensor): ...
+def wrong_return(a: torch.Tensor) -> list[torch.Tensor]: ...
+def any_number(a: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+def many_given(*a: torch.Tensor) -> torch.Tensor: ...
+def no_tensor(a: int) -> torch.Tensor: ...
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        (no_annotation, "b of no_annotation is annotated with nothing: expected Tensor"),
+        (wrong_type, "b of wrong_type is annotated with list: expected Tensor"),
+        (no_return, "no_return returns nothing"),
+        (wrong_return, r"wrong_return returns list\[torch.Tensor\]: expected"),
+        (any_number, "any_number returns tuple"),
+        (many_given, r"many_given takes \*a"),
+        (no_tensor, "no_tensor takes no tensor"),
+    ],
+)
+def test_a_reference_that_cannot_be_an_operator_is_refused(reference, words):
+    with pytest.raises(UsageError, match=words):
+        operator(kernel="nowhere")(reference)
+
+
+@pytest.mark.parametrize(("pointer", "written"), [("z", "y"), ("y", "z")])
+def test_a_plan_that_names_no_tensor_is_refused(pointer, written):
+    step = Step("tilemesh.kernels.scale_shift.kernel:forward_pass", (1, 1), {"y": Pointer(pointer)}, {})
+    with pytest.raises(UsageError, match=r"unknown tensor in .* 'z': .*known are x, y"):
+        interpret.run(LaunchPlan((step,)), {"x": torch.ones(2), "y": torch.ones(2)}, (written,))
 
 
 # ---- several results, and what is kept for the backward pass -------------------------------------------------------

@@ -13,8 +13,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tilemesh.core.calibration import Calibration
-from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import Device
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.hardware import DTYPE_BYTES, Device
+
+SHORT_DTYPES: Mapping[str, str] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+def short_dtype(dtype: str) -> tuple[str, int]:
+    """What a torch dtype is called in a `Cost`, and the bytes of an element: ("bf16", 2) for bfloat16."""
+    if dtype not in SHORT_DTYPES:
+        raise unknown("dtype", dtype, SHORT_DTYPES)
+    short = SHORT_DTYPES[dtype]
+    return short, DTYPE_BYTES[short]
 
 
 @dataclass(frozen=True)

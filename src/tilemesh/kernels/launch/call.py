@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import current_stream, device_index
-from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan
+from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, check_names
 from tilemesh.kernels.launch.tensors import dtype_name
 
 
@@ -76,6 +76,7 @@ class _Compiled:
         self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in planned.buffers.values()]
         operands = {name: Operand(place.dtype, place.aligned) for name, place in places.items()}
         operands |= {name: Operand(buffer.dtype) for name, buffer in planned.buffers.items()}
+        check_names(planned, operands)
         with torch.cuda.device(self.index):
             self.program = Program(planned, operands, list(operands))
 

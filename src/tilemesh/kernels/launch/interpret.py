@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, is_double
+from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, check_names, is_double
 from tilemesh.kernels.launch.tensors import dtype_name
 
 # What the interpreter changes of Triton's language.
@@ -39,6 +39,7 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
     written: the results among them. The interpreter truncates where it should round to bfloat16, so bfloat16 results
     are written in float32 and rounded by torch.
     """
+    check_names(plan, tensors, written)
     held = dict(tensors)
     for name in written:
         target = tensors[name]

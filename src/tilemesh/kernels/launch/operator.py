@@ -6,7 +6,7 @@ computed and for which shapes; it runs on a CPU, under function transforms and w
 asked for. The kernel module gives `forward` and, unless the reference's gradient is good enough, `backward`:
 
     forward(launch, *arguments) -> Tensor, or a tuple: what the reference returns, then what is kept for backward
-    backward(launch, gradients, arguments, kept) -> one gradient for each tensor argument, in order
+    backward(launch, gradients, arguments, kept) -> one gradient, or None, for each tensor argument, in order
 
 `launch` runs a plan, compiled or interpreted (call.py). Results of kernels are contiguous.
 """
@@ -18,13 +18,13 @@ import importlib
 import importlib.util
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.tensors import (
     FLOATS,
@@ -39,6 +39,13 @@ from tilemesh.kernels.launch.tensors import (
 
 IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", int: "SymInt", float: "float", bool: "bool"}
+# What an argument of a type may be; torch.compile traces with the symbolic ones.
+_ACCEPTED: dict[type, tuple[type, ...]] = {
+    str: (str,),
+    bool: (bool, torch.SymBool),
+    int: (int, torch.SymInt),
+    float: (float, int, torch.SymFloat, torch.SymInt),
+}
 
 _library = torch.library.Library("tilemesh", "FRAGMENT")
 
@@ -58,8 +65,9 @@ def operator(
 
     kernel: the module of the kernels, imported when one of them first runs. check: called with the arguments, refuses
     what does not fit. kept: for each tensor that `forward` returns beyond the reference's, a function of the arguments
-    that makes an empty one. keeps_results: whether `backward` is given the results too, before what is kept. dtypes:
-    those it takes; all floating point arguments have the same. casts: whether arguments are cast to autocast's dtype.
+    that makes an empty one. keeps_results: whether `backward` is given the results too, before what is kept; they are
+    rounded to their dtype. dtypes: those it takes; all floating point arguments have the same. casts: whether arguments
+    are cast to autocast's dtype.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
@@ -82,15 +90,16 @@ class _Operator:
         self.name, self.reference, self.kernel = reference.__name__, reference, kernel
         self.check, self.kept, self.dtypes, self.casts = check, kept, dtypes, casts
         self.keeps_results = keeps_results
-        hints = typing.get_type_hints(reference)
-        results = hints.pop("return")
-        self.results = 1 if results is Tensor else len(typing.get_args(results))
         self.parameters = list(inspect.signature(reference).parameters.values())
+        hints = typing.get_type_hints(reference)
+        self.results = _count_results(self.name, hints.pop("return", None))
+        _check_hints(self.name, self.parameters, hints)
         self.names = [parameter.name for parameter in self.parameters]
         self.positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self.parameters)
         self.defaults = {p.name: p.default for p in self.parameters if p.default is not p.empty}
         self.tensors = [at for at, name in enumerate(self.names) if hints[name] in (Tensor, Tensor | None)]
         self.required = {name for name in self.names if hints[name] is Tensor}
+        self.others = [(at, name, hints[name]) for at, name in enumerate(self.names) if hints[name] in _ACCEPTED]
         self._register([f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in self.names])
         self.function = _autograd_function(self)
 
@@ -110,13 +119,26 @@ class _Operator:
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         given = {**self.defaults, **dict(zip(self.names, arguments, strict=False)), **named}
-        if len(arguments) > len(self.names) or len(given) != len(self.names):
-            for name in named:
-                if name not in self.names:
-                    raise unknown(f"argument of {self.name}", name, self.names)
-            missing = [name for name in self.names if name not in given]
-            raise UsageError(f"{self.name} takes {', '.join(self.names)}; missing: {', '.join(missing) or 'none'}")
+        twice = [name for name in self.names[: len(arguments)] if name in named] if named else ()
+        if len(arguments) > self.positional or len(given) != len(self.names) or twice:
+            raise self._misfit(arguments, named, given, twice)
         return tuple([given[name] for name in self.names])
+
+    def _misfit(
+        self, arguments: tuple[Any, ...], named: Mapping[str, Any], given: Mapping[str, Any], twice: Sequence[str]
+    ) -> UsageError:
+        for name in named:
+            if name not in self.names:
+                return unknown(f"argument of {self.name}", name, self.names)
+        if len(arguments) > self.positional:
+            by_name = ", ".join(self.names[self.positional :])
+            then = f"; give {by_name} by name" if by_name else ""
+            takes = ", ".join(self.names[: self.positional])
+            return UsageError(f"{self.name} takes {takes} by position, got {len(arguments)} arguments{then}")
+        if twice:
+            return UsageError(f"{self.name} was given {', '.join(twice)} twice: by position and by name")
+        missing = ", ".join(name for name in self.names if name not in given)
+        return UsageError(f"{self.name} takes {', '.join(self.names)}; missing: {missing}")
 
     def __call__(self, values: tuple[Any, ...], implementation: str) -> Any:
         self._checked(values, implementation)
@@ -146,6 +168,12 @@ class _Operator:
             if given[name] is None:
                 raise UsageError(f"{name} is None: expected a torch.Tensor")
         check_tensors(given)
+        for at, name, kind in self.others:
+            value = values[at]
+            if not isinstance(value, _ACCEPTED[kind]) or (kind is not bool and isinstance(value, bool)):
+                hint = "; .item() makes a number of it" if isinstance(value, Tensor) and kind is not str else ""
+                shown = "" if isinstance(value, Tensor) else f"{value!r}, "
+                raise UsageError(f"{name} is {shown}a {type(value).__name__}: expected a {kind.__name__}{hint}")
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         floats = {name: tensor for name, tensor in there.items() if tensor.is_floating_point()} or there
         if not (self.casts and autocasts(next(iter(there.values())))):
@@ -174,18 +202,28 @@ class _Operator:
         """Results, then what is kept for the backward pass."""
         kernels = importlib.import_module(self.kernel)
         made = kernels.forward(call.interpreted if how == "interpret" else call.compiled, *values)
-        return made if isinstance(made, tuple) else (made,)
+        made = made if isinstance(made, tuple) else (made,)
+        if len(made) != self.results + len(self.kept):
+            wanted = f"expected {self.results} as the reference returns and {len(self.kept)} declared in kept="
+            raise RunError(f"forward of {self.name} returned {len(made)} tensors: {wanted}")
+        return made
 
     def backward(
         self, how: str, gradients: Sequence[Tensor], values: Sequence[Any], kept: Sequence[Tensor]
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor | None]:
         """One gradient for each tensor argument that was given."""
         kernels = importlib.import_module(self.kernel)
         if not hasattr(kernels, "backward"):
             return self.differentiate(gradients, values, create_graph=False)
         launch = call.interpreted if how == "interpret" else call.compiled
         made = kernels.backward(launch, tuple(gradients), tuple(values), tuple(kept))
-        return [gradient for gradient in made if gradient is not None]
+        made = (made,) if isinstance(made, Tensor) else made or ()
+        if len(made) != len(self.tensors):
+            tensors = ", ".join(self.names[at] for at in self.tensors)
+            raise RunError(
+                f"backward of {self.name} returned {len(made)} gradients for {len(self.tensors)} tensors: {tensors}"
+            )
+        return [gradient for at, gradient in zip(self.tensors, made, strict=True) if values[at] is not None]
 
     def differentiate(self, gradients: Sequence[Tensor], values: Sequence[Any], *, create_graph: bool) -> list[Tensor]:
         """The same by the reference: slower, and differentiable again with `create_graph`."""
@@ -217,6 +255,7 @@ class _Operator:
         given = [values[at] for at in self.tensors if values[at] is not None]
         filled = self._filled(gradients, values)
         watched = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *filled))
+        made: Sequence[Tensor | None]
         if watched and not is_traced():
             made = self.differentiate(filled, values, create_graph=True)
         elif is_traced() or not all(is_plain(tensor) for tensor in (*filled, *given)):
@@ -258,7 +297,9 @@ class _Operator:
         def backward(*values: Any) -> list[Tensor]:
             *arguments, kept, gradients, how = values
             made = self.backward(how, gradients, arguments, kept)
-            return [gradient.contiguous() for gradient in made]
+            given = [arguments[at] for at in self.tensors if arguments[at] is not None]
+            pairs = zip(made, given, strict=True)
+            return [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
 
         def fake_backward(*values: Any) -> list[Tensor]:
             return [values[at].new_empty(values[at].shape) for at in self.tensors if values[at] is not None]
@@ -279,6 +320,31 @@ class _Operator:
         torch.library.register_fake(f"tilemesh::{self.name}", lambda *v: one_or_all(self.fake(*v[:-1])), lib=_library)
         torch.library.register_fake(f"tilemesh::{self.name}_backward", fake_backward, lib=_library)
         torch.library.register_autograd(f"tilemesh::{self.name}", differentiate, setup_context=setup, lib=_library)
+
+
+def _count_results(name: str, hint: Any) -> int:
+    if hint is Tensor:
+        return 1
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is not tuple or any(part is not Tensor for part in parts):
+        raise UsageError(f"{name} returns {_words(hint)}: expected -> Tensor, or -> tuple[Tensor, Tensor] and the like")
+    return len(parts)
+
+
+def _check_hints(name: str, parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> None:
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise UsageError(f"{name} takes {parameter}: expected arguments with names of their own")
+        hint = hints.get(parameter.name)
+        if hint not in _SCHEMA_TYPES:
+            known = "Tensor, Tensor | None, str, int, float or bool"
+            raise UsageError(f"{parameter.name} of {name} is annotated with {_words(hint)}: expected {known}")
+    if Tensor not in hints.values():
+        raise UsageError(f"{name} takes no tensor: expected at least one argument annotated with Tensor")
+
+
+def _words(hint: Any) -> str:
+    return "nothing" if hint is None else getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
 
 
 def _autograd_function(operator: _Operator) -> Any:

@@ -6,10 +6,10 @@ on the CPU. Neither knows which operator a plan is of, and nothing here needs to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import UsageError, unknown
 
 INT32_LIMIT = 2**31
 
@@ -75,6 +75,18 @@ class Buffer:
 class LaunchPlan:
     steps: tuple[Step, ...]
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
+
+
+def check_names(plan: LaunchPlan, tensors: Iterable[str], written: Iterable[str] = ()) -> None:
+    """That what a plan and `written` name is there: tensors that the caller gives, and the plan's buffers."""
+    known = [*tensors]
+    for step in plan.steps:
+        for argument in step.arguments.values():
+            if isinstance(argument, (Pointer, Descriptor)) and argument.of not in known:
+                raise unknown(f"tensor in a step of {step.function}", argument.of, known)
+    for name in written:
+        if name not in known:
+            raise unknown("tensor in written=", name, known)
 
 
 def is_double(step: Step, dtypes: Mapping[str, str]) -> bool:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tilemesh.core.cost import Cost
+from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
 from tilemesh.kernels.matmul.problem import Problem
-
-SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
