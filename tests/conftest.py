@@ -1,10 +1,14 @@
-"""What all tests share: hypothesis without a clock and the same each time, and a word on what will be skipped."""
+"""What all tests share: hypothesis without a clock and the same each time, a backend of torch.compile that says what it
+was given, and a word on what will be skipped."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from importlib.util import find_spec
+from typing import Any
+
+import pytest
 
 if find_spec("hypothesis") is not None:  # a GPU machine may lack it, and tests/gpu does not need it
     from hypothesis import settings
@@ -12,6 +16,21 @@ if find_spec("hypothesis") is not None:  # a GPU machine may lack it, and tests/
     # No deadline: a test asserts, it does not time. The same examples in every run: a red one is red again.
     settings.register_profile("tilemesh", deadline=None, derandomize=os.environ.get("CI") is not None)
     settings.load_profile("tilemesh")
+
+
+@pytest.fixture
+def recording() -> tuple[Any, list[str]]:
+    """A backend of torch.compile, and the names of what its graphs call, forward and backward, as they are made."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    recorded: list[str] = []
+
+    def record(graph: Any, example: Any) -> Any:
+        recorded.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=record, bw_compiler=record), recorded
 
 
 def pytest_report_header() -> str:

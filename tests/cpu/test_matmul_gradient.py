@@ -119,18 +119,43 @@ def test_deterministic_algorithms_are_respected():
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_compile_takes_it_as_one_operator(activation):
+def test_compile_takes_it_as_one_operator(activation, recording):
     def call(a, b, c):
         return fused(a, b, c, activation=activation) * 2
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    backend, recorded = recording
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
     ours, plain = leaves(6, 5, 4, (5,)), leaves(6, 5, 4, (5,))
     compiled(*ours).sum().backward()
     (reference.fused_matmul(*plain, activation) * 2).sum().backward()
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+    assert recorded.count("tilemesh.fused_matmul.default") == 1
     with torch.no_grad():
         torch.testing.assert_close(compiled(*ours), call(*plain))
+    assert recorded.count("tilemesh.fused_matmul.default") == 2
+
+
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+def test_transforms_inside_compile_see_through_it(implementation, recording):
+    backend, recorded = recording
+    a, b, c = (t.detach() for t in leaves(6, 5, 4, (5,), torch.float32))
+
+    def function(a):
+        return fused(a, b, c, activation="silu", implementation=implementation)
+
+    for transformed in (
+        lambda a: torch.func.jvp(function, (a,), (torch.ones_like(a),)),
+        torch.func.grad(lambda a: function(a).sum()),
+        torch.func.vmap(lambda row: function(row[None])),
+        torch.func.jacfwd(lambda a: function(a).sum(0)),
+    ):
+        compiled = torch.compile(transformed, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(a), transformed(a))
+    assert not [name for name in recorded if name.startswith("tilemesh.")]
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(a), function(a))
+    assert "tilemesh.fused_matmul.default" in recorded
 
 
 def test_compile_with_a_forced_config_and_out():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,12 +20,12 @@ import tilemesh as tm
 from tilemesh.core.cost import Cost
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import registry
-from tilemesh.kernels.accuracy import excess, rounding_error
+from tilemesh.kernels.accuracy import accumulator, excess, rounding_error, unit
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.context import Context, use
-from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch import call, interpret
 from tilemesh.kernels.launch.program import Operand, _typed, compile_step
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Step
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Pointer, Step
 from tilemesh.kernels.scale_shift import kernel, reference
 from tilemesh.kernels.scale_shift.cost import cost
 
@@ -119,16 +120,38 @@ def test_only_what_needs_a_gradient_gets_one():
     assert shift.grad is None
 
 
-@pytest.mark.parametrize("implementation", ["auto", "interpret"])
-def test_it_compiles_to_one_graph_forward_and_backward(implementation):
+@pytest.mark.parametrize(("implementation", "ours_in_graph"), [("auto", False), ("interpret", True)])
+def test_it_compiles_to_one_graph_forward_and_backward(implementation, ours_in_graph, recording):
     def function(*tensors):
         return scale_shift(*tensors, activation="silu", implementation=implementation) * 2
 
+    backend, recorded = recording
     ours, plain = ([t.requires_grad_() for t in inputs(6, 5)] for _ in range(2))
-    torch.compile(function, fullgraph=True, backend="aot_eager")(*ours).sum().backward()
+    torch.compile(function, fullgraph=True, backend=backend)(*ours).sum().backward()
     (scale_shift(*plain, activation="silu", implementation="torch") * 2).sum().backward()
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+    called = ["tilemesh.scale_shift.default", "tilemesh.scale_shift_backward.default"] if ours_in_graph else []
+    assert [name for name in recorded if name.startswith("tilemesh.")] == called
+
+
+def test_transforms_inside_compile_see_through_it(recording):
+    """They cannot see into an operator of ours: there, the compiled graph holds the reference."""
+    backend, recorded = recording
+    x, scale, shift = inputs(6, 5)
+
+    def function(x):
+        return scale_shift(x, scale, shift, activation="silu", implementation="interpret")
+
+    for transformed in (
+        lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),)),
+        torch.func.grad(lambda x: function(x).sum()),
+        torch.func.vmap(function),
+        torch.func.jacfwd(lambda x: function(x).sum(0)),
+    ):
+        compiled = torch.compile(transformed, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(x), transformed(x))
+    assert not [name for name in recorded if name.startswith("tilemesh.")]
 
 
 def test_opcheck_fake_tensors_and_transforms():
@@ -212,10 +235,15 @@ def test_the_kernels_compile_for_an_h200_that_is_not_here(dtype):
         assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def test_a_number_is_compiled_as_float32():
+def test_a_number_is_as_precise_as_the_tensors_beside_it():
     """A float argument of a step is given at each launch: other values share the kernel."""
-    step = Step("module:function", (1, 1), {"scale": 0.5}, {})
-    assert _typed(step, "scale", {}) == ("fp32", None, 1)
+    step = Step("module:function", (1, 1), {"x": Pointer("x"), "scale": 0.1}, {})
+    for dtype, kind in (("bfloat16", "fp32"), ("float32", "fp32"), ("float64", "fp64")):
+        others = {"not_given": Operand("float64")}
+        assert _typed(step, "scale", {"x": Operand(dtype), **others}) == (kind, None, 1)
+    for real, exact in ((tl.float32, 0.10000000149011612), (tl.float64, 0.1)):  # the interpreter's too
+        scalar = interpret._value(0.1, {}, real)
+        assert (scalar.dtype, scalar.handle.data.item()) == (real, exact)
 
 
 def test_a_place_says_when_offsets_need_64_bits():
@@ -277,7 +305,7 @@ def test_the_registry_loads_neither_torch_nor_triton():
 # ---- the document ----------------------------------------------------------------------------------------------------
 
 
-def test_the_documents_example_works(tmp_path, monkeypatch):
+def test_the_documents_example_works(tmp_path, monkeypatch, recording):
     """An operator made of docs/extending.md alone, in a package of its own: three files and a registration."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     section = text[text.index("## Add an operator") :]
@@ -295,16 +323,21 @@ def test_the_documents_example_works(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_operators", dict(registry._operators))
     registry.register(entry)
     softsign = registry.find(home).load("public")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        x = torch.randn(7, 300).to(dtype).t()
-        exact = 2 * x.double() / (1 + x.double().abs())
-        bound = rounding_error(exact, dtype) + 8 * 2**-24 * exact.abs()
-        assert excess(softsign(x, scale=2.0, implementation="interpret"), exact, bound) is None
+    for dtype in DTYPES:
+        whole = torch.randn(7, 300).to(dtype)
+        for x in (whole, whole.t(), whole[0, ::2], whole[:, 3], whole[:1].expand(5, 300), whole[0, 0].expand(4)):
+            exact = 2.1 * x.double() / (1 + x.double().abs())
+            bound = rounding_error(exact, dtype) + 8 * unit(accumulator(dtype)) * exact.abs()
+            assert excess(softsign(x, scale=2.1, implementation="interpret"), exact, bound) is None
+    wide = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: softsign(x, scale=0.1, implementation="interpret"), wide)
     x = torch.randn(3, 5, requires_grad=True)
     (found,) = torch.autograd.grad(softsign(x, implementation="interpret").sum(), x)
     torch.testing.assert_close(found, 1 / (1 + x.detach().abs()) ** 2)
-    compiled = torch.compile(lambda x: softsign(x, implementation="interpret"), fullgraph=True, backend="aot_eager")
+    backend, recorded = recording
+    compiled = torch.compile(lambda x: softsign(x, implementation="interpret"), fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), softsign(x))
+    assert "tilemesh.softsign.default" in recorded
     with pytest.raises(UsageError, match="expected a number above 0"):
         softsign(x, scale=-1.0)
     assert isinstance(entry.load("cost")(2, 3), Cost)
@@ -341,7 +374,7 @@ def backward(launch, gradients, arguments, kept):
 }
 
 
-def test_tuples_optional_tensors_and_what_is_kept(tmp_path, monkeypatch):
+def test_tuples_optional_tensors_and_what_is_kept(tmp_path, monkeypatch, recording):
     (tmp_path / "toy_unit_rows").mkdir()
     for name, code in UNIT_ROWS.items():
         (tmp_path / "toy_unit_rows" / f"{name}.py").write_text(code)
@@ -359,10 +392,12 @@ def test_tuples_optional_tensors_and_what_is_kept(tmp_path, monkeypatch):
             found = torch.autograd.grad(interpreted(*leaves)[which].sum(), leaves)
             wanted = torch.autograd.grad(unit_rows(*leaves)[which].sum(), leaves)
             torch.testing.assert_close(found, wanted)
-    compiled = torch.compile(lambda *t: interpreted(*t)[0] * 2, fullgraph=True, backend="aot_eager")
+    backend, recorded = recording
+    compiled = torch.compile(lambda *t: interpreted(*t)[0] * 2, fullgraph=True, backend=backend)
     found = torch.autograd.grad(compiled(x, bias).square().sum() + compiled(x, bias)[0, 0], (x, bias))
     wanted = unit_rows(x, bias)[0] * 2
     torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum() + wanted[0, 0], (x, bias)))
+    assert {"tilemesh.unit_rows.default", "tilemesh.unit_rows_backward.default"} <= set(recorded)
     torch.library.opcheck(torch.ops.tilemesh.unit_rows.default, (x, None, "interpret"))
     with pytest.raises(UsageError, match="x is None"):
         unit_rows(None)

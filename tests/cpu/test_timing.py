@@ -198,12 +198,6 @@ def test_settling_waits_for_spinning_threads_but_not_for_ever(monkeypatch: pytes
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_is_its_own_slowest_rank() -> None:
-    clock = Clock()
-    result = compare({"a": clock.candidate("a", 2.0)}, timer=ranks.rank_timer(ranks.OneProcess(), clock=clock))
-    assert result["a"].median == 2.0
-
-
 class Threads:
     """Ranks as threads that share a barrier and a list."""
 

@@ -50,7 +50,7 @@ def test_gradients(activation):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-6)
 
 
-def test_compile_and_graph_capture():
+def test_compile_and_graph_capture(recording):
     call = torch.compile(lambda *t: scale_shift(*t, activation="gelu") * 2, fullgraph=True)
     ours, plain = ([tensor.requires_grad_() for tensor in inputs(64, 100)] for _ in range(2))
     call(*ours).sum().backward()
@@ -59,6 +59,9 @@ def test_compile_and_graph_capture():
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
     given = inputs(64, 100)
     want = scale_shift(*given)
+    backend, recorded = recording
+    torch.testing.assert_close(torch.compile(lambda *t: scale_shift(*t), fullgraph=True, backend=backend)(*given), want)
+    assert "tilemesh.scale_shift.default" in recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = scale_shift(*given)

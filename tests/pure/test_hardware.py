@@ -22,7 +22,6 @@ from tilemesh.core.hardware import (
     Device,
     device_for,
     find_device,
-    find_link,
     make_node,
     parse_cluster,
 )
@@ -64,7 +63,7 @@ def test_known_figures() -> None:
 def test_links_are_per_direction() -> None:
     both_ways = {"nvlink3": 600e9, "nvlink4": 900e9, "nvlink5": 1800e9}
     assert {name: 2 * LINKS[name].bytes_per_s for name in both_ways} == both_ways
-    assert find_link("NDR").bytes_per_s == 50e9
+    assert LINKS["ndr"].bytes_per_s == 50e9
     assert LINKS["ethernet100"].bytes_per_s == 12.5e9
     assert LINKS["pcie5"].bytes_per_s == pytest.approx(63.0e9, rel=1e-3)
     assert all(0 < link.latency_s < 1e-4 for link in LINKS.values())
@@ -154,11 +153,6 @@ def test_parse_cluster_refuses(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_cluster(text)
     assert str(caught.value) == message
-
-
-def test_find_link_refuses() -> None:
-    with pytest.raises(UsageError, match=r"^unknown link 'nvlink9': did you mean 'nvlink3'\? known are nvlink3, "):
-        find_link("nvlink9")
 
 
 def test_a_cluster_is_uniform_and_not_empty() -> None:

@@ -10,7 +10,6 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes, parse_bytes
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
-BUFFERS = ("ordinary", "empty")
 ITEM = 4  # float32
 STEP = 4  # from size to size of a range
 

@@ -309,14 +309,6 @@ def find_device(name: str) -> Device:
     return DEVICES[folded]
 
 
-def find_link(name: str) -> Link:
-    """The link of that name, in any case."""
-    folded = name.strip().lower()
-    if folded not in LINKS:
-        raise unknown("link", name, LINKS)
-    return LINKS[folded]
-
-
 def device_for(gpu_name: str) -> Device | None:
     """The device a driver means by "NVIDIA H200" or "Tesla T4"; None when no figures here fit it exactly."""
     folded = " ".join(gpu_name.lower().split())

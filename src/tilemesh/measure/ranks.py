@@ -24,16 +24,6 @@ class Group(Protocol):
     def max_over_ranks(self, values: list[float]) -> list[float]: ...
 
 
-class OneProcess:
-    """A group of one: nobody to wait for, nobody slower."""
-
-    def barrier(self) -> None:
-        return None
-
-    def max_over_ranks(self, values: list[float]) -> list[float]:
-        return list(values)
-
-
 def rank_timer(
     group: Group, *, clock: Callable[[], float] = time.perf_counter, min_reading_s: float = MIN_READING_S
 ) -> LoopTimer:

@@ -39,15 +39,12 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-def pins_to_train(plan: ParallelPlan, supported: frozenset[str] = TRAINABLE) -> str:
+def pins_to_train(plan: ParallelPlan) -> str:
     """What to fix so that a search finds a plan without what this one has and training lacks."""
-    return ",".join(_INSTEAD[need] for need in needs(plan) if need not in supported and need in _INSTEAD)
+    return ",".join(_INSTEAD[need] for need in needs(plan) if need not in TRAINABLE and need in _INSTEAD)
 
 
-def trainable(plan: ParallelPlan, supported: frozenset[str] | None = None) -> str:
+def trainable(plan: ParallelPlan) -> str:
     """ "yes", or why not: what is missing."""
-    able = TRAINABLE if supported is None else supported
-    if not able:
-        return "not yet"
-    missing = [need for need in needs(plan) if need not in able]
+    missing = [need for need in needs(plan) if need not in TRAINABLE]
     return "yes" if not missing else f"not yet: {', '.join(missing)}"

@@ -67,11 +67,11 @@ def dtype_of(value: Any) -> Like:
     return described(np.empty(0, dtype), "array")[1]
 
 
-def axis_of(axis: Any, shape: tuple[int, ...], what: str = "axis") -> int:
-    place = whole(axis, what)
+def axis_of(axis: Any, shape: tuple[int, ...]) -> int:
+    place = whole(axis, "axis")
     if not -len(shape) <= place < len(shape):
         raise UsageError(
-            f"{what} {place} of an array of shape {tuple(shape)}: expected {-len(shape)} to {len(shape) - 1}"
+            f"axis {place} of an array of shape {tuple(shape)}: expected {-len(shape)} to {len(shape) - 1}"
         )
     return place % len(shape)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tilemesh.comm.runtime.arena import DIRECT_SEGMENT_BYTES, HALF_BYTES, SEGMENT_BYTES
 from tilemesh.comm.runtime.arithmetic import Combine, combiner
-from tilemesh.comm.runtime.memory import Like
+from tilemesh.comm.runtime.memory import Like, same_start
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
 from tilemesh.comm.schedules.book import build, is_direct, is_shared
@@ -282,7 +282,7 @@ class MessageProgram:
             target, source = self.spaces.view(instruction.target), self.spaces.view(instruction.source)
             if instruction.reduce:
                 self.code.append((_REDUCE, target, source))
-            elif not _is_same(target, source):
+            elif not same_start(target, source):
                 self.code.append((_COPY, target, source))
 
     def _message(self, is_send: bool, peer: int, span: Span) -> Message:
@@ -416,8 +416,4 @@ class Planner:
             return False
         before = sum(key.sizes[: self.transport.rank]) if key.collective == "all_gather" else 0
         start = data[before : before + given.size]
-        return given.size == start.size and given.__array_interface__["data"][0] == start.__array_interface__["data"][0]
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
+        return given.size == start.size and same_start(given, start)

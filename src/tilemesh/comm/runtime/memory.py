@@ -135,7 +135,7 @@ def here(kind: str) -> str | None:
 def store(result: Array, out: Any) -> None:
     """Copy a result into the caller's `out`, whatever memory that is."""
     if isinstance(out, np.ndarray):
-        if out.shape != result.shape or not _same_place(out, result):
+        if out.shape != result.shape or out.strides != result.strides or not same_start(out, result):
             out[...] = result.reshape(out.shape)
         return
     array, like = opened(out, "out")
@@ -145,5 +145,6 @@ def store(result: Array, out: Any) -> None:
         out.copy_(like.back(np.ascontiguousarray(result)).reshape(out.shape))
 
 
-def _same_place(one: Array, other: Array) -> bool:
-    return one.__array_interface__["data"][0] == other.__array_interface__["data"][0] and one.strides == other.strides
+def same_start(one: Array, other: Array) -> bool:
+    """Whether two arrays begin at the same address."""
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

@@ -298,12 +298,8 @@ def _begun(runs: list[list[Local] | None], local: Local) -> list[Local] | None:
 
 def _are_apart(first: Local, second: Local) -> bool:
     """Whether the second reads and writes nothing that the first writes; a neighbour's memory is not this rank's."""
-    reads = second.peer == -1 and _overlap(first.target, second.source)
-    return not reads and not _overlap(first.target, second.target)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one.space == other.space and one.lo < other.hi and other.lo < one.hi
+    reads = second.peer == -1 and first.target.overlaps(second.source)
+    return not reads and not first.target.overlaps(second.target)
 
 
 def _goes_on(run: list[Local], local: Local) -> bool:

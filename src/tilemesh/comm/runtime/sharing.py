@@ -22,6 +22,7 @@ from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
 from tilemesh.comm.runtime.lower import Program, ProgramKey
+from tilemesh.comm.runtime.memory import same_start
 from tilemesh.comm.runtime.native import native_steps
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.shared import ArenaProgram, ByLast
@@ -100,7 +101,7 @@ class Sharing:
 
     def _staged(self, key: ProgramKey, given: Array, data: Array, lo: int) -> Iterator[Token]:
         bound = self.bound(key, lo)
-        in_place = key.collective in _SEGMENT_BY_SEGMENT and _same_start(given, data)
+        in_place = key.collective in _SEGMENT_BY_SEGMENT and same_start(given, data)
         if bound.meets > 1 and not in_place and np.may_share_memory(given, data):
             given = given.copy()  # the result grows while later segments are still to be put on the stage
         yield from bound.steps(given, data, self.stopwatch)
@@ -285,10 +286,6 @@ def is_by_last(key: ProgramKey, ranks: int) -> bool:
 
 def _reducer(key: ProgramKey) -> Reducer | None:
     return Reducer(key.op, key.like.dtype, key.like.carrier) if key.collective in REDUCING else None
-
-
-def _same_start(one: Array, other: Array) -> bool:
-    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
 
 
 def _why(key: ProgramKey, places: Places) -> str:

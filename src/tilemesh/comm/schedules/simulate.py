@@ -50,7 +50,6 @@ class Timeline:
 
     seconds: float
     rounds: int
-    finished_s: tuple[float, ...]
 
 
 def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) -> Timeline:
@@ -64,8 +63,7 @@ def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) 
     for steps in schedule.rounds():
         clock.round(steps)
         rounds += 1
-    finished = clock.times()
-    return Timeline(max(finished), rounds, tuple(finished))
+    return Timeline(max(clock.times()), rounds)
 
 
 class Exchanged(NamedTuple):

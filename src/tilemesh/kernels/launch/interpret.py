@@ -26,7 +26,8 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer
+from tilemesh.kernels.launch.steps import Argument, Descriptor, LaunchPlan, Pointer, is_double
+from tilemesh.kernels.launch.tensors import dtype_name
 
 # What the interpreter changes of Triton's language.
 _PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
@@ -43,10 +44,12 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
         target = tensors[name]
         if target is not None and target.dtype is torch.bfloat16:
             held[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32)
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items() if tensor is not None}
     for step in plan.steps:
         module, _, name = step.kernel.partition(":")
-        arguments = {name: _value(argument, held) for name, argument in step.arguments.items()}
-        with _interpreting():
+        real = tl.float64 if is_double(step, dtypes) else tl.float32
+        arguments = {name: _value(argument, held, real) for name, argument in step.arguments.items()}
+        with _interpreting(), np.errstate(all="ignore"):  # a GPU does not warn of log(0) in padded rows either
             getattr(_interpreted(module), name)[(*step.grid, 1)](**arguments, **step.constants)
     for name in written:
         target, made = tensors[name], held[name]
@@ -153,10 +156,13 @@ def _converts_scalars() -> bool:
         return False
 
 
-def _value(argument: Argument, tensors: Mapping[str, Tensor | None]) -> Any:
+def _value(argument: Argument, tensors: Mapping[str, Tensor | None], real: tl.dtype) -> Any:
     if isinstance(argument, Pointer):
         return tensors[argument.of]
     if isinstance(argument, Descriptor):
         base = tensors[argument.of]
         return TensorDescriptor(base, list(argument.shape), list(argument.strides), list(argument.block))
+    if isinstance(argument, float):  # as compiled: a scalar of that precision, which has .to()
+        number = np.array([argument], np.float64 if real is tl.float64 else np.float32)
+        return tl.tensor(interpreter.TensorHandle(number, real), real)
     return argument

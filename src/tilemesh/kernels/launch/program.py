@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step, is_double
 
 _TYPES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
@@ -123,7 +123,7 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
         layout = "," + _shared_layout(rows, columns, dtype) if gluon else ""
         return f"tensordesc<{_TYPES[dtype]}[{rows}, {columns}]{layout}>", None, 1
     if isinstance(argument, float):
-        return "fp32", None, 1
+        return "fp64" if is_double(step, {of: operand.dtype for of, operand in operands.items()}) else "fp32", None, 1
     if argument is None or argument == 1:
         return "constexpr", argument, 1
     wide = argument >= _WIDE_SIZE or (step.wide and name[1:2] == "_")

@@ -77,6 +77,17 @@ class LaunchPlan:
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
 
 
+def is_double(step: Step, dtypes: Mapping[str, str]) -> bool:
+    """Whether a launch is given a float64 tensor: its `float` arguments are then float64 too, else float32.
+
+    dtypes: of the tensors and buffers, by name.
+    """
+    return any(
+        isinstance(argument, (Pointer, Descriptor)) and dtypes.get(argument.of) == "float64"
+        for argument in step.arguments.values()
+    )
+
+
 def blocks(size: int, block: int) -> int:
     """How many blocks cover a size."""
     return -(-size // block)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from tilemesh.core.errors import UsageError
@@ -47,6 +47,14 @@ def check_alike(given: Mapping[str, Tensor], dtypes: Sequence[torch.dtype] = FLO
         raise UsageError(f"tensors on different devices: {found}; move them with .to()")
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """All elements side by side in one dimension: a view of a contiguous tensor, a copy of any other.
+
+    `reshape(-1)` does not suit a kernel that steps by one: what it makes of x[::2] and x.expand(…) has other strides.
+    """
+    return tensor.contiguous().view(-1)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """A real tensor: no subclass (fake tensors are one), no lazy negation, and with memory."""
     return type(tensor) in PLAIN_TYPES and not tensor.is_neg() and not tensor.is_meta
@@ -54,12 +62,21 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether a function transform (torch.func) or a forward-mode derivative looks on: both know plain torch only."""
-    if peek_interpreter_stack() is not None:
+    if _inside_transform():
         return True
     if forward_ad._current_level < 0:
         return False
     given = (tensor for tensor in tensors if isinstance(tensor, Tensor))
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+
+
+def _inside_transform() -> bool:
+    return _are_functorch_transforms_active()
+
+
+# While it traces, torch.compile takes the answer as a constant, which its own guard on transforms keeps true, and
+# records no call in the graph. `torch.compiler.assume_constant_result` does this too, but imports the whole compiler.
+_inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_traced() -> bool:

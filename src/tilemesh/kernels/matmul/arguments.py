@@ -5,6 +5,8 @@ Every refusal happens here, before anything is launched, and says what was given
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -36,13 +38,16 @@ def checked_shape(
         )
     given = {"a": a, "b": b} | ({} if c is None else {"c": c})
     check_alike(given)
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in given.items())
     if a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
-        raise UsageError(f"shapes do not multiply: {shapes}; expected a (…, M, K) and b (K, N)")
+        raise UsageError(f"shapes do not multiply: {_shapes(given)}; expected a (…, M, K) and b (K, N)")
     shape = (*a.shape[:-1], b.shape[1])
     if c is not None and not _broadcasts(tuple(c.shape), shape):
-        raise UsageError(f"c does not broadcast to D {shape}: {shapes}; expected (…, M, N), (N,) or (…, M, 1)")
+        raise UsageError(f"c does not broadcast to D {shape}: {_shapes(given)}; expected (…, M, N), (N,) or (…, M, 1)")
     return shape
+
+
+def _shapes(given: Mapping[str, Tensor]) -> str:
+    return ", ".join([f"{name} {tuple(tensor.shape)}" for name, tensor in given.items()])
 
 
 def check_given(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor | None) -> None:

@@ -12,6 +12,8 @@ import contextlib
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing
+from torch.compiler import is_compiling
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
@@ -53,12 +55,13 @@ def fused_matmul(
     """
     if activation is None:
         activation = "none"
-    # torch.jit.trace records operators, and its sizes are tensors: a kernel launched directly takes no such sizes and
-    # would be missing from the graph.
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return _traced(a, b, c, activation, out, implementation, config)
+    # Transforms first, while compiling too: one operator in the graph would hide the tangent from them.
     if is_transformed(a, b, c, out):
         return _transformed(a, b, c, activation, out, implementation, config)
+    # torch.jit.trace records operators, and its sizes are tensors: a kernel launched directly takes no such sizes and
+    # would be missing from the graph.
+    if is_compiling() or _is_tracing():
+        return _traced(a, b, c, activation, out, implementation, config)
     if not _is_plain(a, b, c) or (out is not None and (type(out) not in PLAIN_TYPES or out.is_neg())):
         return _traced(a, b, c, activation, out, implementation, config)
     if torch.is_autocast_enabled("cuda" if a.is_cuda else a.device.type):  # naming the device costs a microsecond
