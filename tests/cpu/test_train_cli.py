@@ -17,7 +17,7 @@ from tilemesh.plan.local import Local, Machine
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
-from tilemesh.runs.metrics import STEP, STOPPED, last_line, latest
+from tilemesh.runs.metrics import FAILED, STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
 from tilemesh.train.config import load
 from tilemesh.train.events import sink_to
@@ -91,6 +91,26 @@ def test_ranks_that_fail_are_an_error_that_names_the_folder(run: Path, tmp_path:
     with pytest.raises(ValueError, match="one process is one rank"):
         tm.train.fit(two, run=tmp_path / "two", in_process=True)
     assert not (tmp_path / "two").exists()
+
+
+def test_a_run_in_this_process_that_fails_says_so_in_its_metrics(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("the widget is bent")
+
+    monkeypatch.setattr("tilemesh.train.rank.lay_model", broken)
+    config = tm.train.load_config(sets=[SMALL, f"data.source={run.parent / 'text.txt'}"])
+    with pytest.raises(RuntimeError, match="the widget is bent"):
+        tm.train.fit(config, run=tmp_path / "run", in_process=True)
+    told = last_line(tmp_path / "run")
+    assert (told["kind"], told["why"]) == (FAILED, "RuntimeError: the widget is bent")
+
+
+def test_weights_from_a_folder_without_a_model_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json there"):
+        tm.train.fit(tm.train.load_config(sets=[SMALL]), run=tmp_path / "run", init=tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_generate_export_and_what_they_refuse(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel import Column, Mesh, Vocabulary, lay
 from tilemesh.parallel.buckets import Bucket, Bucketed
-from tilemesh.parallel.gradients import Gradients, Step, read
+from tilemesh.parallel.gradients import Gradients, Parts, Step, read, settle
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
 PARTS = ["own_module", "buckets", "readiness_differs"]
@@ -149,6 +149,76 @@ def test_another_exchange_is_a_method_away() -> None:
     for exact, halved, ratio in run_threads(2, main):
         assert ratio == 2
         assert 0 < float((halved - exact).norm() / exact.norm()) < 2**-7
+
+
+class Scattered(Bucketed):
+    """What ZeRO does: each rank is left with the sum of its own half of a bucket."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.halves: dict[int, torch.Tensor] = {}
+
+    def exchange(self, bucket: Bucket) -> Any:
+        half = self.halves[id(bucket)] = torch.empty_like(bucket.flat.chunk(2)[0])
+        return self.groups[bucket.batch_summed].reduce_scatter(bucket.flat, out=half, wait=False)
+
+    def kept(self, bucket: Bucket) -> tuple[torch.Tensor, int]:
+        return self.halves[id(bucket)], bucket.copies // 2
+
+
+class Unsent(Bucketed):
+    """What local updates do: a replica's own mean, nothing exchanged."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.counted_over = self.mesh.group("tp")
+
+    def exchange(self, bucket: Bucket) -> Any:
+        return None
+
+    def kept(self, bucket: Bucket) -> tuple[torch.Tensor, int]:
+        return bucket.flat, bucket.copies // self.mesh.dp.size
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_zero_and_local_updates_are_two_methods_away(max_norm: float | None) -> None:
+    def main(comm: Communicator) -> None:
+        rows = torch.arange(8.0).reshape(2, 4)[comm.rank :][:1] + 1  # this rank's part of the batch
+
+        def step(way: Any) -> tuple[Any, Any, torch.Tensor]:
+            model = torch.nn.Linear(4, 2, bias=False)
+            with torch.no_grad():
+                model.weight.fill_(0.25)
+            laid = lay(model, Mesh(comm, dp=2), ParallelPlan(dp=2, precision="fp32"), {}, gradients=way)
+            laid.gradients.backward(laid.module(rows).square().sum(), comm.rank + 1)  # replicas of 1 and 2 tokens
+            assert model.weight.grad is not None
+            return laid.gradients, laid.gradients.finish(max_norm), model.weight.grad.flatten()
+
+        _, wanted, gradient = step("bucketed")
+        scattered, done, _ = step(Scattered)
+        (half,) = scattered.halves.values()
+        torch.testing.assert_close(half, gradient.chunk(2)[comm.rank])
+        assert (done.tokens, done.norm) == (3, pytest.approx(wanted.norm))
+        # Alone with its rows a process has the same as a replica that sends nothing.
+        weight = torch.full((2, 4), 0.25, requires_grad=True)
+        ((rows @ weight.T).square().sum() / (comm.rank + 1)).backward()
+        assert weight.grad is not None
+        norm = float(weight.grad.norm())
+        _, done, own = step(Unsent)
+        assert (done.tokens, done.norm) == (comm.rank + 1, pytest.approx(norm))
+        scale = 1.0 if max_norm is None else min(1.0, max_norm / norm)
+        torch.testing.assert_close(own, weight.grad.flatten() * scale, rtol=1e-5, atol=0)
+
+    run_threads(2, main)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_a_norm_that_is_read_late_is_settled_like_one_that_is_known(divide: bool) -> None:
+    for norm in (3.0, torch.tensor(3.0)):
+        gradient = torch.full((4,), 8.0)
+        done = settle([gradient], 0.0, 1, norm, factor=1 / 8, max_norm=1.5, divide=divide)
+        divisor = 1.0 if done.divisor is None else done.divisor
+        torch.testing.assert_close(gradient / divisor, torch.full((4,), 0.5))
 
 
 def test_gradients_that_are_not_finite_are_told_by_the_norm() -> None:

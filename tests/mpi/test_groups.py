@@ -109,6 +109,8 @@ def test_a_mesh_of_three_axes_is_drawn_as_grids() -> None:
 def test_a_group_along_an_axis_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="unknown axis 'pd'"):
         Mesh(connect("alone"), dp=1).group("pd")
+    mesh = Mesh(connect("alone"), dp=1)
+    assert (mesh.group("dp", "cp").size, mesh.members("cp"), mesh.axis("pp").size) == (1, (0,), 1)
 
 
 def test_a_model_is_not_laid_over_an_axis_it_knows_nothing_of() -> None:

@@ -164,11 +164,13 @@ def test_going_back_undoes_steps_and_the_later_line_of_a_step_counts(tmp_path: P
     journal.add(RESUMED, 2)
     journal.add(STEP, 3, loss=30.0)
     journal.add(WARNING, 3, text="LOW")
+    journal.add(WARNING, 3, text="HIGH")
     journal.add(STOPPED, 3, why="asked to stop")
     assert [line["loss"] for line in latest(tmp_path) if line["kind"] == STEP] == [1.0, 2.0, 30.0]
+    assert [line["text"] for line in latest(tmp_path) if line["kind"] == WARNING] == ["LOW", "HIGH"]
     told = read_metrics(read_lines(tmp_path / names.METRICS)[0])
     assert (told.is_over, sorted(told.steps)) == (True, [1, 2, 3])
-    assert [event.kind for event in told.events] == ["checkpoint", "restart", "warning", "stopped"]
+    assert [event.kind for event in told.events] == ["checkpoint", "restart", "warning", "warning", "stopped"]
 
 
 def test_only_the_rank_that_is_on_writes_and_a_full_disk_is_reported_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""COMPUTE: one folder an operator. Names load when first used, so that importing this package costs nothing.
+"""COMPUTE: one folder per operator. Names load when first used, so that importing this package costs nothing.
 
-`tilemesh.kernels.softmax` is the function, although the folder has the same name: `from tilemesh.kernels.softmax.cost
-import …` reaches the folder's modules.
+`tilemesh.kernels.scale_shift` is the function, although the folder has the same name: `from
+tilemesh.kernels.scale_shift.cost import …` reaches the folder's modules.
 """
 
 from __future__ import annotations

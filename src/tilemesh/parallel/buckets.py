@@ -88,7 +88,7 @@ class Bucketed(Exchanging):
                 bucket.handle = None
             self.sum_over(bucket.copies_summed, bucket.flat)
         self._is_open = self._is_last = False
-        return self.settled([(bucket.flat, bucket.copies) for bucket in self.buckets], max_norm, divide)
+        return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
 
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the ranks that took other parts of the batch; a handle to wait for, or None.
@@ -100,6 +100,10 @@ class Bucketed(Exchanging):
             return None
         flat = bucket.flat
         return self.groups[bucket.batch_summed].all_reduce(flat, out=flat, algorithm=self.algorithm, wait=False)
+
+    def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
+        """What this rank keeps of an exchanged bucket, and how many ranks of `counted_over` hold the same."""
+        return bucket.flat, bucket.copies
 
     def close(self) -> None:
         for hook in self._hooks:

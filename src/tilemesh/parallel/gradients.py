@@ -11,10 +11,11 @@ model is laid (`apply.lay(..., gradients=...)`) and never changes:
 `settle` is the only place that divides and clips. What a step came to may be read late: on a device, loss and norm are
 tensors that are still being computed, and `read` waits once for any number of steps.
 
-Where later methods plug in. *ZeRO* subclasses the bucketed one: `exchange` becomes a reduce_scatter into this rank's
-part of a bucket, and the optimizer is handed parameters whose shards are cut once more (`Shard.cut_over`). *Compressed*
-gradients replace `exchange` too: compress, exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out,
-and average weights themselves every few steps. None of them needs other calls than these.
+Where later methods plug in, by subclassing the bucketed one. *Compressed* gradients replace `exchange`: compress,
+exchange, expand into `bucket.flat`. *ZeRO* makes `exchange` a reduce_scatter and lets `kept` return this rank's part of
+the bucket; the optimizer is then handed parameters that are cut alike. *Local updates* leave `exchange` out, let `kept`
+count copies within the replica, set `counted_over` to the replica's ranks, and average weights themselves every few
+steps. None of them needs other calls than these; tests/mpi/test_backward.py has each in a few lines.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ def settle(
     if isinstance(norm, Tensor):
         if max_norm is not None:
             divisor = ((norm + _EPSILON) / max_norm).clamp(min=1.0)
+        if factor != 1.0:
+            divisor = (torch.ones_like(norm) if divisor is None else divisor) / factor
         if divide and divisor is not None:
             torch._foreach_mul_(list(gradients), divisor.reciprocal().to(gradients[0].dtype))
             divisor = None
@@ -164,6 +167,8 @@ class Exchanging:
         self._totals: Tensor | None = None
         self._scale = 1.0
         self._alike = loss_shard(parts.mesh).alike
+        self.counted_over = parts.mesh.comm
+        """The ranks over which a step's loss, tokens and norm are summed."""
         shards = [mine.shard for mine in self.held.values()]
         wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
         # Asked for now, in the same order on every rank: making a group is a collective call.
@@ -185,7 +190,7 @@ class Exchanging:
         loss_sum, count, squares = torch.cat([self._totals, torch.stack(parts).sum()[None]]).tolist()
         # One small exchange for all. What several ranks have alike counts once.
         mine = np.array([loss_sum / self._alike, count / self._alike, squares])
-        loss_sum, count, squares = self.mesh.comm.all_reduce(mine, algorithm=self.algorithm).tolist()
+        loss_sum, count, squares = self.counted_over.all_reduce(mine, algorithm=self.algorithm).tolist()
         tokens = round(count)
         factor = 1 / (max(tokens, 1) * self._scale)
         norm = math.sqrt(squares) * factor if math.isfinite(squares) else squares

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
+from tilemesh.core.axes import ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
 
@@ -60,6 +60,11 @@ class Mesh:
         """An axis by its name; one that the mesh was not given has size 1."""
         return self.axes.get(name) or Axis(name, 1, 0, (self.comm.rank,), self._alone)
 
+    def _require(self, name: str) -> None:
+        """Refuse what is neither an axis of this mesh nor one that a mesh may do without."""
+        if name not in (known := [*dict(self.shape), *ORDER]):
+            raise unknown("axis", name, list(dict.fromkeys(known)))
+
     @property
     def tp(self) -> Axis:
         """The ranks that share each matrix."""
@@ -83,13 +88,13 @@ class Mesh:
     def group(self, *names: str) -> Communicator:
         """The ranks that differ from this one along these axes alone (`group("dp", "cp")`), in order of rank."""
         for name in names:
-            if name not in dict(self.shape):
-                raise unknown("axis", name, [known for known, _ in self.shape])
+            self._require(name)
         return self.among(tuple((name, size) for name, size in self.shape if name in names))
 
     def members(self, *names: str) -> tuple[int, ...]:
         """Their ranks in the mesh."""
-        return members(self.comm.rank, tuple((name, self.axis(name).size) for name in names), self.shape)
+        wanted = tuple((name, self.axis(name).size) for name in names)
+        return members(self.comm.rank, tuple(one for one in wanted if one[0] in self.axes), self.shape)
 
     def among(self, blocks: Blocks) -> Communicator:
         """The ranks in one block with this one, such as `(("tp", 2),)` where kv heads are held by two ranks of tp each.

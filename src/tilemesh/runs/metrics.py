@@ -115,12 +115,16 @@ def lines_of(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def latest(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics, later ones replacing what an interrupted attempt wrote of the same step."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    """The lines of a run's metrics in order of step: the later one of a step that was done again, and every event."""
+    steps: dict[int, dict[str, Any]] = {}
+    events: list[dict[str, Any]] = []
     for line in lines_of(folder):
         if isinstance(line.get("step"), int) and "kind" in line:
-            found[str(line["kind"]), line["step"]] = line
-    yield from sorted(found.values(), key=lambda line: int(line["step"]))
+            if line["kind"] == STEP:
+                steps[line["step"]] = line
+            else:
+                events.append(line)
+    yield from sorted([*steps.values(), *events], key=lambda line: int(line["step"]))
 
 
 def last_line(folder: str | Path) -> dict[str, Any]:

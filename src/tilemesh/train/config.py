@@ -229,8 +229,7 @@ def load(
         made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
     pairs = config.split_sets(sets)
     told = {key for key, _ in pairs}
-    if init is not None and not (Path(init) / "config.json").is_file():
-        raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
+    check_init(init)
     if init is not None and is_default and not any(key.startswith("model.") for key in told):
         made = _of_folder(made, Path(init), told)
     if plan is not None:
@@ -375,3 +374,9 @@ def _check(made: TrainConfig) -> None:
         raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")
     if isinstance(loop.recompute_every, int) and loop.recompute_every < 0:
         raise UsageError(f"train.recompute_every is {loop.recompute_every}: expected sqrt or 0 and more layers")
+
+
+def check_init(init: str | Path | None) -> None:
+    """Refuse a folder to begin from that holds no Hugging Face model."""
+    if init is not None and not (Path(init) / "config.json").is_file():
+        raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")

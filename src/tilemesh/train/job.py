@@ -22,9 +22,9 @@ from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.metrics import STARTED
+from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
-from tilemesh.train.config import TrainConfig, check_resumed, of_run, settled
+from tilemesh.train.config import TrainConfig, check_init, check_resumed, of_run, settled
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result
@@ -82,6 +82,7 @@ def fit(
     config = settled(config)
     if resume is not None:
         check_resumed(of_run(resume), config)
+    check_init(init)
     check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
     asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
@@ -118,15 +119,21 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
     folder = _agreed_folder(config, asked, comm)
-    result = train_here(
-        config,
-        folder,
-        comm,
-        resume=asked.resume is not None,
-        init=asked.init,
-        stop_after=asked.stop_after,
-        emit=asked.listener if comm.rank == 0 else ignore,
-    )
+    try:
+        result = train_here(
+            config,
+            folder,
+            comm,
+            resume=asked.resume is not None,
+            init=asked.init,
+            stop_after=asked.stop_after,
+            emit=asked.listener if comm.rank == 0 else ignore,
+        )
+    except Exception as error:
+        # As the process that starts ranks does; a run that stopped itself has said why.
+        if comm.rank == 0 and last_line(folder).get("kind") != STOPPED:
+            Journal(folder).add(FAILED, last_step(folder), why=f"{type(error).__name__}: {error}")
+        raise
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 

@@ -38,6 +38,8 @@ from tilemesh.kernels.launch.tensors import (
 )
 
 IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile does not trace the search
+
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", int: "SymInt", float: "float", bool: "bool"}
 # What an argument of a type may be; torch.compile traces with the symbolic ones.
 _ACCEPTED: dict[type, tuple[type, ...]] = {
@@ -188,7 +190,7 @@ class _Operator:
                 f"implementation 'triton' needs CUDA tensors, got {tensors[0].device}: use 'auto' or 'interpret'"
             )
         if implementation == "auto":
-            implementation = "triton" if on_gpu and _has_triton() else "torch"
+            implementation = "triton" if on_gpu and _HAS_TRITON else "torch"
         return "torch" if any(0 in tensor.shape for tensor in tensors) else implementation
 
     # ---- what is computed ----------------------------------------------------------------------------------------
@@ -367,8 +369,3 @@ def _autograd_function(operator: _Operator) -> Any:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
