@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import tilemesh
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.report import compare_page, run, run_page
-from tilemesh.report.layout import Beside
+from tilemesh.report.kind_page import Beside
 from tilemesh.runs import names
 from tilemesh.runs.contents import QUIET_S, read_contents, version
 from tilemesh.runs.files import Unread, read_lines, read_object, write_object

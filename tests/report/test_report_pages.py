@@ -244,7 +244,7 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
         found = run.read(folder)
         return run_page.render(found, beside(found), live=live)
 
-    server = serve.Server(str(folder), render)
+    server = serve.PageServer(str(folder), render)
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         with browser.open(server.address) as page:

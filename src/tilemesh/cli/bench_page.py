@@ -12,7 +12,7 @@ from tilemesh.kernels import registry
 from tilemesh.measure.row import Row
 from tilemesh.report import collective_page, kernel_page
 from tilemesh.report.html import write
-from tilemesh.report.kernel_page import Trial, Work
+from tilemesh.report.kernel_page import RowWork, TimedConfig
 from tilemesh.runs.files import Unread, read_lines
 
 
@@ -37,7 +37,7 @@ def is_trials(path: str) -> bool:
     return bool(lines) and "problem" in lines[0] and isinstance(lines[0].get("config"), dict)
 
 
-def read_trials(path: str) -> list[Trial]:
+def read_trials(path: str) -> list[TimedConfig]:
     """What `tilemesh tune --json` wrote."""
     try:
         lines, _ = read_lines(Path(path))
@@ -47,13 +47,13 @@ def read_trials(path: str) -> list[Trial]:
     for one in lines:
         config, seconds = one.get("config"), one.get("seconds")
         if isinstance(config, dict) and "problem" in one:
-            made.append(Trial(str(one["problem"]), config, float(seconds) if seconds is not None else math.inf))
+            made.append(TimedConfig(str(one["problem"]), config, float(seconds) if seconds is not None else math.inf))
     if not made:
         raise UsageError(f"'{path}' holds nothing that a tuner tried: expected what `tilemesh tune --json` writes")
     return made
 
 
-def _work(row: Row) -> Work | None:
+def _work(row: Row) -> RowWork | None:
     """FLOPs and bytes of an operator's row; None for rows of anything else."""
     entry = registry.find_function(row.name)
     if entry is None or entry.form is None or "shape" not in row.case:
@@ -62,4 +62,4 @@ def _work(row: Row) -> Work | None:
         found = entry.load("form").cost_of(row.case)
     except UsageError:  # a shape or a setting that this version's operator does not have
         return None
-    return Work(found.flops, found.bytes_moved)
+    return RowWork(found.flops, found.bytes_moved)

@@ -9,7 +9,7 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.report import compare, memory_part, mesh_part, run_parts, time_parts
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.layout import Beside, Fact, Layout, PairSection, Section, Verdict
+from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.verdict import improve, judge
@@ -141,19 +141,19 @@ def _times(first: Run, second: Run, names: tuple[str, str]) -> Child:
     )
 
 
-LAYOUT = Layout(
+TRAIN_PAGE = KindPage(
     about=_about,
     verdict=_verdict,
     facts=_facts,
     sections=(
-        Section("learning", "Did it learn", _learning),
-        Section("rows", "How fast, against prediction and limit", _rows),
-        Section("time", "Where the time went", _time),
-        Section("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
-        Section("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
-        Section("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
-        Section("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
-        Section("again", "To run it again", _again),
+        PageSection("learning", "Did it learn", _learning),
+        PageSection("rows", "How fast, against prediction and limit", _rows),
+        PageSection("time", "Where the time went", _time),
+        PageSection("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
+        PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
+        PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
+        PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
+        PageSection("again", "To run it again", _again),
     ),
     differences=_differences,
     pairs=(PairSection("Side by side", _curves), PairSection("Where the time went", _times)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilemesh.core.advice import improvement
 from tilemesh.core.advice import savings as fractions
 from tilemesh.core.units import format_seconds
-from tilemesh.report.layout import Verdict
+from tilemesh.report.kind_page import Verdict
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
 from tilemesh.runs import metrics
 from tilemesh.runs.contents import QUIET_S
