@@ -222,12 +222,13 @@ def _store(fit: Fit) -> Path:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         found = Calibration(machine.id, machine.words, now, stamp()["versions"])
     section = dict(found.extra.get(SECTION, {}))
-    section[key_of(fit.transport, fit.ranks)] = fit.to_dict()
+    section[key_of(fit.transport, fit.ranks, fit.cores)] = fit.to_dict()
     return found.with_section(SECTION, section).save()
 
 
 def _print_fit(fit: Fit) -> None:
-    print(f"{fit.transport}, {fit.ranks} ranks, all busy: a meeting takes {format_seconds(fit.sync_s)}")
+    where = f"{fit.transport}, {fit.ranks} ranks on {fit.cores} core{'s' if fit.cores > 1 else ''}"
+    print(f"{where}, all busy: a meeting takes {format_seconds(fit.sync_s)}")
     for name, curve in sorted(fit.curves.items()):
         pieces = ", ".join(
             f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()
