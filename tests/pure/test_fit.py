@@ -232,6 +232,9 @@ def test_before_any_fit_a_library_that_sends_over_sockets_is_never_safe() -> Non
     for caps in (EVERYTHING, replace(EVERYTHING, crowded=False)):
         for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
             assert "native" not in unfitted_names(collective, Library(name="torch", caps=caps))
+    assert (
+        unfitted_names("all_reduce", Library(name="torch", caps=EVERYTHING)) == ["flat_one"] * 3 + ["flat_slices"] * 2
+    )
     request = Request("all_reduce", 256 << 10, "bfloat16", "sum")  # over MPI it would be widened first
     assert choose(request, "auto", Library(caps=EVERYTHING)).algorithm == "flat_slices"
 

@@ -162,10 +162,8 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
             return choice
     if transport.caps.arena and not request.private and request.collective in _CROWDED:
         direct = direct_way(request.collective, request.nbytes, transport.size)
-        name = unfitted(request.collective, request.nbytes, transport.size, transport.caps.crowded)
-        if name == "native" and (transport.name in _SOCKETS or not _is_plain(request, transport)):
-            name = _CROWDED[request.collective][-1][1]
-            name = "flat" if name == "native" else name
+        natively = transport.name not in _SOCKETS and _is_plain(request, transport)
+        name = unfitted(request.collective, request.nbytes, transport.size, transport.caps.crowded, natively=natively)
         if name == "native":
             why = f"{transport.name}'s own is the safe choice for this size until this machine is fitted"
         else:
@@ -181,14 +179,17 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
     return Choice(name, f"{format_bytes(request.nbytes)}, {side} {format_bytes(SMALL_BYTES)} on")
 
 
-def unfitted(collective: str, nbytes: int, ranks: int, crowded: bool) -> str:
-    """Of ordinary arrays, among ranks that share memory: an algorithm that is quick on any machine, or native."""
+def unfitted(collective: str, nbytes: int, ranks: int, crowded: bool, *, natively: bool = True) -> str:
+    """Of ordinary arrays, among ranks that share memory: an algorithm that is quick on any machine, or native.
+
+    `natively`: whether the library's own may be taken; where not, the one of ours for the next larger sizes is.
+    """
     if not crowded and collective == "all_gather" and ranks >= _MANY:
         return "flat"
     if not crowded and collective == "all_reduce" and nbytes * ranks > _FLAT_READ_BYTES:
         return "flat_slices"
-    table = (_CROWDED if crowded else _ROOMY)[collective]
-    return next(name for most, name in table if nbytes <= most)
+    table = [entry for entry in (_CROWDED if crowded else _ROOMY)[collective] if natively or entry[1] != "native"]
+    return next((name for most, name in table if nbytes <= most), table[-1][1])
 
 
 def _is_plain(request: Request, transport: Transport) -> bool:

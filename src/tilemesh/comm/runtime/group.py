@@ -26,7 +26,7 @@ from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debug
 from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
-from tilemesh.core.cores import cores_here, cores_together
+from tilemesh.core.cores import available_cores, cores_here, cores_together
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.machine import memory_bytes
 
@@ -63,7 +63,8 @@ class Group:
         self.turns = Turns()
         transport.names = watch.members
         self.ready = ReadyCalls()
-        self.cores = cores_together(self._texts(cores_here()))
+        is_one_process = transport.size == 1 or transport.name == "threads"
+        self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
         self.fit = self._stored_fit()
