@@ -20,7 +20,10 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.comm.runtime.transport import Message, as_bytes
 from tilemesh.comm.schedules.book import is_direct, is_shared
+from tilemesh.core.busy import Busyness
+from tilemesh.measure.busy import spread_of
 from tilemesh.measure.ranks import rank_timer
+from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare
 
 SIZES = (16, 256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 64 << 20)  # powers of two: so are those between
@@ -35,6 +38,7 @@ Say = Callable[[str], None]
 def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 64 << 20, say: Say = print) -> Fit:
     """A collective call. `seconds`: of readings for each size of each collective."""
     curves: dict[str, list[tuple[float, float]]] = {}
+    samples: list[Sample] = []
     _parts(comm, curves, seconds, most_bytes)
     curves["call"] = [(1, _call(comm, seconds))]
     for collective in COLLECTIVES:
@@ -44,14 +48,17 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
             for size in wanted:
                 say(f"{collective} {size}")
                 cell = Cell(collective, comm.size, size)
-                measured[size] = times(comm, cell, seconds)
+                found = times(comm, cell, seconds)
+                samples += found.values()
+                measured[size] = {name: sample.median for name, sample in found.items()}
                 for name, median in measured[size].items():
                     curves.setdefault(f"{collective}/{name}", []).append((cell.payload, median))
             wanted = between(measured)
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: Curve(tuple(dict(sorted(points)).items())) for name, points in curves.items()}
-    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when)
+    busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
+    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy)
 
 
 def between(measured: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -67,7 +74,7 @@ def between(measured: Mapping[int, Mapping[str, float]]) -> list[int]:
     ]
 
 
-def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
+def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, Sample]:
     """The library's own and every shared-memory algorithm (without an arena: every other), interleaved."""
     request = Request(cell.collective, cell.payload, "float32", "sum")
     x, out = arrays(comm, cell)
@@ -81,7 +88,7 @@ def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
     if not calls:
         return {}
     result = compare(calls, timer=timer_of(comm), repeats=9, warmup=2, seconds=seconds * len(calls), on_error="raise")
-    return {name: sample.median for name, sample in result.items()}
+    return dict(result)
 
 
 def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callable[[int], object]:

@@ -21,6 +21,7 @@ from typing import Any
 from tilemesh.comm.schedules.book import BOOK, build, is_shared
 from tilemesh.comm.schedules.simulate import simulate
 from tilemesh.comm.schedules.topology import Flat
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import find
 from tilemesh.core.errors import RunError
 from tilemesh.measure.machine import this_machine
@@ -69,7 +70,7 @@ class Curve:
 class Fit:
     """What was measured for one transport, number of ranks and of cores that these may use together.
 
-    `curves`: by "collective/algorithm", and `PARTS`.
+    `curves`: by "collective/algorithm", and `PARTS`. `busy`: how much else the machine had to do; None: nobody looked.
     """
 
     transport: str
@@ -78,6 +79,7 @@ class Fit:
     sync_s: float
     curves: Mapping[str, Curve]
     when: str = ""
+    busy: Busyness | None = None
 
     def seconds(self, collective: str, algorithm: str, nbytes: int, node_size: int | None = None) -> float | None:
         """What a call is predicted to take; None when nothing is known that would tell."""
@@ -137,7 +139,7 @@ class Fit:
             "sync_s": self.sync_s,
             "when": self.when,
             "curves": curves,
-        }
+        } | ({} if self.busy is None else {"busy": self.busy.to_dict()})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fit:
@@ -149,7 +151,8 @@ class Fit:
                 raise ValueError(f"curve {name} has points that are no measurements")
             curves[str(name)] = Curve(made)
         ranks, cores, sync_s = int(data["ranks"]), int(data["cores"]), float(data["sync_s"])
-        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")))
+        busy = Busyness.from_dict(data.get("busy"))
+        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy)
 
 
 def key_of(transport: str, ranks: int, cores: int) -> str:
