@@ -286,7 +286,7 @@ def test_a_loss_that_is_no_number_is_the_verdict(make_run: MakeRun) -> None:
     folder = make_run(steps=20, summary=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 21, "loss": NaN}\n')
-    (folder / "bad-batch-step-00000021-replica-0.safetensors").write_bytes(b"")
+    (folder / "bad-batch-step-00000021-part-0.safetensors").write_bytes(b"")
     found = verdict.judge(run.read(folder, now=later()), None)
     assert found.is_bad
     assert "Stopped at step 21: it came to no number" in found.sentence

@@ -128,7 +128,7 @@ def train_here(
 
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
-    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    mesh = Mesh(comm, **config.plan.axes)
     earlier = read_small(folder, CHOICES)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
