@@ -116,8 +116,9 @@ def described(error: BaseException) -> dict[str, str]:
     its code: it leaves no result, and ranks are not to end before their caller lets them."""
     trace = own_frames(error.__traceback__, __file__)
     lines = traceback.format_exception(type(error), error, trace)
-    is_exit = isinstance(error, SystemExit)
-    message = f"sys.exit({error.code!r}); a called function returns its result" if is_exit else str(error)
+    message = str(error)
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({error.code!r}); a called function returns its result"
     return {"type": type(error).__name__, "message": message, "traceback": "".join(lines)}
 
 

@@ -248,7 +248,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     signs = [
         el(
             "span",
-            SIGNS.get(mark.kind, "•"),
+            SIGNS.get(mark.kind, "●"),
             class_=f"sign {mark.kind}",
             title=mark.words,
             style=f"left:{place:.2%};--row:{row}",
@@ -369,7 +369,7 @@ def _legend(layers: Sequence[PlotLayer], marks: Sequence[EventMark]) -> Html | N
     named = [layer for layer in layers if not isinstance(layer, Note) and layer.name]
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     items = [el("li", el("i", class_=f"key k{one.colour} {_key(one)}"), one.name) for one in named]
-    items += [el("li", el("span", SIGNS.get(kind, "•"), class_=f"sign {kind}"), kind) for kind in kinds]
+    items += [el("li", el("span", SIGNS.get(kind, "●"), class_=f"sign {kind}"), kind) for kind in kinds]
     return el("ul", *items, class_="legend") if len(items) > 1 else None
 
 

@@ -48,9 +48,7 @@ def _summary(run: Run, beside: Beside) -> Html:
     ]
     without = "the run has no summary" if run.was_cut_short else "it is written when the run ends"
     note = None if measured else run_parts.absent("what the run came to", without)
-    return join(
-        note, grid(PageTable(["figure", "value", "predicted", "value against prediction"], rows)) if rows else None
-    )
+    return join(note, grid(PageTable(["figure", "value", "predicted", "difference"], rows)) if rows else None)
 
 
 def _cell(figures: Mapping[str, object], name: str) -> str:
@@ -95,7 +93,9 @@ def _chart(run: Run, key: str) -> Html:
     words = (
         "Mean of neighbouring steps; lowest to highest shaded." if any(one.last > one.first for one in found) else ""
     )
-    y = PlotAxis(*around(values or [0.0]), key, "{:.4g}".format)
+    bad = sum(one.bad for one in found)
+    words += f" In {bad:,} of {len(points):,} steps it is NaN, infinite or no number." if bad else ""
+    y = PlotAxis(*around(values or [0.0]), "", "{:.4g}".format)
     line = series.line(key, found, 0, dots=len(points) <= 100)
     return chart(key, words, Plot(x, y, [line], run_parts.marks_of(run), shaded=run_parts.shaded(run)), table)
 

@@ -48,7 +48,9 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
         f", without the {format_bytes(max(bases))} its process took before there was a model." if any(bases) else "."
     )
     words += "" if guess else " There is no prediction by kind for this run."
-    return figure("Memory a rank", words, bars(items, kinds=legend), _table(run, guess, held, peaks, bases), wide=True)
+    return figure(
+        "Memory per rank", words, bars(items, kinds=legend), _table(run, guess, held, peaks, bases), wide=True
+    )
 
 
 def _held(run: Run, rank: int, grown: float) -> BytesByKind:

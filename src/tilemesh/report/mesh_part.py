@@ -53,5 +53,5 @@ def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
         return absent("traffic by axis", "the run does not say")
     span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
     note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
-    head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
+    head = ["axis", "operation", "predicted", "bytes per step and rank", "seconds per step"]
     return el("div", grid(PageTable(head, rows)), el("p", note, class_="quiet"))

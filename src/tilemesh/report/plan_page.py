@@ -70,7 +70,7 @@ def verdict(best: Prediction) -> str:
     exposed = percent(best.times.exposed_s / best.step_time_s)
     saving = f"; the largest saving is {largest}, at most {percent(share)} of the step" if share >= 0.005 else ""
     return (
-        f"{short(best.plan)}: {format_seconds(best.step_time_s)} a step, {percent(best.mfu)} of the peak (MFU), "
+        f"{short(best.plan)}: {format_seconds(best.step_time_s)} per step, {percent(best.mfu)} of the peak (MFU), "
         f"exposed communication {exposed}{saving}."
     )
 
@@ -80,7 +80,7 @@ def _facts(best: Prediction) -> Html:
         ("a step", format_seconds(best.step_time_s), ""),
         ("speed", f"{format_count(best.tokens_per_s)} tokens/s", ""),
         ("MFU", percent(best.mfu, 1), f"HFU {percent(best.hfu, 1)}"),
-        ("memory a rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
+        ("memory per rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
         ("bubble", percent(best.bubble_fraction, 1), "of the schedule"),
     )
     return el("dl", *(el("div", el("dt", a), el("dd", b, el("small", c))) for a, b, c in facts), class_="facts")
@@ -120,7 +120,7 @@ def trade_off(result: SearchResult) -> Html:
     ]  # fmt: skip
     plot = Plot(
         PlotAxis(0, right, "step time", format_seconds if right < 60 else lambda value: f"{value:,.0f} s"),
-        PlotAxis(0, usable * 1.06, "bytes a rank", format_bytes, binary=True),
+        PlotAxis(0, usable * 1.06, "bytes per rank", format_bytes, binary=True),
         layers,
         height=380,
     )
@@ -174,7 +174,7 @@ def _memory(result: SearchResult) -> Html:
     usable = result.best.usable_bytes
     table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
-    return figure("Memory a rank", words, bars(items, most=float(usable), kinds=kinds), table)
+    return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
 
 
 def pipeline_lanes(result: SearchResult) -> Html:

@@ -101,7 +101,7 @@ def loss(run: Run) -> Html:
         return absent("loss", "no step is in the metrics")
     values = [value for one in found for value in (one.low, one.high) if value is not None] + [v for _, v in held]
     low, high = around(values)
-    x, y = steps_axis(run), PlotAxis(low, high, "nats a token", "{:.3g}".format)
+    x, y = steps_axis(run), PlotAxis(low, high, "nats per token", "{:.3g}".format)
     held_buckets = series.buckets(held, apart=10**9)
     layers: list[PlotLayer] = [series.line("training loss", found, 0), *_bad_dots(run, "loss", high)]
     if held:
@@ -173,7 +173,7 @@ def progress(run: Run) -> Html | None:
     rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
     table = PageTable(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
     plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
-    words = "Flat stretches are pauses; a line that begins lower does steps again; the signs are what happened."
+    words = "Flat: paused. Drop: restarted from a checkpoint. Markers: events."
     return chart("The run in time", words, plot, table, wide=True)
 
 

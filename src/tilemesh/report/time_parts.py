@@ -47,7 +47,7 @@ def by_rank(run: Run) -> Html:
         rows.append([name, *(format_seconds(seconds.get(kind, 0.0)) for kind in kinds), format_seconds(total)])
     head = ["rank", *(spans.KINDS[kind][0] for kind in kinds), "step"]
     drawn = bars(items, kinds=[spans.KINDS[kind] for kind in kinds])
-    return figure("Time by kind, a step", source, drawn, PageTable(head, rows), wide=True)
+    return figure("Time by kind, per step", source, drawn, PageTable(head, rows), wide=True)
 
 
 def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
@@ -145,5 +145,5 @@ def _span_table(found: spans.TraceTimeline, steps: list[spans.TracedStep]) -> Pa
         [name, spans.KINDS[kind][0], f"{count / share:.3g}", format_seconds(total / share), format_seconds(longest)]
         for (name, kind), (count, total, longest) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
-    head = ["span", "kind", "a step and rank", "seconds a step and rank", "longest"]
+    head = ["span", "kind", "per step and rank", "seconds per step and rank", "longest"]
     return PageTable(head, rows, note="A span's seconds include those of the spans inside it.")

@@ -25,7 +25,8 @@ def _about(run: Run) -> str:
         parts.append(f"{format_count(run.summary['parameters'])} parameters")
     shape = [f"{key} {model[key]}" for key in ("layers", "width", "heads", "vocabulary") if key in model]
     parts += [", ".join(shape)] if shape else []
-    axes = " x ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if axis in plan)
+    shown = [axis for axis in ("dp", "tp", *ORDER) if axis in plan and (axis in ("dp", "tp") or plan[axis] != 1)]
+    axes = " x ".join(f"{axis} {plan[axis]}" for axis in dict.fromkeys(shown))
     parts += [f"{axes} = {run.world} rank{'s' * (run.world > 1)}"] if axes else []
     parts += [str(plan["precision"])] if "precision" in plan else []
     where = [str(run.summary[key]) for key in ("backend", "device", "machine") if run.summary.get(key)]

@@ -119,7 +119,7 @@ def state_words(run: Run) -> str:
     return {
         STARTING: _starting(run),
         RUNNING: f"running, {_step(run)}",
-        DONE: f"done, {_step(run)}",
+        DONE: f"done after {_step(run)}",
         STOPPED: f"stopped when asked to, at {_step(run)}",
         DIED: max(stops, key=lambda event: event.at or 0.0).words
         if stops
