@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fuzz_client import Server  # noqa: E402
+from fuzz_client import Server
 
 
 def main() -> int:
@@ -20,7 +20,11 @@ def main() -> int:
             outcome = server.run(name)
             failed += bool(outcome["wrong"])
             if len(chosen) < 20 or outcome["wrong"]:
-                print(f"{number}/{len(chosen)} {name}: {outcome['code']} in {outcome['seconds']} s", outcome["wrong"] or "", flush=True)
+                print(
+                    f"{number}/{len(chosen)} {name}: {outcome['code']} in {outcome['seconds']} s",
+                    outcome["wrong"] or "",
+                    flush=True,
+                )
             if len(chosen) < 20:
                 print(outcome["out"][-600:] + outcome["err"] + outcome["began_work"])
             elif outcome["wrong"]:

@@ -31,6 +31,7 @@ class Case:
     function: str = ""  # or of a Python function, as in fuzz_functions.py
     edit: tuple[str, str] = ("", "")  # a file of the playground and what is done to it first
     environ: Mapping[str, str] = field(default_factory=dict)
+    must_refuse: bool = False  # whether it may neither begin its work nor end with exit code 0
     starts_ranks: bool = False  # whether ranks are really started, instead of stopping there
 
     @property
@@ -92,9 +93,14 @@ def all_cases(playground: Path) -> dict[str, Case]:
 
     found: dict[str, Case] = {}
     for cases in (
-        command_cases(), pair_cases(), key_cases(), file_cases(playground), environment_cases(), rank_cases(),
+        command_cases(),
+        pair_cases(),
+        key_cases(),
+        file_cases(playground),
+        environment_cases(),
+        rank_cases(),
         fuzz_functions.cases(),
-    ):  # fmt: skip
+    ):
         for case in cases:
             found.setdefault(case.name, case)
     return found
@@ -141,9 +147,12 @@ def command_cases() -> Iterator[Case]:
             for parameter in parameters(command):
                 values = values_for(command, parameter)
                 called = _called(parameter)
-                for label in hostile.some([*values], VALUES_OF_AN_OPTION if values is hostile.WORDS else 99, name + called):
+                for label in hostile.some(
+                    [*values], VALUES_OF_AN_OPTION if values is hostile.WORDS else 99, name + called
+                ):
                     words = _with(base, name, parameter, values[label])
-                    yield Case(f"{name}: {called} is {label}{suffix}", words)
+                    refuses = called in hostile.WRITTEN and label in hostile.UNWRITABLE
+                    yield Case(f"{name}: {called} is {label}{suffix}", words, must_refuse=refuses)
 
 
 def pair_cases() -> Iterator[Case]:
@@ -196,7 +205,7 @@ def key_cases() -> Iterator[Case]:
             for base in BASES["train"][:1]:
                 changed = {"--set": f"{base.options['--set']},{key}={values[label]}"}
                 yield Case(f"train: {key} is {label}", base.words("train", changed))
-    for key in [*hints][:0] + ["model.layers", "model.width", "model.vocabulary", "model.context", "model.heads"]:
+    for key in (name for name, hint in hints.items() if name.startswith("model.") and "int" in str(hint)):
         for label, value in hostile.NUMBERS.items():
             yield Case(f"plan: {key} is {label}", BASES["plan"][0].words("plan", {"--set": f"{key}={value}"}))
 
@@ -231,11 +240,26 @@ READERS = {
     "rows.jsonl": (("report", "rows.jsonl", "--html", "page.html"),),
     "tiny.toml": (("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--out", "new"),),
 }
-WHOLE_FILE = ("is gone", "is empty", "is cut in half", "has flipped bits", "is a folder", "is no text", "is nested deeply")
+WHOLE_FILE = (
+    "is gone",
+    "is empty",
+    "is cut in half",
+    "has flipped bits",
+    "is a folder",
+    "is no text",
+    "is nested deeply",
+)
 LEAF_VALUES: Mapping[str, Any] = {
-    "is null": None, "is a list": [1], "is an object": {"x": 1}, "is text": "x", "is minus one": -1, "is NaN": float("nan"),
-    "is huge": 10**30, "is true": True, "is not there": ...,
-}  # fmt: skip
+    "is null": None,
+    "is a list": [1],
+    "is an object": {"x": 1},
+    "is text": "x",
+    "is minus one": -1,
+    "is NaN": float("nan"),
+    "is huge": 10**30,
+    "is true": True,
+    "is not there": ...,
+}
 
 
 def file_cases(playground: Path) -> Iterator[Case]:
@@ -324,15 +348,19 @@ def environment_cases() -> Iterator[Case]:
         for label in ("nothing", "zero", "minus one", "superscript two", "a missing file", "2^31"):
             for name in ("plan", "report"):
                 environ = {variable: hostile.ALL[label]}
-                yield Case(f"environment: {variable} is {label} for {name}", BASES[name][0].words(name, {}), environ=environ)
+                yield Case(
+                    f"environment: {variable} is {label} for {name}", BASES[name][0].words(name, {}), environ=environ
+                )
 
 
 def rank_cases() -> Iterator[Case]:
     """A few that really start ranks, each sound or with a value that only a rank could refuse."""
     exchange = BASES["bench exchange"][0]
     for said, changed in {
-        "sound": {}, "an algorithm that does not exist": {"--algorithm": "nonsense"}, "one byte a bucket": {"--bucket-bytes": "1"},
-    }.items():  # fmt: skip
+        "sound": {},
+        "an algorithm that does not exist": {"--algorithm": "nonsense"},
+        "one byte a bucket": {"--bucket-bytes": "1"},
+    }.items():
         yield Case(f"ranks: bench exchange, {said}", exchange.words("bench exchange", changed), starts_ranks=True)
     launch = BASES["launch"][0]
     yield Case("ranks: launch, sound", launch.words("launch", {}), starts_ranks=True)

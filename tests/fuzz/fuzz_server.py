@@ -80,7 +80,9 @@ def _own_shared_memory(libc: Any) -> bool:
     """Whether /dev/shm is now ours alone, so that whatever lies in it is from a case."""
     if sys.platform != "linux" or libc.unshare(_NEW_MOUNTS) != 0:
         return False
-    return libc.mount(b"none", b"/", None, _PRIVATE, None) == 0 and libc.mount(b"t", b"/dev/shm", b"tmpfs", 0, None) == 0
+    return (
+        libc.mount(b"none", b"/", None, _PRIVATE, None) == 0 and libc.mount(b"t", b"/dev/shm", b"tmpfs", 0, None) == 0
+    )
 
 
 def _import_everything() -> None:
@@ -267,6 +269,8 @@ def _judge(case: Any, outcome: Outcome) -> None:
             outcome.wrong.append("exit code 1 without a line that says why")
         if any(len(line) > LONGEST_LINE for line in lines):
             outcome.wrong.append(f"a line of {max(map(len, lines))} characters")
+    if case.must_refuse and (outcome.began_work or outcome.code == 0):
+        outcome.wrong.append(f"was accepted, and would have begun {outcome.began_work or 'its work'}")
     if outcome.seconds > LIMIT_S and outcome.code is not None:
         outcome.wrong.append(f"took {outcome.seconds} s")
     if outcome.began_work.endswith(" ranks") and int(outcome.began_work.split()[0]) > MANY_RANKS:

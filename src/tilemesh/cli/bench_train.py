@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tilemesh.cli.targets import check_targets
+
 
 def bench_train(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml|PRESET]", help="What to train.")] = None,
@@ -25,6 +27,7 @@ def bench_train(
     from rich.console import Console
 
     from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import gpu_names
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
@@ -44,6 +47,8 @@ def bench_train(
         raise UsageError(f"--blocks {blocks} --steps {steps}: expected at least 1 of each")
     if gpus and transport == "auto":
         transport = "torch"
+    choose_transport(transport)
+    check_targets(json=json)
     predicted = predict_run(made, gpus)  # before anything is measured
     found = compare(
         made,

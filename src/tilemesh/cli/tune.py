@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from tilemesh.cli.targets import check_targets
+
 
 def tune(
     shapes: Annotated[list[str], typer.Argument(metavar="MxNxK…", help="Shapes to tune, as in 2048x2048x2048.")],
@@ -49,6 +51,7 @@ def tune(
     ):  # fmt: skip
         if given not in known:
             raise unknown(kind, given, known)
+    check_targets(json=json, html=html)
     if not torch.cuda.is_available():
         raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())

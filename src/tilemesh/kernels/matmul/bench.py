@@ -7,6 +7,7 @@ peer but a column of its own name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -45,7 +46,7 @@ Progress = Callable[[int, int, str], None]
 def parse_shape(text: str) -> tuple[int, int, int]:
     """MxNxK."""
     sides = text.lower().split("x")
-    if len(sides) != 3 or not all(side.isdigit() and int(side) > 0 for side in sides):
+    if len(sides) != 3 or not all(re.fullmatch("[1-9][0-9]{0,9}", side) for side in sides):
         raise UsageError(f"shape '{text}' is not understood: write MxNxK, as in 2048x2048x2048")
     return int(sides[0]), int(sides[1]), int(sides[2])
 
