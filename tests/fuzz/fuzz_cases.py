@@ -263,7 +263,7 @@ LEAF_VALUES: Mapping[str, Any] = {
 
 
 def file_cases(playground: Path) -> Iterator[Case]:
-    """Every file that tilemesh wrote, damaged as a whole and, where it is JSON, leaf by leaf; then each reader of it."""
+    """Every file that tilemesh wrote, damaged as a whole and, where it is JSON, leaf by leaf; then what reads it."""
     for place, readers in READERS.items():
         files = [playground / place] if not place.endswith("/") else sorted((playground / place).rglob("*"))
         for file in files:

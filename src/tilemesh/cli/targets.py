@@ -20,7 +20,7 @@ def check_targets(**targets: str | Path | None) -> None:
 
 
 def _why_not(target: Path) -> str:
-    """Why this file cannot be written; empty where it can. Tried out: root has every right, and /proc takes no files."""
+    """Why this file cannot be written; empty where it can. Tried out, as root has every right and /proc takes none."""
     try:
         if target.is_dir():
             return "it is a folder, expected a file"
