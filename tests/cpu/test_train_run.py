@@ -265,11 +265,11 @@ class TestFiles:
         step = {"median": planned.step_time_s, "p20": planned.step_time_s, "p80": planned.step_time_s, "n": 3}
         found |= {"device": "cuda", "cluster": "1xh200", "world": 1, "plan": plan.to_dict(), "step_time_s": step}
         found |= {"batch": plan.batch, "machine": "no calibration of this"}
-        made = {row.name: row for row in rows(found, {"mfu": planned.mfu, "hfu": planned.hfu})}
-        for name in ("MFU", "HFU"):
+        made = {row.name: row for row in rows(found, {"step_time_s": planned.step_time_s})}
+        for name, told in (("MFU", planned.mfu), ("HFU", planned.hfu)):
             measured = made[name].measured
             assert measured is not None
-            assert measured.median == pytest.approx(made[name].predicted)
+            assert measured.median == pytest.approx(made[name].predicted) == pytest.approx(told)
 
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")

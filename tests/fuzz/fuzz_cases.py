@@ -19,7 +19,14 @@ import hostile
 VALUES_OF_AN_OPTION = 14
 VALUES_OF_A_KEY = 9
 PAIRS_OF_A_COMMAND = 8
-UNTIL_INTERRUPTED = ("watch",)  # a command that goes on until Ctrl-C is sent one
+# What goes on for as long as it was asked to is sent a Ctrl-C: cases by how their names begin.
+UNTIL_INTERRUPTED = (
+    "watch: ",
+    "generate: --tokens is ",
+    "train: train.steps is ",
+    "train: sample.tokens is ",
+    "python: train.generate where tokens is ",
+)
 
 
 @dataclass(frozen=True)

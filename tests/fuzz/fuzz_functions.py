@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import hostile
@@ -19,15 +20,7 @@ from fuzz_cases import Case
 VALUES_OF_AN_ARGUMENT = 8
 ALLOWED = (ValueError, RuntimeError, TypeError)
 # Modules that users call besides the packages that `tilemesh` itself lists.
-MODULES = (
-    "comm.minimal",
-    "comm.schedules.book",
-    "core.units",
-    "core.hardware",
-    "model.config",
-    "runs.folder",
-    "runs.reader",
-)
+MODULES = ("comm.minimal", "comm.schedules.book", "core.units", "model.config", "runs.reader")
 COMMUNICATOR = "communicator"
 
 _NUMBERS: Mapping[str, Any] = {
@@ -169,7 +162,8 @@ def call(text: str) -> str:
     else:
         function = functions()[name]
     annotation = dict(_arguments(function))[argument]
-    given = {**_sound(name, function), argument: _values(annotation)[label]}
+    value = _values(annotation)[label]
+    given = {**_sound(name, function), argument: Path(value) if annotation == "Path" else value}
     try:
         result = function(**given)
         if inspect.isgenerator(result):

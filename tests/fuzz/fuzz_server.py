@@ -187,7 +187,7 @@ def run(case: Any, root: Path, has_own_shm: bool) -> Outcome:
     child = os.fork()
     if child == 0:
         _run_in_child(case, root)
-    interrupts = case.words[:1] and case.words[0] in fuzz_cases.UNTIL_INTERRUPTED
+    interrupts = case.name.startswith(fuzz_cases.UNTIL_INTERRUPTED)
     outcome.code = _wait(child, outcome, began, interrupts)
     outcome.seconds = round(time.monotonic() - began, 2)
     outcome.out = (root / "out").read_bytes().decode(errors="replace")
@@ -221,6 +221,8 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:  # sent by `_wait`; the command line has its own line for it
+        code = 130
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(Exception):

@@ -58,6 +58,15 @@ def bench_collective(
     asked = [name for name, given in (("--draw", draw), ("--simulate", simulate), ("--fit", fit)) if given]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)}: each is a run of its own, give one of them")
+    mode = asked[0] if asked else "a measurement"
+    for name, given, modes in (
+        ("--svg", svg, ("--draw",)),
+        ("--json", json, ("a measurement",)),
+        ("--chart", chart, ("a measurement",)),
+        ("--html", html, ("a measurement", "--draw")),
+    ):
+        if given is not None and mode not in modes:
+            raise UsageError(f"{name} with {mode}: it belongs to {' or '.join(modes)}; leave it out")
     if draw is not None:
         run.draw_schedule(collectives or ["all_reduce"], draw, ranks or "8", root, node_size, svg, html)
     elif simulate is not None:

@@ -23,6 +23,7 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
 # "B" is how a billion parameters is written; a count is never in bytes, so it cannot be mistaken here.
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
+_LARGEST = 1e300
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
@@ -104,6 +105,8 @@ def _split(text: str, kind: str, examples: str) -> tuple[Decimal, str]:
 
 def _scaled(x: float, base: int, names: tuple[str, ...]) -> tuple[str, str]:
     step = 0
+    if abs(x) > _LARGEST:  # an integer that no float holds
+        x = math.copysign(_LARGEST, x)
     while abs(float(_three_digits(x))) >= base and step + 1 < len(names):
         x /= base
         step += 1
