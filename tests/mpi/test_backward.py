@@ -151,6 +151,36 @@ def test_another_exchange_is_a_method_away() -> None:
         assert 0 < float((halved - exact).norm() / exact.norm()) < 2**-7
 
 
+def test_without_overlap_nothing_is_exchanged_before_the_end_and_the_sums_are_the_same() -> None:
+    class Noting(Bucketed):
+        """Counts the exchanges that have begun."""
+
+        begun = 0
+
+        def exchange(self, bucket: Bucket) -> Any:
+            self.begun += 1
+            return super().exchange(bucket)
+
+    def main(comm: Communicator) -> None:
+        found = []
+        for overlap in (True, False):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.25)
+            plan, made = ParallelPlan(dp=2, precision="fp32"), lambda parts, o=overlap: Noting(parts, 8, overlap=o)
+            laid = lay(model, Mesh(comm, dp=2), plan, {}, gradients=made)
+            laid.gradients.backward(laid.module(torch.ones(1, 4) * (comm.rank + 1)).square().sum(), 1)
+            assert isinstance(laid.gradients, Noting)
+            assert laid.gradients.begun == (4 if overlap else 0)
+            laid.gradients.finish()
+            assert laid.gradients.begun == 4
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(early, late) for early, late in zip(*found, strict=True))
+
+    run_threads(2, main)
+
+
 class Scattered(Bucketed):
     """What ZeRO does: each rank is left with the sum of its own half of a bucket."""
 

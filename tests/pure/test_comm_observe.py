@@ -53,7 +53,7 @@ def test_repeated_calls_are_all_seen_and_asked_about_once() -> None:
         assert len(record.asked) == 1
         (seen,) = record.asked
         assert seen == ("world", "all_reduce", CALL, 1024, comm.choice("all_reduce", 1024).algorithm, -1)
-        assert comm._ready, "an observed call is kept ready, too"
+        assert comm.ready_calls, "an observed call is kept ready, too"
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
 
@@ -102,7 +102,7 @@ def test_who_is_not_interested_leaves_the_ready_call_as_it_is() -> None:
         comm.observe(lambda seen: None)
         comm.all_reduce(x)
         comm.all_reduce(x)
-        (ready,) = comm._ready.values()
+        (ready,) = comm.ready_calls.values()
         assert "observe" not in ready.__code__.co_filename
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
@@ -204,7 +204,7 @@ def test_groups_inherit_observers_under_their_own_label_unless_told_otherwise() 
 def test_a_communicator_without_an_observer_keeps_the_bare_call() -> None:
     def main(comm: Communicator) -> None:
         comm.all_reduce(np.ones(4))
-        (ready,) = comm._ready.values()
+        (ready,) = comm.ready_calls.values()
         assert "observe" not in ready.__code__.co_filename
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
@@ -215,7 +215,7 @@ def test_where_the_time_of_a_call_went(algorithm: str) -> None:
     def main(comm: Communicator) -> None:
         x, out = np.ones(1000), np.empty(1000)
         comm.all_reduce(x, out=out, algorithm=algorithm)
-        ready = dict(comm._ready)
+        ready = comm.ready_calls
         out[:] = 0
         parts = comm.breakdown(lambda: comm.all_reduce(x, out=out, algorithm=algorithm))
         assert list(parts) == ["copy", "wire", "reduce", "wait"]
@@ -223,7 +223,7 @@ def test_where_the_time_of_a_call_went(algorithm: str) -> None:
         shared = algorithm.startswith("flat")
         assert (parts["wait"] > 0) == shared
         assert (parts["wire"] > 0) != shared
-        assert dict(comm._ready) == ready, "ready calls are there again"
+        assert comm.ready_calls == ready, "ready calls are there again"
         comm.all_reduce(x, out=out, algorithm=algorithm)
         assert np.all(out == comm.size)
 

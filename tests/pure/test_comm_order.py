@@ -98,7 +98,7 @@ def test_an_out_that_does_not_fit_is_refused_where_it_is_and_the_ranks_stay_in_s
             else:
                 assert list(scattered(comm, np.empty(2), wait)) == [2 * comm.rank, 2 * comm.rank + 1]
             assert comm.all_reduce(np.ones(1))[0] == 3
-            assert comm._caller.turns.is_free
+            assert comm.is_idle
 
     run_threads(3, main, timeout_s=TIMEOUT_S)
 
@@ -117,7 +117,7 @@ def test_calls_behind_a_scatter_begin_in_order() -> None:
             assert third.wait()[0] == 10 * comm.rank + 1
             assert np.array_equal(second.wait(), 3 * x)
             assert first.wait()[0] == 10 * comm.rank
-            assert comm._caller.turns.is_free
+            assert comm.is_idle
 
     run_threads(3, main, timeout_s=TIMEOUT_S)
 

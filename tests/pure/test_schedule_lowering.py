@@ -77,7 +77,7 @@ def test_a_program_sends_what_the_schedule_counts(collective: str) -> None:
 
 def test_programs_and_small_memory_are_kept_between_calls() -> None:
     def main(comm: Communicator) -> None:
-        planner = comm._caller.planner
+        planner = comm.planner
         for _ in range(5):
             comm.all_reduce(np.ones(10), algorithm="ring")
         assert planner.program.cache_info().misses == 1  # type: ignore[attr-defined]

@@ -47,10 +47,14 @@ class Bucket:
 
 
 class Bucketed(Exchanging):
-    """The bucketed exchange, in pieces of about `bucket_bytes`."""
+    """The bucketed exchange, in pieces of about `bucket_bytes`.
 
-    def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES) -> None:
+    overlap: whether a bucket is exchanged as soon as it is full; without it nothing starts before `finish`.
+    """
+
+    def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
+        self.overlap = overlap
         self.buckets = _buckets(self.held, bucket_bytes)
         self._next = 0  # the first bucket that has not started
         self._is_last = False
@@ -132,7 +136,7 @@ class Bucketed(Exchanging):
                 parameter.grad = view
             bucket.has_come[place] = True
             bucket.missing -= 1
-            if self._is_last:
+            if self._is_last and self.overlap:
                 self._launch()
 
         return arrived

@@ -30,13 +30,6 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 
 
-class AfterBackward(Bucketed):
-    """The bucketed exchange without overlap: nothing starts before `finish`."""
-
-    def _launch(self) -> None:
-        return None
-
-
 def measure(
     comm: Communicator,
     config: ModelConfig,
@@ -71,7 +64,7 @@ def measure(
 
     candidates = {
         "compute": step(laid(Mesh(connect("alone")))),
-        "after": step(laid(mesh, lambda parts: AfterBackward(parts, bucket_bytes))),
+        "after": step(laid(mesh, lambda parts: Bucketed(parts, bucket_bytes, overlap=False))),
         "bucketed": step(laid(mesh)),
         "naive": step(laid(mesh, "naive")),
     }

@@ -15,7 +15,6 @@ from tilemesh.comm.runtime.transport import Array
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 
-
 _LARGEST = 1e308
 _MOST_ELEMENTS = 1 << 48
 

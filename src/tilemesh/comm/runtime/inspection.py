@@ -5,7 +5,8 @@ Everything here is answered by this rank alone; nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arena import Arena
@@ -14,6 +15,7 @@ from tilemesh.comm.runtime.call import Caller
 from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
 from tilemesh.comm.runtime.engine import Engine
 from tilemesh.comm.runtime.fit import Fit
+from tilemesh.comm.runtime.lower import Planner
 from tilemesh.comm.runtime.observe import Observer, Observers
 from tilemesh.comm.runtime.transport import Sent, Transport
 from tilemesh.comm.runtime.watch import Watch
@@ -77,6 +79,21 @@ class Inspected:
     def under_way(self) -> int:
         """Calls of this communicator that have been begun and not finished."""
         return self._caller.under_way
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way and no call waits for its turn to take shared memory."""
+        return not self._caller.under_way and self._caller.turns.is_free
+
+    @property
+    def ready_calls(self) -> Mapping[object, Callable[..., Any]]:
+        """What carries out calls that were made before, by everything that tells them apart; as it is now."""
+        return dict(self._ready)
+
+    @property
+    def planner(self) -> Planner:
+        """Makes programs of schedules and keeps them, with the memory they work in, for later calls."""
+        return self._caller.planner
 
     def __repr__(self) -> str:
         return f"<Communicator {self.label}: rank {self.rank} of {self.size} over {self.backend}>"
