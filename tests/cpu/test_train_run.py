@@ -46,7 +46,7 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
-from tilemesh.train import bench_rank, graph, optimizer, sampling
+from tilemesh.train import bench_rank, graph, optimizer, rank, sampling
 from tilemesh.train.config import OptimizerConfig, TrainConfig, load
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
@@ -246,6 +246,15 @@ class TestFiles:
         (folder / "choices.json").write_text(json.dumps({**first, "collectives": ours}))
         trained(config, folder, resume=True)
         assert read_object(folder / "choices.json")["collectives"].items() >= ours.items()
+
+    @pytest.mark.parametrize("table", [None, [1], "x", {"key": 3}, {"key": None}])
+    def test_choices_of_wrong_types_are_made_afresh_and_said(self, table: object, tmp_path: Path) -> None:
+        (tmp_path / "choices.json").write_text(json.dumps({"collectives": table, "matmul": {"a": "kind=torch"}}))
+        said: list[str] = []
+        assert rank.earlier_choices(tmp_path, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
+        assert said == [
+            "choices.json: collectives is no table of names; they are chosen afresh, and sums may round otherwise"
+        ]
 
     def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:
         found = read_object(whole / "summary.json") | {"step_time_s": None}
