@@ -46,14 +46,14 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
-from tilemesh.train import bench_rank, graph, optimizer, rank, sampling
+from tilemesh.train import bench_rank, graph, optimizer, sampling
 from tilemesh.train.config import OptimizerConfig, TrainConfig, load
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.rank import lay_model, train_here
+from tilemesh.train.rank import earlier_choices, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.result import Result
 from tilemesh.train.rows import rows
@@ -251,7 +251,7 @@ class TestFiles:
     def test_choices_of_wrong_types_are_made_afresh_and_said(self, table: object, tmp_path: Path) -> None:
         (tmp_path / "choices.json").write_text(json.dumps({"collectives": table, "matmul": {"a": "kind=torch"}}))
         said: list[str] = []
-        assert rank.earlier_choices(tmp_path, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
+        assert earlier_choices(tmp_path, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
         assert said == [
             "choices.json: collectives is no table of names; they are chosen afresh, and sums may round otherwise"
         ]

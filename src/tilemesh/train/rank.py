@@ -173,7 +173,7 @@ def train_here(
 
 
 def earlier_choices(folder: Path, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
-    """What `auto` picked in an earlier part of this run; a part that is no table of names is picked afresh, and said."""
+    """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
     found, made = read_small(folder, CHOICES), {}
     for part in ("collectives", "matmul"):
         table = found.get(part, {})
