@@ -17,7 +17,7 @@ from typing import Any
 import hostile
 from fuzz_cases import Case
 
-VALUES_OF_AN_ARGUMENT = 8
+VALUES_OF_AN_ARGUMENT = 4
 ALLOWED = (ValueError, RuntimeError, TypeError)
 # Modules that users call besides the packages that `tilemesh` itself lists.
 MODULES = ("comm.minimal", "comm.schedules.book", "core.units", "model.config", "runs.reader")

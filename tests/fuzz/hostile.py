@@ -91,6 +91,11 @@ WORDS: Mapping[str, str] = {
 ALL: Mapping[str, str] = {**WORDS, **PATHS, **NUMBERS}
 
 
+# All values for everything are 7,000 cases; by default each place gets some of them, and together they get all.
+EVERY_VALUE = os.environ.get("FUZZ") == "all"
+
+
 def some(labels: Sequence[str], count: int, of: str) -> list[str]:
-    """So many of the labels, always the same ones for the same `of`."""
-    return sorted(labels, key=lambda label: zlib.crc32(f"{SEED}{of}{label}".encode()))[:count]
+    """So many of the labels, always the same ones for the same `of`; all of them with FUZZ=all."""
+    ordered = sorted(labels, key=lambda label: zlib.crc32(f"{SEED}{of}{label}".encode()))
+    return ordered if EVERY_VALUE else ordered[:count]
