@@ -149,6 +149,7 @@ def _doors(starts_ranks: bool) -> None:
     import functools
 
     import tilemesh.cli.train_run as train_run
+    from tilemesh.cli import doctor
     from tilemesh.launch import start
     from tilemesh.measure import calibrate
 
@@ -164,9 +165,10 @@ def _doors(starts_ranks: bool) -> None:
         return real_processes(*arguments, ranks=ranks, **options)
 
     def measured(*arguments: Any, **options: Any) -> NoReturn:
-        raise WorkBeginsError("calibration")
+        raise WorkBeginsError("measuring")
 
     train_run.fit, start.processes, calibrate.calibrate = fit, processes, measured
+    doctor.trials = measured  # seconds of starting other programs
 
 
 # ---- one case --------------------------------------------------------------------------------------------------
