@@ -56,6 +56,7 @@ DIGITS = "9" * 5000
         (["bench", "train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["bench", "exchange", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["bench", "collective", "--json", "."], "it is a folder"),
+        (["train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["verify", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["doctor", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["calibrate", "--json", "/proc/x"], "--json /proc/x cannot be written"),

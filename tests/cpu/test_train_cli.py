@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
 from tilemesh.runs.metrics import FAILED, STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
-from tilemesh.train import rows as run_rows
 from tilemesh.train.config import load
 from tilemesh.train.events import sink_to
 from tilemesh.train.progress import Shown, step_words
@@ -198,22 +196,6 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
     predicted = rows(found, {"step_time_s": 0.5, "tokens_per_s": 128.0, "mfu": 0.1, "memory_bytes": 1e6})
     assert predicted[0].predicted == 0.5
     assert predicted[1].predicted == 128.0
-
-
-def test_predicted_and_measured_utilisation_are_of_one_peak(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's own fraction may be of another peak (one core's, all cores'): its step time is what counts."""
-    monkeypatch.setattr(run_rows, "calibrated_peak", lambda found: (1e9, ""))
-    step = {"median": 0.1, "p20": 0.1, "p80": 0.1, "n": 3}
-    found = {**read_object(run / "summary.json"), "step_time_s": step}
-    made = {row.name: row for row in rows(found, {"step_time_s": 0.2, "mfu": 0.9, "hfu": 0.9})}
-    for name in ("throughput", "MFU", "HFU"):
-        assert made[name].prediction_error == pytest.approx(-0.5)
-
-
-def test_the_memory_of_a_rank_has_no_limit_to_be_a_percentage_of(run: Path) -> None:
-    memory = next(row for row in rows(read_object(run / "summary.json"), {}) if row.name == "peak memory a rank")
-    assert (memory.limit, memory.of_limit) == (None, None)
-    assert re.search(r"optimizer states alone take [0-9.]+ [KM]iB per rank", memory.missing["limit"])
 
 
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,22 @@ class TestFiles:
         nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
         assert (nothing.prediction_error, nothing.of_limit) == (None, None)
 
+    def test_predicted_and_measured_utilisation_are_of_one_peak(
+        self, whole: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The planner's own fraction may be of another peak (one core's, all cores'): its step time is what counts."""
+        monkeypatch.setattr("tilemesh.train.rows.calibrated_peak", lambda found: (1e9, ""))
+        step = {"median": 0.1, "p20": 0.1, "p80": 0.1, "n": 3}
+        found = {**read_object(whole / "summary.json"), "step_time_s": step}
+        made = {row.name: row for row in rows(found, {"step_time_s": 0.2, "mfu": 0.9, "hfu": 0.9})}
+        for name in ("throughput", "MFU", "HFU"):
+            assert made[name].prediction_error == pytest.approx(-0.5)
+
+    def test_the_memory_of_a_rank_has_no_limit_to_be_a_percentage_of(self, whole: Path) -> None:
+        memory = next(row for row in rows(read_object(whole / "summary.json"), {}) if row.name == "peak memory a rank")
+        assert (memory.limit, memory.of_limit) == (None, None)
+        assert "optimizer states alone take" in memory.missing["limit"]
+
     def test_utilisation_of_a_gpu_is_of_its_datasheet_as_the_planners_is(self, whole: Path) -> None:
         found = read_object(whole / "summary.json")
         model, plan = ModelConfig(**found["model"]), ParallelPlan(microbatch=8, precision="bf16")

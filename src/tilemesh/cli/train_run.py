@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli import report_run
-from tilemesh.cli.targets import check_targets
 from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
@@ -60,7 +59,6 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Train as asked; the exit code."""
-    check_targets(json=asked.json)
     member = membership()
     config = configuration(asked, member)
     if member is not None:
