@@ -196,7 +196,7 @@ def run(case: Any, root: Path, has_own_shm: bool) -> Outcome:
     outcome.err = (root / "err").read_bytes().decode(errors="replace")
     outcome.began_work = (root / "began").read_text() if (root / "began").exists() else ""
     _judge(case, outcome)
-    outcome.wrong += _left_behind(root, folder, before, outcome, has_own_shm)
+    outcome.wrong += _left_behind(root, folder, before, outcome, has_own_shm, bool(case.edit[0]))
     outcome.out, outcome.err = outcome.out[-1500:], outcome.err[-3000:]
     return outcome
 
@@ -282,7 +282,7 @@ def _judge(case: Any, outcome: Outcome) -> None:
 
 
 def _left_behind(
-    root: Path, folder: Path, before: dict[str, tuple[int, int]], outcome: Outcome, has_own_shm: bool
+    root: Path, folder: Path, before: dict[str, tuple[int, int]], outcome: Outcome, has_own_shm: bool, damages: bool
 ) -> Iterator[str]:
     import playground
 
@@ -295,6 +295,8 @@ def _left_behind(
     if outcome.code == 2:
         after = playground.listing(folder)
         changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+        if damages:  # what a file holds is found by reading it, in the run, whose new folder then says why it failed
+            changed = [name for name in changed if name.split("/")[0] != "new"]
         if changed:
             yield f"was refused, and left or changed {', '.join(changed[:5])}"
     for place in ([Path("/dev/shm")] if has_own_shm else []) + [root / "tmp"]:

@@ -56,7 +56,7 @@ PATHS: Mapping[str, str] = {
 }
 
 # Options that name what is written at the end, and paths at which nothing can be: refused before the work begins.
-WRITTEN = ("--json", "--html", "--chart", "--svg", "--save", "--profile")
+WRITTEN = ("--json", "--html", "--chart", "--svg", "--save")
 UNWRITABLE = ("nothing", "a folder", "a file in /proc", "below a file", "a loop of links", "a name too long")
 
 WORDS: Mapping[str, str] = {

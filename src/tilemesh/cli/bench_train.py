@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,8 @@ def bench_train(
         transport = "torch"
     choose_transport(transport)
     check_targets(json=json)
+    if profile is not None and os.path.lexists(profile) and not profile.is_dir():
+        raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
     predicted = predict_run(made, gpus)  # before anything is measured
     found = compare(
         made,
