@@ -6,14 +6,16 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilemesh.cli.bench_collective_run import _table
 from tilemesh.cli.main import explain, main, one_line
 from tilemesh.cli.targets import check_targets
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.launch import start
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
+from tilemesh.model.sampling import sample
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +144,8 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
         "predicted is missing: not fitted",
     ]
     assert any(line.strip().startswith("4 B") for line in lines)
+
+
+def test_a_model_whose_logits_are_nan_writes_nothing() -> None:
+    with pytest.raises(RunError, match="NaN or infinite"):
+        sample(lambda tokens, cache: torch.full((1, 1, 4), float("nan")), [1], 1, context=4)

@@ -2,8 +2,8 @@
 
 One argument at a time is replaced in an otherwise sound call, by a value of the kind that its annotation names (or, for
 arrays, of a kind that cannot be computed with). Allowed: to return, or to raise what the design promises: an error
-derived from ValueError (bad arguments), from RuntimeError (a failure), or a TypeError. Anything else is a bug's own
-exception. A class is called like a function; one that holds what others have made (no sound call) is left out.
+derived from ValueError (bad arguments) or RuntimeError (a failure), a TypeError, or an OSError that names a file.
+Anything else is a bug's own exception. A class is called like a function; one that holds what others have made (no sound call) is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hostile
 from fuzz_cases import Case
 
 VALUES_OF_AN_ARGUMENT = 4
-ALLOWED = (ValueError, RuntimeError, TypeError)
+ALLOWED = (ValueError, RuntimeError, TypeError, OSError)
 # Modules that users call besides the packages that `tilemesh` itself lists.
 MODULES = ("comm.minimal", "comm.schedules.book", "core.units", "model.config", "runs.reader")
 COMMUNICATOR = "communicator"
@@ -140,7 +140,9 @@ def _arguments(function: Callable[..., Any]) -> list[tuple[str, str]]:
 
 def _values(annotation: str) -> Mapping[str, Any]:
     """Hostile values of the kind that an annotation names; nothing for what only other functions can make."""
-    if any(word in annotation for word in ("Any", "Tensor", "ndarray")):
+    if "ndarray" in annotation:
+        return {label: value for label, value in _arrays().items() if type(value).__module__ == "numpy"}
+    if any(word in annotation for word in ("Any", "Tensor")):
         return _arrays()
     if any(word in annotation for word in ("str", "Path", "Function")):
         return {**_TEXTS, **({"none": None} if "None" in annotation else {})}

@@ -305,7 +305,10 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
-        text = _sample(loop, corpus)
+        try:
+            text = _sample(loop, corpus)
+        except RunError as error:  # what was trained stays, whatever it can write
+            loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
