@@ -3,7 +3,8 @@
 One argument at a time is replaced in an otherwise sound call, by a value of the kind that its annotation names (or, for
 arrays, of a kind that cannot be computed with). Allowed: to return, or to raise what the design promises: an error
 derived from ValueError (bad arguments) or RuntimeError (a failure), a TypeError, or an OSError that names a file.
-Anything else is a bug's own exception. A class is called like a function; one that holds what others have made (no sound call) is left out.
+Anything else is a bug's own exception. A class is called like a function; one that holds what others
+have made (no sound call) is left out.
 """
 
 from __future__ import annotations
