@@ -129,7 +129,7 @@ def check_machine(made: TrainConfig) -> None:
 
 
 def _check_length(made: TrainConfig) -> None:
-    """Refuse one text that is shorter than a sequence; how long several files or token shards are, reading them shows."""
+    """Refuse one text that is shorter than a sequence; how long several files are, reading them shows."""
     file = None if made.data.source == STDLIB or made.data.tokenizer is not None else source_path(made.data.source)
     if file is not None and file.is_file() and file.stat().st_size <= made.context:
         raise UsageError(
