@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.config import from_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
@@ -15,9 +16,10 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.step import predict
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
+from tilemesh.report.layout import Beside
 from tilemesh.report.run import Run
-from tilemesh.report.run_page import Beside
-from tilemesh.runs.names import CONFIG, PAGE
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG, PAGE, page_beside
 from tilemesh.runs.values import number, section
 from tilemesh.train.rows import rows
 
@@ -26,6 +28,7 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
     """Write the page asked for; where it is."""
     if len(what) > 2:
         raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
+    check_targets(html=html)
     if all(Path(one).is_file() for one in what):
         return [_rows_page(what, html)]
     found = [run.read(one) for one in what]
@@ -33,7 +36,7 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
         target = Path(html) if html else Path(what[0]) / PAGE
         write(run_page.render(found[0], beside(found[0])), target)
     else:
-        target = Path(html) if html else Path(what[0]) / f"report-beside-{found[1].name}.html"
+        target = Path(html) if html else Path(what[0]) / page_beside(found[1].name)
         write(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
     return [str(target)]
 
@@ -66,6 +69,8 @@ def follow(folder: str, port: int) -> None:
 
 def beside(found: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
+    if found.kind != TRAIN.name:
+        return Beside([] if found.is_behind else found.rows)
     made, why = [] if found.is_behind else list(found.rows), ""
     if not made:
         try:
