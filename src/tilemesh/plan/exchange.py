@@ -98,8 +98,8 @@ def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code:
         # Once a step, whatever the accumulation: the gradients of kv heads that several ranks hold.
         repeated = STATE_BYTES[plan.precision][1] * repeated_parameters(model, plan.tp, layers)
         if plan.sequence_parallel:
-            # Joined on entering two regions a layer and scattered on leaving; backward the other way round. What is only
-            # joined travels as narrow as the products take it; the embedding's gradient is of the stream.
+            # Joined on entering two regions a layer and scattered on leaving; backward the other way round. What is
+            # only joined travels as narrow as the products take it; the embedding's gradient is of the stream.
             regathered = 2 * layers * narrow if code == "fused" else 0
             joined = (4 + again) * layers * narrow + (narrow if last else 0) + wide + regathered
             scattered = forward + backward + wide + head

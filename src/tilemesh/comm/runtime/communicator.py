@@ -382,6 +382,7 @@ class Communicator(Inspected):
             raise UsageError(f"close() of {self.label} with {self.under_way} calls under way: wait() for them")
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
+        self._observers.flush()
         self._ready.clear()
         self._caller = self._messages = cast(Any, Closed(self.label))
         self.watch.forget()
