@@ -30,16 +30,26 @@ from tilemesh.runs.names import (
 
 def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str = "run") -> Path:
     """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/."""
-    folder = Path(path) if path is not None else _fresh(Path(RUNS), name)
+    folder = make_folder(path, name)
     if (folder / CONFIG).exists():
         raise UsageError(f"{folder} has a run already: go on with --resume {folder}, or name another folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
         write_text(folder / CONFIG, config)
     except OSError as error:
         raise RunError(f"run folder {folder}: {error.strerror}") from None
     return folder
+
+
+def make_folder(path: str | Path | None, name: str = "run") -> Path:
+    """The folder named, made if it is not there; without a name, the next one under runs/."""
+    if path is None:
+        return _fresh(Path(RUNS), name)
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"run folder {path}: {error.strerror}") from None
+    return Path(path)
 
 
 def _fresh(base: Path, name: str) -> Path:

@@ -22,6 +22,7 @@ from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
 from tilemesh.train.config import TrainConfig, check_init, check_resumed, of_run, settled
@@ -89,9 +90,10 @@ def fit(
         in_process = config.plan.world == 1 and not restarts
     elif in_process and config.plan.world > 1 and membership() is None:
         raise UsageError(f"in_process and a plan of {config.plan.world} ranks: one process is one rank")
-    if membership() is not None or in_process:
-        return _train_here(config, asked)
-    return _start_ranks(config, asked)
+    with contextlib.ExitStack() as held:
+        if membership() is not None or in_process:
+            return _train_here(config, asked, held)
+        return _start_ranks(config, asked, held)
 
 
 def check(
@@ -112,13 +114,13 @@ def check(
     check_source(config.data.source)
 
 
-def _train_here(config: TrainConfig, asked: Request) -> Result:
+def _train_here(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
     from tilemesh.train.rank import train_here
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
-    folder = _agreed_folder(config, asked, comm)
+    folder = _agreed_folder(config, asked, held, comm)
     try:
         result = train_here(
             config,
@@ -137,17 +139,17 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, asked: Request, comm: Communicator) -> Path:
+def _agreed_folder(config: TrainConfig, asked: Request, held: contextlib.ExitStack, comm: Communicator) -> Path:
     """The folder that rank 0 has made, on every rank."""
     if comm.size == 1:
-        return _prepared(config, asked)
+        return _prepared(config, asked, held)
     from tilemesh.parallel.agree import tell
 
-    return Path(tell(comm, str(_prepared(config, asked).resolve()) if comm.rank == 0 else ""))
+    return Path(tell(comm, str(_prepared(config, asked, held).resolve()) if comm.rank == 0 else ""))
 
 
-def _start_ranks(config: TrainConfig, asked: Request) -> Result:
-    folder = _prepared(config, asked)
+def _start_ranks(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
+    folder = _prepared(config, asked, held)
     before = _summary_written_at(folder)
     transport = asked.transport
     if transport == "auto" and gpu_names() and config.train.device != "cpu":
@@ -185,14 +187,15 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
 # ---- what is written before and after --------------------------------------------------------------------------
 
 
-def _prepared(config: TrainConfig, asked: Request) -> Path:
-    """The run's folder with what is known before it begins: configuration, prediction, environment."""
+def _prepared(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Path:
+    """The run's folder with what is known before it begins: configuration, prediction, environment. Its lock is held
+    until `held` ends: nobody else may train in it."""
+    folder = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)
+    held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
-        folder = folders.new_run(TRAIN, config.to_toml(), asked.run, asked.name)
-    else:
-        folder = Path(asked.resume)
-        if of_run(folder) != config:
-            folders.change_config(folder, config.to_toml())
+        folders.new_run(TRAIN, config.to_toml(), folder)
+    elif of_run(folder) != config:
+        folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, gpu_names()))
     folders.write_environment(folder, asked.command)
     if asked.resume is None:
