@@ -5,6 +5,8 @@ The one idea: `run.json` says what kind of run this is, so that whoever opens a 
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +20,10 @@ from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.names import (
     ABOUT,
     CHECKPOINTS,
+    CHOICES,
     CONFIG,
     ENVIRONMENT,
+    METRICS,
     PREDICTED,
     RUNS,
     SCHEMA,
@@ -85,6 +89,26 @@ def require_kind(folder: str | Path, kind: Kind) -> None:
     found = kind_of(folder)
     if found != kind.name:
         raise UsageError(f"{folder} is a run of kind '{found}': expected one of kind '{kind.name}'")
+
+
+def copy_run(run: Path, base: Path) -> Path:
+    """A folder under `base` with the run's name and its files, less checkpoints: for what has no room in its own."""
+    name = run.resolve().name
+    for number in range(100):
+        folder = base / (name + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+            for file in (ABOUT, CONFIG):
+                shutil.copyfile(run / file, folder / file)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{folder}: {error.strerror}") from None
+        for file in (CHOICES, METRICS, ENVIRONMENT, PREDICTED):
+            with contextlib.suppress(OSError):
+                shutil.copyfile(run / file, folder / file)
+        return folder
+    raise RunError(f"no free name for {name} under {base}")
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from tilemesh.core.shard import Box
 SCHEMA = 2
 WEIGHT = "weight"
 """Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
+MODEL = "model"
+"""Under this name `written_by` has the model's configuration, which decides what the weights mean."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
 _STEP = re.compile(r"step-(\d{8,})")
@@ -65,7 +67,7 @@ class Manifest:
     files: Sequence[StoredFile]
     pieces: Sequence[Piece]
     written_by: Mapping[str, Any] = field(default_factory=dict)
-    """Layout and versions, for people."""
+    """The model, to be compared with the run's configuration; layout and versions, for people."""
 
     def tensors(self) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}

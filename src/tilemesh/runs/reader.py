@@ -43,7 +43,7 @@ def open_checkpoint(run: str | Path, step: int | None = None, say: Callable[[str
             continue
         bad = list(damage(path, reader.manifest.files))
         if not bad:
-            for sentence in (*problems, *([] if step is not None else _later(run, reader.manifest.step))):
+            for sentence in problems or ([] if step is not None else _later(run, reader.manifest.step)):
                 say(f"{sentence}; step {reader.manifest.step} is used")
             return reader
         problems += bad

@@ -23,6 +23,8 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import MODEL, Manifest
+from tilemesh.runs.names import CONFIG
 
 DEFAULT_PRESET = "default"
 
@@ -92,6 +94,10 @@ class CheckpointConfig:
     """How many of the newest stay."""
     background: bool = True
     """Write from a snapshot while training goes on."""
+    fallback_dir: Path | None = None
+    """Where the last checkpoint goes if it cannot be written into the run's folder: a run's folder is made there."""
+    retry_s: float = 60.0
+    """How long a last checkpoint that cannot be written is tried again, so that somebody can make room."""
 
 
 @dataclass(frozen=True)
@@ -271,24 +277,35 @@ def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
     return dataclasses.replace(made, **sections)
 
 
-def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
+def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
     """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
     ours = config.to_dict(here)
     return [
-        f"{name} is {value} there and {ours[name]} here"
-        for name, value in config.to_dict(there).items()
-        if value != ours[name] and name not in ("dropout", "context")
+        f"{name} is {value} there and {ours.get(name)} here"
+        for name, value in there.items()
+        if value != ours.get(name) and name not in ("dropout", "context")
     ]
 
 
 def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
     """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
-    different = [f"model.{words}" for words in unlike(before.model, made.model)]
+    different = [f"model.{words}" for words in unlike(config.to_dict(before.model), made.model)]
     if before.optimizer.name != made.optimizer.name:
         different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
     if different:
         told = "; ".join(different)
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+
+
+def check_written_model(manifest: Manifest, model: ModelConfig, run: str | Path) -> None:
+    """Refuse a checkpoint whose weights are not those of the model that the run's configuration describes."""
+    told = manifest.written_by.get(MODEL)
+    different = unlike(told, model) if isinstance(told, dict) else []
+    if different:
+        raise UsageError(
+            f"{Path(run) / CONFIG} is not the configuration that step {manifest.step} was written with: "
+            f"{'; '.join(f'model.{words}' for words in different)}; put it back"
+        )
 
 
 def of_run(folder: str | Path) -> TrainConfig:
@@ -364,10 +381,14 @@ def _check(made: TrainConfig) -> None:
         "optimizer.warmup": made.optimizer.warmup, "train.trace_steps": made.train.trace_steps,
         "evaluate.sequences": made.evaluate.sequences, "sample.tokens": made.sample.tokens,
         "optimizer.clip": made.optimizer.clip, "optimizer.lr": made.optimizer.lr,
+        "checkpoint.retry_s": made.checkpoint.retry_s,
     }  # fmt: skip
     for name, number in counts.items():
         if not number >= 0:
             raise UsageError(f"{name} is {number}: expected 0 or more")
+    fallback = made.checkpoint.fallback_dir
+    if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
+        raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
     if not 0 <= made.data.held_out < 1:
         raise UsageError(f"data.held_out is {made.data.held_out}: expected a fraction, at least 0 and below 1")
     if not 1 <= made.context <= made.model.context:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
@@ -23,12 +24,13 @@ from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
+from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
-from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
-from tilemesh.train.config import TrainConfig, check_init, check_resumed, of_run, settled
+from tilemesh.runs.names import CHECKPOINTS, PREDICTED, ROWS, SUMMARY
+from tilemesh.train.config import TrainConfig, check_init, check_resumed, check_written_model, of_run, settled
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.predict import predict_run
-from tilemesh.train.result import RanksFailedError, Result
+from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 from tilemesh.train.rows import rows
 from tilemesh.train.start import start
 
@@ -72,6 +74,7 @@ def fit(
     the weights from. `restarts`: how often failed ranks are started again. `stop_after`: stop after this step.
     `in_process`: whether a plan of one rank trains in this process; by default it does, unless there are restarts.
     `command`: what environment.json says was typed; by default this process's command line.
+    Raises `WeightsLostError` where the run came to its end and its last weights could not be saved anywhere.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
     if resume is not None and (run is not None or init is not None):
@@ -83,6 +86,7 @@ def fit(
     config = settled(config)
     if resume is not None:
         check_resumed(of_run(resume), config)
+        _check_checkpoints(Path(resume), config)
     check_init(init)
     check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
     asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
@@ -91,9 +95,11 @@ def fit(
     elif in_process and config.plan.world > 1 and membership() is None:
         raise UsageError(f"in_process and a plan of {config.plan.world} ranks: one process is one rank")
     with contextlib.ExitStack() as held:
-        if membership() is not None or in_process:
-            return _train_here(config, asked, held)
-        return _start_ranks(config, asked, held)
+        is_rank = membership() is not None or in_process
+        result = _train_here(config, asked, held) if is_rank else _start_ranks(config, asked, held)
+    if result.saved_step != result.step:
+        raise WeightsLostError(result)
+    return result
 
 
 def check(
@@ -112,6 +118,14 @@ def check(
     if stop_after is not None and not done < stop_after <= config.train.steps:
         raise UsageError(f"--stop-after {stop_after}: expected a step from {done + 1} to {config.train.steps}")
     check_source(config.data.source)
+
+
+def _check_checkpoints(run: Path, config: TrainConfig) -> None:
+    """Refuse a configuration that was edited into another model's; which checkpoints are sound, the ranks find out."""
+    for _, path in checkpoints(run / CHECKPOINTS):
+        with contextlib.suppress(DamagedError):
+            check_written_model(Manifest.read(path), config.model, run)
+            return
 
 
 def _train_here(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
@@ -150,7 +164,13 @@ def _agreed_folder(config: TrainConfig, asked: Request, held: contextlib.ExitSta
 
 def _start_ranks(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
     folder = _prepared(config, asked, held)
-    before = _summary_written_at(folder)
+    ended: dict[str, Any] = {}
+
+    def hear(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "end":
+            ended.update(event)
+        asked.listener(event)
+
     transport = asked.transport
     if transport == "auto" and gpu_names() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
@@ -162,25 +182,23 @@ def _start_ranks(config: TrainConfig, asked: Request, held: contextlib.ExitStack
         transport=transport,
         restarts=asked.restarts,
         stop_after=asked.stop_after,
-        sink=sink_to(asked.listener),
+        sink=sink_to(hear),
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
     sentence = outcome.sentence(config.plan.world)
-    # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
-    is_silent = outcome.interrupted and _summary_written_at(folder) == before
-    if outcome.failure is not None or is_silent:
+    # A rank that is interrupted before the loop ends well and has nothing to tell.
+    if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)
-    found = folders.read_small(folder, SUMMARY)
-    if not found:
-        raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
     return Result(
         folder,
-        int(found["step"]),
-        float(found["loss"]),
-        found["held_out"],
-        bool(found["interrupted"]),
+        int(ended["step"]),
+        float(ended["loss"]),
+        ended["held_out"],
+        bool(ended["interrupted"]),
         _rows(folder),
         sentence if outcome.interrupted else "",
+        ended["saved_step"],
+        Path(ended["saved_in"]),
     )
 
 
@@ -211,10 +229,3 @@ def _rows(folder: Path) -> list[Row]:
     with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
         write_rows(made, folder / ROWS)
     return made
-
-
-def _summary_written_at(folder: Path) -> int | None:
-    try:
-        return (folder / SUMMARY).stat().st_mtime_ns
-    except OSError:
-        return None

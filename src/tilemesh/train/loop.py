@@ -31,6 +31,7 @@ from tilemesh.runs.metrics import STEP, STOPPED
 from tilemesh.runs.names import CHOICES, bad_batch
 from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.final import Saved, save_last
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
@@ -122,6 +123,7 @@ class Loop:
         self.progress, self.timing = Progress(), Timing()
         self.fingerprint = stepper.source.fingerprint()
         self.interrupted = False
+        self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
         self._unread: list[tuple[int, Step]] = []
         self._began = 0  # the step this attempt goes on from
@@ -158,6 +160,7 @@ class Loop:
             self.interrupted = stop and not is_last
         self._settle_checkpoint()
         self.writer.close()
+        self.saved = save_last(self, interrupt)
 
     def step(self, interrupt: Interrupt | None = None) -> bool:
         """One step and the meeting after it; whether anybody was asked to stop."""
@@ -196,7 +199,7 @@ class Loop:
         self.progress.held_out = self.stepper.evaluate() if looks else None
         if due:
             taking = time.perf_counter()
-            self._checkpoint()
+            self._begin_checkpoint()
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
         self._note(values, seconds, parts, is_ordinary)
@@ -215,7 +218,17 @@ class Loop:
             self.writer.settle(failures > 0)
         return bool(stops > 0)
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self, writer: checkpoint.Writer) -> None:
+        """Write one by this writer, and wait until all ranks have, or could not."""
+        usual, self.writer = self.writer, writer
+        try:
+            self._begin_checkpoint()
+            self._settle_checkpoint()
+            writer.close()
+        finally:
+            self.writer = usual
+
+    def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
             parts = [part for name, shard, tensor in self.optimizer.tensors() for part in parts_of(name, shard, tensor)]

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.cache import DenseCache, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs.reader import Reader, open_checkpoint
-from tilemesh.train.config import of_run
+from tilemesh.train.config import TrainConfig, check_written_model, of_run
 
 Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
@@ -73,9 +73,13 @@ def generate(
     seed: int = 0,
     step: int | None = None,
     device: str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
-    config, reader = of_run(run), open_checkpoint(run, step)
+    """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt.
+
+    `say` hears which step is used, where that is not the run's last one.
+    """
+    config, reader = _opened(run, step, say)
     model = read_model(config.model, reader, device)
     tokenizer = tokenizer_of(config.data)
     ids = sample(
@@ -92,7 +96,7 @@ def generate(
 
 def read_model(config: ModelConfig, reader: Reader, device: str = "cpu") -> Transformer:
     """The whole model in one process, for reading: no dropout, no gradients."""
-    weights = {name: reader.weight(name) for name in _names(config)}
+    weights = read_weights(config, reader)
     dtype = next(iter(weights.values())).dtype
     model = Transformer(config, device="meta", dtype=dtype)
     model.to_empty(device=device)
@@ -102,15 +106,30 @@ def read_model(config: ModelConfig, reader: Reader, device: str = "cpu") -> Tran
     return model.eval().requires_grad_(False)
 
 
-def export(run: str | Path, folder: str | Path, step: int | None = None) -> int:
-    """Write a run's checkpoint as a Hugging Face folder; returns its step."""
+def read_weights(config: ModelConfig, reader: Reader) -> dict[str, Tensor]:
+    """The model's parameters by their names, each of the shape that the configuration says."""
+    weights = {}
+    for name, parameter in Transformer(config, device="meta").named_parameters():
+        weights[name] = reader.weight(name)
+        if weights[name].shape != parameter.shape:
+            there, here = tuple(weights[name].shape), tuple(parameter.shape)
+            raise RunError(f"{name} has shape {there} in {reader.folder} and {here} in this model: it is another's")
+    return weights
+
+
+def export(
+    run: str | Path, folder: str | Path, step: int | None = None, say: Callable[[str], None] = lambda text: None
+) -> int:
+    """Write a run's checkpoint as a Hugging Face folder; returns its step. `say` as in `generate`."""
     from tilemesh.model import huggingface
 
-    config, reader = of_run(run), open_checkpoint(run, step)
-    weights = {name: reader.weight(name) for name in _names(config.model)}
-    huggingface.save_parameters(config.model, weights, folder)
+    config, reader = _opened(run, step, say)
+    huggingface.save_parameters(config.model, read_weights(config.model, reader), folder)
     return reader.manifest.step
 
 
-def _names(config: ModelConfig) -> list[str]:
-    return [name for name, _ in Transformer(config, device="meta").named_parameters()]
+def _opened(run: str | Path, step: int | None, say: Callable[[str], None]) -> tuple[TrainConfig, Reader]:
+    config = of_run(run)
+    reader = open_checkpoint(run, step, say)
+    check_written_model(reader.manifest, config.model, run)
+    return config, reader
