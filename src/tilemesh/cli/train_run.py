@@ -24,7 +24,7 @@ from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.runs import folder as folders
-from tilemesh.runs.names import CHECKPOINTS, SAMPLE, SUMMARY
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 from tilemesh.train import config as configs
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.job import check, fit
@@ -197,8 +197,7 @@ def _show_summary(result: Result, found: Mapping[str, Any], console: Console) ->
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     console.print(words, soft_wrap=True)
     further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
-    what = "config, metrics.jsonl, trace.json for ui.perfetto.dev, summary.json"
-    console.print(f"written: {folder} ({what})", soft_wrap=True)
+    console.print(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", soft_wrap=True)
     if result.saved_step is None:
         return
     weights, step = result.saved_in or folder, result.saved_step

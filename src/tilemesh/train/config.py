@@ -313,7 +313,7 @@ def of_run(folder: str | Path) -> TrainConfig:
     return from_toml(*folders.read_config(folder, TRAIN))
 
 
-def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
+def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 
 
