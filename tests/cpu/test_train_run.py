@@ -117,7 +117,9 @@ class TestResume:
     def test_a_checkpoint_of_more_layers_is_another_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         """One of fewer layers lacks weights; of more, a part would load."""
         shutil.copytree(whole, tmp_path / "run")
-        with pytest.raises(RunError, match=r"has weight:layers.1.*another model's checkpoint"):
+        with pytest.raises(
+            UsageError, match=r"not the configuration that step 10 .* model\.layers is 2 there and 1 here"
+        ):
             trained(made(text, "dp=1,tp=1", "model.layers=1,train.steps=12"), tmp_path / "run", resume=True)
 
     def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
