@@ -174,7 +174,7 @@ def test_fifty_kills_at_seeded_moments(
         return moment < 0.6 or bool(list((folder / CHECKPOINTS).glob(WRITING + "*")))
 
     for number in range(KILLS):
-        victim, moment, step = draw.randrange(2), draw.random(), 1 + number * 6 + draw.randrange(6)
+        victim, moment, step = draw.randrange(2), draw.random(), 1 + number * 4 + draw.randrange(4)
         until(lambda: is_ready(moment, step, victim))  # noqa: B023  called before the loop goes on
         pid = rank_pids(folder)[victim]
         os.kill(pid, signal.SIGKILL)
