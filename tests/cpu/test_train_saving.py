@@ -23,6 +23,7 @@ from tilemesh.cli.main import app
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.read import read_weights
 from tilemesh.runs import checkpoint, manifest
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.manifest import MANIFEST_FILE, checkpoints
@@ -355,7 +356,7 @@ def read(run: Path, model: ModelConfig) -> tuple[int, list[str], dict[str, torch
     said: list[str] = []
     try:
         reader = open_checkpoint(run, say=said.append)
-        return reader.manifest.step, said, sampling.read_weights(model, reader)
+        return reader.manifest.step, said, read_weights(model, reader)
     except (RunError, UsageError) as error:
         return 0, [str(error)], {}
 

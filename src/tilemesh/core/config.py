@@ -72,6 +72,14 @@ def from_dict(cls: type[T], data: Mapping[str, Any], source: str = "") -> T:
     return _build(cls, _check(cls, data, source))
 
 
+def section(cls: type[T], name: str, text: str, source: str) -> T:
+    """One section of a TOML text, whatever else the text says: what a reader needs that does not know all of it."""
+    found = parse_toml(text, source).get(name, {})
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{source}: {name} is {found!r}: expected a section [{name}]")
+    return from_dict(cls, found, source)
+
+
 def to_dict(instance: Any) -> dict[str, Any]:
     """Plain nested data, ready for JSON: paths become text and tuples lists."""
     return {f.name: _plain(getattr(instance, f.name)) for f in _fields(type(instance))}

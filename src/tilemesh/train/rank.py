@@ -33,6 +33,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
@@ -55,7 +56,6 @@ from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
-from tilemesh.train.sampling import sample
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
