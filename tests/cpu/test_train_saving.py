@@ -25,6 +25,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.read import read_weights
 from tilemesh.runs import checkpoint, manifest
+from tilemesh.runs.folder import newest_whole_checkpoint
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.manifest import MANIFEST_FILE, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, LOCK
@@ -275,8 +276,10 @@ def test_a_checkpoint_under_another_steps_name_is_not_taken_for_it(run: Path) ->
 
 
 def test_where_all_are_damaged_nothing_is_begun(run: Path) -> None:
-    for _, path in checkpoints(run / CHECKPOINTS):
+    assert newest_whole_checkpoint(run) == 6
+    for step, path in checkpoints(run / CHECKPOINTS):
         (path / "shard-00000.safetensors").write_bytes(b"x")
+        assert newest_whole_checkpoint(run) == (step - 2 or None)
     for _ in range(2):  # also the next time
         with pytest.raises(
             RunError, match=r"no checkpoint of .* is whole .*nothing was changed\. To train it again from step 1"

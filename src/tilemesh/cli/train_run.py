@@ -239,6 +239,6 @@ def _stopped(folder: Path, sentence: str) -> int:
 
 
 def _hint(folder: Path, console: Console) -> None:
-    step = folders.newest_checkpoint(folder)
+    step = folders.newest_whole_checkpoint(folder)
     if step is not None:
         console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")

@@ -16,7 +16,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import stamp
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
-from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.names import (
     ABOUT,
     CHECKPOINTS,
@@ -202,3 +202,12 @@ def newest_checkpoint(folder: str | Path) -> int | None:
     """The step of the newest finished checkpoint."""
     found = checkpoints(Path(folder) / CHECKPOINTS)
     return found[0][0] if found else None
+
+
+def newest_whole_checkpoint(folder: str | Path) -> int | None:
+    """The step of the newest checkpoint whose every file has its digest. It reads all of them: for after a fault."""
+    for step, path in checkpoints(Path(folder) / CHECKPOINTS):
+        with contextlib.suppress(DamagedError):
+            if not any(damage(path, Manifest.read(path).files)):
+                return step
+    return None
