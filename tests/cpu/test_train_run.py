@@ -49,8 +49,9 @@ from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
 from tilemesh.train import bench_rank, graph, optimizer, sampling
-from tilemesh.train.config import OptimizerConfig, TrainConfig, load
+from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
+from tilemesh.train.load import load
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.config import check_source
-from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
-from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
-from tilemesh.runs.names import CHECKPOINTS, PREDICTED, ROWS, SUMMARY
-from tilemesh.train.config import TrainConfig, check_init, check_resumed, check_written_model, of_run, settled
+from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
+from tilemesh.train.check import check_job
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
+from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 from tilemesh.train.rows import rows
@@ -77,18 +76,21 @@ def fit(
     Raises `WeightsLostError` where the run came to its end and its last weights could not be saved anywhere.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
-    if resume is not None and (run is not None or init is not None):
-        raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
     if config is None:
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config)
-    if resume is not None:
-        check_resumed(of_run(resume), config)
-        _check_checkpoints(Path(resume), config)
-    check_init(init)
-    check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
+    check_job(
+        config,
+        run=run,
+        name=name,
+        resume=resume,
+        init=init,
+        transport=transport,
+        restarts=restarts,
+        stop_after=stop_after,
+    )
     asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
@@ -100,32 +102,6 @@ def fit(
     if result.saved_step != result.step:
         raise WeightsLostError(result)
     return result
-
-
-def check(
-    config: TrainConfig, *, resume: str | Path | None, transport: str, restarts: int, stop_after: int | None
-) -> None:
-    """Refuse what no rank could do anything with, before there is a folder or a rank."""
-    member = membership()
-    if member is None:
-        choose_transport(transport)
-        check_restarts(restarts)
-    elif restarts:
-        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
-    elif config.plan.world != member.size:
-        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
-    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
-    if stop_after is not None and not done < stop_after <= config.train.steps:
-        raise UsageError(f"--stop-after {stop_after}: expected a step from {done + 1} to {config.train.steps}")
-    check_source(config.data.source)
-
-
-def _check_checkpoints(run: Path, config: TrainConfig) -> None:
-    """Refuse a configuration that was edited into another model's; which checkpoints are sound, the ranks find out."""
-    for _, path in checkpoints(run / CHECKPOINTS):
-        with contextlib.suppress(DamagedError):
-            check_written_model(Manifest.read(path), config.model, run)
-            return
 
 
 def _train_here(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:

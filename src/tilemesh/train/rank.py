@@ -25,7 +25,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.corpus import check_tokens, open_corpus
+from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.context import default_context
@@ -113,7 +113,7 @@ def train_here(
         torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
-    check_tokens(corpus, config.model.vocabulary)
+    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
     trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)

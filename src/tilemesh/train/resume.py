@@ -25,7 +25,8 @@ from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, 
 from tilemesh.runs.metrics import RESUMED
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.runs.reader import Reader
-from tilemesh.train.config import check_written_model, unlike
+from tilemesh.train.check import check_written_model
+from tilemesh.train.config import unlike
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -115,7 +116,7 @@ def _problems(path: Path, comm: Communicator) -> list[str]:
     """What is wrong with a checkpoint, as far as it is this rank's to find: each looks at its share of the files."""
     try:
         manifest = Manifest.read(path)
-        check_values(manifest.values)
+        check_numbers(manifest.values)
     except DamagedError as error:
         return [str(error)]
     except ValueError as error:
@@ -123,7 +124,7 @@ def _problems(path: Path, comm: Communicator) -> list[str]:
     return list(damage(path, manifest.files[comm.rank :: comm.size]))
 
 
-def check_values(values: Mapping[str, Any]) -> None:
+def check_numbers(values: Mapping[str, Any]) -> None:
     """Refuse, with a ValueError, numbers of a checkpoint from which training cannot go on."""
     counts = [values.get("position"), values.get("optimizer_steps")]
     scale = values.get("scale")

@@ -10,7 +10,8 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.read import read_model, read_weights
 from tilemesh.model.sampling import sample
 from tilemesh.runs.reader import Reader, open_checkpoint
-from tilemesh.train.config import TrainConfig, check_written_model, of_run
+from tilemesh.train.check import check_written_model
+from tilemesh.train.config import TrainConfig, of_run
 
 
 def generate(
