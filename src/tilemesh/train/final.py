@@ -8,7 +8,6 @@ asks for room and tries again for a while (`checkpoint.retry_s`). What was saved
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,19 +19,12 @@ from tilemesh.parallel.agree import tell
 from tilemesh.runs.checkpoint import Writer
 from tilemesh.runs.folder import copy_run
 from tilemesh.runs.names import CHECKPOINTS
+from tilemesh.train.result import Saved
 
 if TYPE_CHECKING:
     from tilemesh.train.loop import Interrupt, Loop
 
 RETRY_EVERY_S = 2.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The newest step whose weights are on the disk, and the run's folder that has them."""
-
-    step: int | None
-    folder: Path
 
 
 def save_last(loop: Loop, interrupt: Interrupt) -> Saved:

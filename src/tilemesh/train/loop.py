@@ -31,10 +31,10 @@ from tilemesh.runs.metrics import STEP, STOPPED
 from tilemesh.runs.names import CHOICES, bad_batch
 from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.final import Saved, save_last
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
+from tilemesh.train.result import Saved
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Stepper
 
@@ -138,7 +138,7 @@ class Loop:
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
-        """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
+        """Train to the last step, or until somebody asks to stop; the last checkpoint is written then, or has failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
@@ -160,7 +160,6 @@ class Loop:
             self.interrupted = stop and not is_last
         self._settle_checkpoint()
         self.writer.close()
-        self.saved = save_last(self, interrupt)
 
     def step(self, interrupt: Interrupt | None = None) -> bool:
         """One step and the meeting after it; whether anybody was asked to stop."""

@@ -49,6 +49,7 @@ from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY
 from tilemesh.train import summary
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
+from tilemesh.train.final import save_last
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
@@ -158,6 +159,7 @@ def train_here(
     interrupt = Interrupt(signals, stop_after)
     try:
         loop.run(interrupt)
+        loop.saved = save_last(loop, interrupt)
     finally:
         interrupt.close()
         trace.close()

@@ -12,6 +12,14 @@ from tilemesh.measure.row import Row
 
 
 @dataclass(frozen=True)
+class Saved:
+    """The newest step whose weights are on the disk, and the run's folder that has them."""
+
+    step: int | None
+    folder: Path
+
+
+@dataclass(frozen=True)
 class Result:
     """What a run came to."""
 
