@@ -138,7 +138,7 @@ class Loop:
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
-        """Train to the last step, or until somebody asks to stop; the last checkpoint is written then, or has failed."""
+        """Train to the last step, or until somebody asks to stop; then the last checkpoint is written, or failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
