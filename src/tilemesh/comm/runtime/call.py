@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arguments import out_array
-from tilemesh.comm.runtime.arithmetic import divide
+from tilemesh.comm.runtime.arithmetic import divide, is_complex
 from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import Running
@@ -109,7 +109,8 @@ class Caller(Group):
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
+        by_device = call.like.is_cuda and algorithm in ("auto", "native") and not is_complex(call.like.dtype)
+        device = self.transport.device if by_device else None
         # What the device's library does is its own, and private sizes must not matter: neither is kept to.
         if algorithm == "auto" and self.choices is not None and device is None and not call.private:
             choices, group = self.choices

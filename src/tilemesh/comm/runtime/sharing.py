@@ -32,6 +32,7 @@ from tilemesh.comm.schedules.collectives import REDUCING
 from tilemesh.core.errors import UsageError
 
 _SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
+_OVERLAPS = 3  # for a place: the input overlaps the result, so that a neighbour would read what is being overwritten
 KEPT = 256  # bound programs: views only, so this bounds what is kept
 
 Fixed = list[Callable[[], object]]  # what is left to do once all know where the arrays lie
@@ -111,7 +112,7 @@ class Sharing:
         arena, flags, key = self.arena, self.arena.flags, call.key
         source, target = self._place(given, 1), self._place(data, 2)
         if np.may_share_memory(given, data) and not self._harmless(key, source, target):
-            source = target = 0  # a neighbour would read what is being overwritten
+            source = _OVERLAPS
         flags.put(SOURCE, source)
         flags.put(TARGET, target)
         yield Meeting(arena)
@@ -142,7 +143,7 @@ class Sharing:
         """The direct algorithm that is open, or None."""
         contributes = [key.collective != "broadcast" or rank == key.root for rank in range(len(places))]
         inputs = all(source for (source, _), does in zip(places, contributes, strict=True) if does)
-        if not inputs:
+        if not inputs or any(source == _OVERLAPS for source, _ in places):
             return None
         if wanted == "direct_slices":
             return wanted if all(target for _, target in places) else None
@@ -289,11 +290,19 @@ def _reducer(key: ProgramKey) -> Reducer | None:
 
 
 def _why(key: ProgramKey, places: Places) -> str:
-    missing = [str(rank) for rank, (source, _) in enumerate(places) if not source]
+    head = f"algorithm '{key.algorithm}' cannot serve this {key.collective}:"
+    missing = [rank for rank, (source, _) in enumerate(places) if not source]
     what = "input" if missing else "out"
-    who = missing or [str(rank) for rank, (_, target) in enumerate(places) if not target]
-    where = f"the {what} of rank{'s' if len(who) > 1 else ''} {', '.join(who)}" if who else "an input that is also out"
+    who = missing or [rank for rank, (_, target) in enumerate(places) if not target]
+    if who:
+        return f"{head} the {what} of {_ranks(who)} does not lie in memory that comm.empty() made"
+    who = [rank for rank, (source, target) in enumerate(places) if source in (target, _OVERLAPS)]
+    slices = "algorithm='direct_slices', " if key.collective == "all_reduce" else ""
     return (
-        f"algorithm '{key.algorithm}' cannot serve this {key.collective}: {where} does not lie in memory that "
-        "comm.empty() made"
+        f"{head} the out of {_ranks(who)} overlaps the input, which the other ranks read while it would be written; "
+        f"give another out, or use {slices}'auto' or 'flat'"
     )
+
+
+def _ranks(who: list[int]) -> str:
+    return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"

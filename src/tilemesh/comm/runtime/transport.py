@@ -44,11 +44,13 @@ class Caps:
     """What a transport has beyond messages. `native`: collectives of its library; `arena`: shared memory.
 
     `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
+    `saturating`: integer dtypes whose sums the library may cut off at the largest value instead of wrapping around.
     """
 
     native: frozenset[str] = frozenset()
     arena: bool = False
     tells_sizes: bool = True
+    saturating: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
