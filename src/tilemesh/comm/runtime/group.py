@@ -18,11 +18,19 @@ from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_aren
 from tilemesh.comm.runtime.choose import Choice, Choices
 from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fit import Fit, stored_fit
+from tilemesh.comm.runtime.flags import MARK_BITS, Asked
 from tilemesh.comm.runtime.lower import Planner
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.observe import Observers, Stopwatch
 from tilemesh.comm.runtime.sharing import Sharing
-from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debugging
+from tilemesh.comm.runtime.texts import (
+    Steps,
+    compare_calls,
+    exchange,
+    have_same_mark,
+    is_debugging,
+    raise_differences,
+)
 from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
@@ -31,6 +39,7 @@ from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 _MOST_READY = 1024
+_MOST_COMPARED = 4096  # kinds of calls that are known to have been compared
 T = TypeVar("T")
 Tell: TypeAlias = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
@@ -64,6 +73,11 @@ class Group:
         self.ready = ReadyCalls()
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
+        self.asked: dict[tuple[Any, ...], Asked] = {}
+        self.compared: set[int] = set()  # marks of calls that the ranks have compared by a meeting or messages
+        self.comparisons = 0
+        if arena is not None:
+            arena.flags.disagreement = self._disagreement
         self.fit = self._stored_fit()
 
     def _open_arena(self) -> Arena | None:
@@ -152,6 +166,44 @@ class Group:
         """In debug mode: all ranks make the same call, or all raise."""
         yield from compare_calls(self.transport, words, self.tag(2, sequence), sent, expected)
 
+    # Do all ranks make the same call? ---------------------------------------------------------------------------
+
+    def comparison(self, asked: Asked, *, always: bool = False) -> Steps[None] | None:
+        """Steps in which the ranks compare a call that does not go through shared memory, where each call does so.
+
+        None: calls like it have been compared before. Threads compare every call: a meeting costs them little.
+        """
+        if self.transport.size == 1:
+            return None
+        if not always and asked.mark in self.compared and self.transport.name != "threads":
+            return None
+        if len(self.compared) >= _MOST_COMPARED:  # on every rank alike
+            self.compared.clear()
+        self.compared.add(asked.mark)
+        if self.sharing is not None:
+            return self._remembered(asked, self.sharing.compare(asked))
+        self.comparisons += 1
+        return self._remembered(asked, self._by_messages(asked, self.tag(2, self.comparisons)))
+
+    def _remembered(self, asked: Asked, steps: Iterator[Token]) -> Steps[None]:
+        try:
+            yield from steps
+        except UsageError:
+            self.compared.discard(asked.mark)  # as on the ranks that asked for something else
+            raise
+
+    def _by_messages(self, asked: Asked, tag: int) -> Iterator[Token]:
+        if not (yield from have_same_mark(self.transport, asked.mark, tag)):
+            yield from raise_differences(self.transport, asked.words, tag)
+
+    def _disagreement(self) -> Iterator[Token]:
+        """What follows when the flags of a meeting differ: all ranks tell their calls, and raise."""
+        assert self.sharing is not None
+        arena = self.sharing.arena
+        meeting = arena.flags.epoch >> MARK_BITS  # the same on every rank
+        arena.staged = meeting  # so are the halves of the stage from here on, whoever used one
+        yield from raise_differences(self.transport, arena.flags.asked.words, self.tag(2, meeting))
+
     def goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
         if self.sharing is None:
@@ -169,10 +221,14 @@ class Group:
         """Every rank's text, on every rank."""
         self.watch.sequence += 1
         sequence, told = self.watch.sequence, []
+        words = f"{name}()"
+        comparison = None if self.is_debugging else self.comparison(Asked.of(name, 0, words), always=True)
 
         def steps() -> Iterator[Token]:
             if self.is_debugging:
-                yield from self.agree(f"{name}()", sequence)
+                yield from self.agree(words, sequence)
+            elif comparison is not None:
+                yield from comparison
             told.extend((yield from exchange(self.transport, text, self.tag(3, sequence))))
 
         self.carry_out(Running(steps(), lambda: None), (sequence, name, 0))
@@ -190,8 +246,10 @@ class Group:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
 
+        asked = Asked.of("empty", 0, f"empty({shape}, {like.dtype})")
+
         def running(_: None = None) -> Running:
-            steps, made = sharing.empty(shape, like.carrier)
+            steps, made = sharing.empty(shape, like.carrier, asked)
             return Running(steps, lambda: made[0])
 
         # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
