@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tilemesh.comm import connect, run_threads
+from tilemesh.core.config import section
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
@@ -32,6 +33,7 @@ from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gradients import Step, read
 from tilemesh.parallel.mesh import Mesh
@@ -39,7 +41,7 @@ from tilemesh.parallel.shard import Held, join, take
 from tilemesh.plan.step import predict
 from tilemesh.runs import checkpoint
 from tilemesh.runs.files import read_object
-from tilemesh.runs.folder import new_run
+from tilemesh.runs.folder import new_run, read_config
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import checkpoints, digest
 from tilemesh.runs.metrics import latest
@@ -47,8 +49,9 @@ from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
 from tilemesh.train import bench_rank, graph, optimizer, sampling
-from tilemesh.train.config import OptimizerConfig, TrainConfig, load
+from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
+from tilemesh.train.load import load
 from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
@@ -307,7 +310,8 @@ class TestFiles:
 
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         assert sampling.export(whole, tmp_path / "hf") == 10
-        ours = sampling.read_model(made(text).model, open_checkpoint(whole))
+        # As a program that knows nothing of training reads it: the model's section, and the checkpoint.
+        ours = read_model(section(ModelConfig, "model", *read_config(whole, TRAIN)), open_checkpoint(whole))
         theirs = huggingface.load(tmp_path / "hf")
         tokens = torch.arange(12)[None]
         assert torch.equal(ours(tokens), theirs.eval()(tokens))

@@ -120,7 +120,7 @@ def test_ranks_that_take_turns_pay_more_for_a_call_too() -> None:
 
 
 def fitted(ranks: int, points: dict[str, list[list[float]]]) -> Calibration:
-    return HERE.with_section("collectives", {f"mpi/{ranks}": {"curves": points}})
+    return HERE.with_section("collectives", {f"mpi/{ranks}/2": {"curves": points}})
 
 
 def test_a_fit_gives_the_link_between_ranks() -> None:

@@ -7,7 +7,8 @@ import json as json_format
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import ALGORITHMS, algorithms, build
 from tilemesh.comm.schedules.simulate import Memory, simulate
 from tilemesh.comm.schedules.topology import Flat, Ring, Topology, TwoLevel, Wire
+from tilemesh.core.busy import Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.launch import call
+from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.machine import command, stamp, this_machine
 from tilemesh.measure.row import Row, write_rows
 
@@ -103,11 +106,21 @@ def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
         if count < 2:
             raise UsageError(f"--fit with {count} rank: expected at least 2, since one has nobody to talk to")
         job = Job(command=command(), sizes=(most,), fit=True, seconds=0.1 if quick else 0.4)
-        (line,) = _in_ranks(job, count, transport)
-        fit = Fit.from_dict(json_format.loads(line))
-        path = _store(fit)
+        fit, _ = again_while_busy(partial(_fit_ranks, job, count, transport), _warn)
         _print_fit(fit)
-        print(f"stored in {path}")
+        _store(fit)
+
+
+def _fit_ranks(job: Job, ranks: int, transport: str) -> tuple[Fit, Busyness]:
+    others = OtherWork()
+    (line,) = _in_ranks(job, ranks, transport)
+    fit = Fit.from_dict(json_format.loads(line))
+    busy = replace(others.busyness(), spread=0.0 if fit.busy is None else fit.busy.spread)
+    return replace(fit, busy=busy), busy
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def draw_schedule(
@@ -215,19 +228,26 @@ def _require_gpus(ranks: int) -> None:
         raise UsageError(f"--transport nccl with {ranks} ranks: it needs a GPU for each, and there are {have}")
 
 
-def _store(fit: Fit) -> Path:
+def _store(fit: Fit) -> None:
+    """Beside the fits for other ranks; one that was measured on a quieter machine stays, and is said to."""
     machine = this_machine()
     found = find(machine.id)
     if found is None:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         found = Calibration(machine.id, machine.words, now, stamp()["versions"])
-    section = dict(found.extra.get(SECTION, {}))
-    section[key_of(fit.transport, fit.ranks)] = fit.to_dict()
-    return found.with_section(SECTION, section).save()
+    section, key = dict(found.extra.get(SECTION, {})), key_of(fit.transport, fit.ranks, fit.cores)
+    before = section.get(key)
+    before = before if isinstance(before, dict) else {}
+    if fit.busy is not None and not replaces(fit.busy, Busyness.from_dict(before.get("busy"))):
+        _warn(f"not stored: the fit of {before.get('when')} was measured on a quieter machine, and stays")
+        return
+    section[key] = fit.to_dict()
+    print(f"stored in {found.with_section(SECTION, section).save()}")
 
 
 def _print_fit(fit: Fit) -> None:
-    print(f"{fit.transport}, {fit.ranks} ranks, all busy: a meeting takes {format_seconds(fit.sync_s)}")
+    where = f"{fit.transport}, {fit.ranks} ranks on {fit.cores} core{'s' if fit.cores > 1 else ''}"
+    print(f"{where}, all busy: a meeting takes {format_seconds(fit.sync_s)}")
     for name, curve in sorted(fit.curves.items()):
         pieces = ", ".join(
             f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()

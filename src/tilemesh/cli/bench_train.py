@@ -29,7 +29,7 @@ def bench_train(
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
     from tilemesh.train.bench import PEERS, compare
-    from tilemesh.train.config import load
+    from tilemesh.train.load import load
     from tilemesh.train.predict import predict_run
     from tilemesh.train.rows import bench_rows
 

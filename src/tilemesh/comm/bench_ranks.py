@@ -24,7 +24,7 @@ from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.cost import traffic
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.measure.machine import granted_cores, last_cache_bytes, stamp, this_machine
+from tilemesh.measure.machine import last_cache_bytes, stamp, this_machine
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -149,7 +149,7 @@ class Bench:
             "bytes": cell.payload,
             "buffers": cell.buffers,
             "transport": self.comm.backend,
-            **ranks_case(cell.ranks, granted_cores()),
+            **ranks_case(cell.ranks, self.comm.cores),
             "algorithm_bytes_per_s": round(bandwidth),
             "bus_bytes_per_s": round(bandwidth * cell.bus_factor),
             "sent_bytes": self._sent(cell, str(extra.get("picked", name))),
@@ -260,7 +260,7 @@ class Bench:
             on_error="raise",
         )
         computing, together = result["compute"].median, result["both"].median
-        has_room = comm.size < granted_cores()
+        has_room = comm.size < comm.cores
         hidden = max(0.0, (alone + computing - together) / min(alone, computing))
         return Row(
             name="overlap",
@@ -269,7 +269,7 @@ class Bench:
                 "algorithm": name,
                 "bytes": nbytes,
                 "transport": comm.backend,
-                **ranks_case(comm.size, granted_cores()),
+                **ranks_case(comm.size, comm.cores),
                 "communication_s": alone,
                 "compute_s": computing,
                 "both_s": together,

@@ -108,7 +108,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
     )
-    link = measured_link(calibration, ranks) or assumed_link(copy, ranks, cores)
+    link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = f"{calibration.words}, measured {calibration.when}"
     return Local(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
 
@@ -120,8 +120,9 @@ def assumed_link(copy_bytes_per_s: float, ranks: int, cores: int) -> Link:
     return Link("memory", constants.MEMORY_LINK_FRACTION * copy_bytes_per_s / 2 / ranks, latency_s)
 
 
-def measured_link(calibration: Calibration, ranks: int) -> Link | None:
-    """The link that makes the planner's all_reduce what `tilemesh bench collective --fit` measured for so many ranks.
+def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | None:
+    """The link that makes the planner's all_reduce what `tilemesh bench collective --fit` measured for so many ranks
+    on so many cores.
 
     All of them were busy then, so what ranks that share cores cost one another is in it. Of the algorithms the quickest
     counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth.
@@ -129,7 +130,7 @@ def measured_link(calibration: Calibration, ranks: int) -> Link | None:
     if ranks < 2:
         return None
     fits = calibration.extra.get(FITS)
-    found = [fits[key] for key in (f"{name}/{ranks}" for name in TRANSPORTS) if key in fits] if fits else []
+    found = [fits[key] for key in (f"{name}/{ranks}/{cores}" for name in TRANSPORTS) if key in fits] if fits else []
     try:
         # "direct" ones need arrays in memory that ranks share, which a model's are not.
         names = [name for name in found[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]

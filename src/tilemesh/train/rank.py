@@ -27,7 +27,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.corpus import check_tokens, open_corpus
+from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.context import default_context
@@ -36,6 +36,7 @@ from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.model.families import read_config
+from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree, tell
 from tilemesh.parallel.apply import lay
@@ -59,7 +60,6 @@ from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
-from tilemesh.train.sampling import sample
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
@@ -117,7 +117,7 @@ def train_here(
         torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
-    check_tokens(corpus, config.model.vocabulary)
+    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
     trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)

@@ -71,6 +71,11 @@ class Inspected:
         return self._caller.fit
 
     @property
+    def cores(self) -> int:
+        """Cores that its ranks may use together."""
+        return self._caller.cores
+
+    @property
     def arena(self) -> Arena | None:
         """The memory that all its ranks share; None where they are not on one node."""
         return None if self._caller.sharing is None else self._caller.sharing.arena

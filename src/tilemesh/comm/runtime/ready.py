@@ -36,8 +36,11 @@ def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
         return None
     if call.axis or not x.size or call.wire is not call.like:
         return None
-    if name == "native" and (choice.direct is None or group.sharing is None):
-        return group.transport.ready_native(call, x, group.engine.pending, group.watch)
+    natively = None
+    if name == "native":
+        natively = group.transport.ready_native(call, x, group.engine.pending, group.watch)
+        if choice.direct is None or group.sharing is None:
+            return natively
     if group.sharing is None or not (is_shared(name) or choice.direct):
         return None
     if name == "flat_one" and choice.direct is None:
@@ -48,7 +51,7 @@ def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
         return _SMALL[call.collective](group, call, x)
-    return _large(group, call, x, choice)
+    return _large(group, call, x, choice, natively)
 
 
 def unowned(array: Any) -> Any:
@@ -291,10 +294,11 @@ _SMALL: dict[str, Callable[..., ReadyCall]] = {
 }
 
 
-def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall | None) -> ReadyCall | None:
     """Any shared-memory call over flat arrays, without what the first one has found out.
 
-    Where two arrays of the arena come again, not even they are looked at, only where the neighbours' lie.
+    Where the same two arrays come again, not even they are looked at, only where the neighbours' lie; and that only if
+    there are arrays of `empty` at all. `natively`: the library's own, ready, where that is the choice for other arrays.
     """
     sharing = group.sharing
     assert sharing is not None
@@ -303,7 +307,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
     pending, watch, arena = group.engine.pending, group.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
     shared = sharing.repeated(sharing.call(call, choice))
-    run, agreed = shared.run, shared.agreed
+    run, agreed, asks = shared.run, shared.agreed, shared.wanted is not None
     contributes = call.collective != "broadcast" or group.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average, ndarray = call.op == "avg", np.ndarray
@@ -315,6 +319,8 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
 
     def ready(x: Any, out: Any) -> Any:
         nonlocal known_x, known_out, places, seen
+        if natively is not None and not arena.live:
+            return natively(x, out)
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
@@ -324,6 +330,10 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
             if isinstance(way, list):
                 for step in way:
                     step()
+            elif way is None and natively is not None:
+                flags.meet()  # the places must not change while somebody still looks at them
+                watch.sequence -= 1  # it counts by itself
+                return natively(x, out)
             else:
                 shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
         else:
@@ -336,10 +346,11 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
             watch.sequence += 1
             flags.asked = asked
             given, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
-            if seen != (id(x), id(out)):
-                seen = (id(x), id(out))
-            elif (found := shared.places(given, data)) is not None:
-                known_x, known_out, places = ref(x), ref(out), found
+            if asks and arena.live:
+                if seen != (id(x), id(out)):
+                    seen = (id(x), id(out))
+                elif (found := shared.places(given, data)) is not None:
+                    known_x, known_out, places = ref(x), ref(out), found
             run(given, data)
         if is_average:
             np.divide(out, ranks, out)
