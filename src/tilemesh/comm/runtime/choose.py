@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.native import WIDENED, orders, widens
 from tilemesh.comm.runtime.transport import Transport
@@ -197,7 +198,8 @@ def unfitted(collective: str, nbytes: int, ranks: int, crowded: bool, *, nativel
 
 def _is_plain(request: Request, transport: Transport) -> bool:
     """Whether the library's own serves this call as it is: what is put around it costs more passes over the data."""
-    around = widens(request.collective, request.dtype) or orders(request.collective, request.dtype, request.op)
+    collective, dtype, op = request.collective, request.dtype, request.op
+    around = widens(collective, dtype, op, transport.caps) or orders(collective, dtype, op) or is_complex(dtype)
     return not around and refuses(request, "native", transport) is None
 
 
