@@ -48,11 +48,11 @@ class Caller(Group):
         comparison = None if is_shared or self.is_debugging else self.comparison(call.asked)
         if comparison is not None and wait and self.turns.is_free:
             self.watch.sequence = sequence  # as on ranks that make another call
-            self.carry_out(Running(comparison, lambda: None), (sequence, call.collective, call.nbytes))
+            self.carry_out(Running(comparison(), lambda: None), (sequence, call.collective, call.nbytes))
             comparison = None
         if comparison is not None or self.is_debugging or not self.turns.is_free:
-            first = self._compared(call, comparison, sequence)
-            running = self.later(first, lambda _: self._running(decided, sequence))
+            first = self._compared(call, sequence)
+            running = self.later(first, lambda _: self._running(decided, sequence), comparison)
         else:
             running = self._running(decided, sequence)
         if key is not None and wait and decided.device is None and self.stopwatch is None:
@@ -90,8 +90,6 @@ class Caller(Group):
         def first() -> Steps[str]:
             if self.is_debugging:
                 yield from self.agree(given.words(), sequence)
-            elif comparison is not None:
-                yield from comparison
             text = told() if self.transport.rank == given.root else ""
             return (yield from spread(self.transport, text, given.root, self.tag(3, sequence)))
 
@@ -106,7 +104,11 @@ class Caller(Group):
         def tell(began_s: float, phase: str) -> None:
             self.observers.tell(began_s, "scatter", phase, *known)
 
-        later, doing, is_observed = self.later(first(), running), (sequence, "scatter", 0), bool(self.observers)
+        later, doing, is_observed = (
+            self.later(first(), running, comparison),
+            (sequence, "scatter", 0),
+            bool(self.observers),
+        )
         if given.wait:
             result = self.carry_out(later, doing)
         else:
@@ -169,13 +171,11 @@ class Caller(Group):
             asked = self.asked[key] = Asked.of(call.collective, call.nbytes, call.words(algorithm))
         return asked
 
-    def _compared(self, call: Call, comparison: Steps[None] | None, sequence: int) -> Steps[None]:
-        """The ranks compare their calls first: in debug mode every time, and in words."""
+    def _compared(self, call: Call, sequence: int) -> Steps[None]:
+        """In debug mode the ranks compare every call first, in words."""
         if self.is_debugging:
             sent, expected = (call.sizes, call.received) if call.private else ((), ())
             yield from self.agree(call.asked.words, sequence, sent, expected)
-        elif comparison is not None:
-            yield from comparison
 
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""

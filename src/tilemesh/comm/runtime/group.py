@@ -42,6 +42,7 @@ _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the
 _MOST_READY = 1024
 _MOST_COMPARED = 4096  # kinds of calls that are known to have been compared
 T = TypeVar("T")
+Comparison: TypeAlias = Callable[[], Steps[None]]  # of the calls of all ranks: see `Group.comparison`
 Tell: TypeAlias = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
 
@@ -145,13 +146,19 @@ class Group:
             return None
         return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
 
-    def later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
-        """A call that begins when `first` is through and those made before it have begun."""
+    def later(self, first: Steps[T], then: Callable[[T], Running], comparison: Comparison | None = None) -> Running:
+        """A call that begins when `first` is through and those made before it have begun.
+
+        `comparison`: comes before all of it, in the call's turn, because it has its place among the calls of the arena.
+        """
         turn = self.turns.take()
         begun: list[Running] = []
 
         def steps() -> Iterator[Token]:
             try:
+                if comparison is not None:
+                    yield turn
+                    yield from comparison()
                 heard = yield from first
                 yield turn
                 begun.append(then(heard))
@@ -172,8 +179,8 @@ class Group:
 
     # Do all ranks make the same call? ---------------------------------------------------------------------------
 
-    def comparison(self, asked: Asked, *, always: bool = False) -> Steps[None] | None:
-        """Steps in which the ranks compare a call that does not go through shared memory, where each call does so.
+    def comparison(self, asked: Asked, *, always: bool = False) -> Comparison | None:
+        """What makes the steps in which ranks compare a call that does not go through shared memory, as those all do.
 
         None: calls like it have been compared before. Threads compare every call: a meeting costs them little.
         """
@@ -184,10 +191,12 @@ class Group:
         if len(self.compared) >= _MOST_COMPARED:  # on every rank alike
             self.compared.clear()
         self.compared.add(asked.mark)
-        if self.sharing is not None:
-            return self._remembered(asked, self.sharing.compare(asked))
+        sharing = self.sharing
+        if sharing is not None:
+            return lambda: self._remembered(asked, sharing.compare(asked))
         self.comparisons += 1
-        return self._remembered(asked, self._by_messages(asked, self.tag(2, self.comparisons)))
+        tag = self.tag(2, self.comparisons)
+        return lambda: self._remembered(asked, self._by_messages(asked, tag))
 
     def _remembered(self, asked: Asked, steps: Iterator[Token]) -> Steps[None]:
         try:
@@ -224,19 +233,19 @@ class Group:
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
         self.watch.sequence += 1
-        sequence, told = self.watch.sequence, []
-        words = f"{name}()"
+        sequence, words = self.watch.sequence, f"{name}()"
         comparison = None if self.is_debugging else self.comparison(Asked.of(name, 0, words), always=True)
 
-        def steps() -> Iterator[Token]:
+        def steps() -> Steps[list[str]]:
             if self.is_debugging:
                 yield from self.agree(words, sequence)
-            elif comparison is not None:
-                yield from comparison
-            told.extend((yield from exchange(self.transport, text, self.tag(3, sequence))))
+            return (yield from exchange(self.transport, text, self.tag(3, sequence)))
 
-        self.carry_out(Running(steps(), lambda: None), (sequence, name, 0))
-        return told
+        def running(told: list[str]) -> Running:
+            return Running(_at_once(), lambda: told)
+
+        answers: list[str] = self.carry_out(self.later(steps(), running, comparison), (sequence, name, 0))
+        return answers
 
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among the members, for which they wait for one another."""
