@@ -33,6 +33,30 @@ PAIRS: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], A
     "barrier": (lambda comm: comm.barrier(), lambda comm: comm.all_reduce(ONES)),
     "group": (lambda comm: comm.split(0), lambda comm: comm.all_reduce(ONES)),
     "memory": (lambda comm: comm.empty(8), lambda comm: comm.empty(9)),
+    "flat length": (
+        lambda comm: comm.all_reduce(np.ones(4), algorithm="flat"),
+        lambda comm: comm.all_reduce(np.ones(5), algorithm="flat"),
+    ),
+    "flat_one dtype": (
+        lambda comm: comm.all_reduce(ONES, algorithm="flat_one"),
+        lambda comm: comm.all_reduce(ONES.view(np.int64), algorithm="flat_one"),
+    ),
+    "flat and flat_one": (
+        lambda comm: comm.all_reduce(ONES, algorithm="flat"),
+        lambda comm: comm.all_reduce(ONES, algorithm="flat_one"),
+    ),
+    "flat collective": (
+        lambda comm: comm.reduce_scatter(ONES, algorithm="flat"),
+        lambda comm: comm.all_gather(ONES, algorithm="flat"),
+    ),
+    "flat root": (
+        lambda comm: comm.broadcast(ONES, 0, algorithm="flat"),
+        lambda comm: comm.broadcast(ONES, 1, algorithm="flat"),
+    ),
+    "flat, large": (
+        lambda comm: comm.all_reduce(np.ones(90_000), algorithm="flat"),
+        lambda comm: comm.all_reduce(np.ones(90_000), "max", algorithm="flat"),
+    ),
     "background": (
         lambda comm: comm.all_reduce(ONES, wait=False).wait(),
         lambda comm: comm.reduce(ONES, wait=False).wait(),

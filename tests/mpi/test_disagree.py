@@ -20,8 +20,7 @@ from tilemesh.launch.start import find_mpiexec
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
-# Calls that go through shared memory under every choice: compared each time.
-SHARED = ("length", "dtype", "operation", "collective", "root", "memory")
+SHARED = tuple(name for name in PAIRS if name.startswith("flat") or name == "memory")  # compared each time
 
 
 def require_told(results: list[dict[str, str]], names: tuple[str, ...]) -> None:
@@ -57,7 +56,7 @@ def test_processes_compare_every_call_through_shared_memory(transport: str) -> N
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_ranks_that_share_no_memory_compare_the_first_call_of_each_kind(transport: str) -> None:
-    names = tuple(name for name in PAIRS if name not in ("memory", "background"))
+    names = tuple(name for name in PAIRS if name not in (*SHARED, "background"))
     results = ranks_of(transport, 3).call("comm_disagree:on_a_rank", False, False, list(names))
     require_told(results, names)
 
