@@ -43,6 +43,7 @@ def _folder(name: str, **parts: str) -> OperatorEntry:
 
 
 _MATMUL = "tilemesh.kernels.matmul"
+_NORM = "tilemesh.kernels.norm"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -53,6 +54,18 @@ _OPERATORS = (
         bench=f"{_MATMUL}.bench:bench_matmul",
     ),
     _folder("scale_shift", example="tilemesh.kernels.scale_shift.reference:example"),
+    _folder("cross_entropy", example="tilemesh.kernels.cross_entropy.reference:example"),
+    _folder("softmax", example="tilemesh.kernels.softmax.reference:example"),
+    *(
+        OperatorEntry(
+            name,
+            public=f"{_NORM}.reference:{name}",
+            reference=f"{_NORM}.reference:{name}",
+            cost=f"{_NORM}.cost:{added}cost",
+            example=f"{_NORM}.reference:{added}example",
+        )
+        for name, added in (("rms_norm", ""), ("layer_norm", ""), ("add_rms_norm", "add_"), ("add_layer_norm", "add_"))
+    ),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

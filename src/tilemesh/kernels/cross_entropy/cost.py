@@ -1,0 +1,19 @@
+"""What cross-entropy cannot do without: forward reads the logits, backward reads them again and writes their gradient."""
+
+from __future__ import annotations
+
+from tilemesh.core.cost import Cost, short_dtype
+
+
+def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of the forward pass over logits (rows, columns); targets, sums and losses are one number per row."""
+    short, size = short_dtype(dtype)
+    elements = rows * columns
+    return Cost(5 * elements, size * elements + 8 * rows, 8 * rows, launches=2, dtype=short)
+
+
+def backward_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of the backward pass."""
+    short, size = short_dtype(dtype)
+    elements = rows * columns
+    return Cost(4 * elements, size * elements + 16 * rows, size * elements, launches=1, dtype=short)

@@ -1,0 +1,28 @@
+"""What a norm over the last dimension cannot do without, forward and backward, with and without the addition before it."""
+
+from __future__ import annotations
+
+from tilemesh.core.cost import Cost, short_dtype
+
+
+def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of rms_norm's or layer_norm's forward pass: x is read, y is written; the vectors stay in caches."""
+    return _cost(rows, columns, dtype, read=1, written=1)
+
+
+def backward_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of their backward pass: x and y's gradient are read, x's gradient is written."""
+    return _cost(rows, columns, dtype, read=2, written=1)
+
+
+def add_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of add_rms_norm's or add_layer_norm's forward pass: two summands are read, the sum and its norm are written."""
+    return _cost(rows, columns, dtype, read=2, written=2)
+
+
+def _cost(rows: int, columns: int, dtype: str, *, read: int, written: int) -> Cost:
+    short, size = short_dtype(dtype)
+    elements = rows * columns
+    vectors = columns * size
+    # A square, a sum, a product with the inverse root and one with the weight; backward takes about as many.
+    return Cost(4 * elements, size * read * elements + vectors, size * written * elements, launches=1, dtype=short)
