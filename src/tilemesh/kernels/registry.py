@@ -55,6 +55,7 @@ _OPERATORS = (
     ),
     _folder("scale_shift", example="tilemesh.kernels.scale_shift.reference:example"),
     _folder("cross_entropy", example="tilemesh.kernels.cross_entropy.reference:example"),
+    _folder("linear_cross_entropy", example="tilemesh.kernels.linear_cross_entropy.reference:example"),
     _folder("softmax", example="tilemesh.kernels.softmax.reference:example"),
     *(
         OperatorEntry(

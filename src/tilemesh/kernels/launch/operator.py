@@ -66,6 +66,7 @@ def operator(
     own_dtype: Sequence[str] = (),
     served: Callable[..., bool] | None = None,
     overwrites: str | None = None,
+    told: str | None = None,
 ) -> Callable[[Reference], Callable[..., Any]]:
     """Make the decorated reference a public operator, with one more argument, `implementation`.
 
@@ -76,11 +77,12 @@ def operator(
     rounded to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in
     own_dtype. casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for these
     arguments; where there is none, the reference computes. overwrites: the name of a bool argument that lets `backward`
-    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`.
+    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name
+    of a bool argument that is filled in at each call: whether a gradient may be asked for.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
-        options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, overwrites)
+        options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, overwrites, told)
         return _Operator(reference, kernel, check, *options).public()
 
     return decorate
@@ -99,8 +101,9 @@ class _Operator:
         own_dtype: frozenset[str],
         served: Callable[..., bool] | None,
         overwrites: str | None,
+        told: str | None,
     ) -> None:
-        self.own_dtype, self.served, self.overwrites = own_dtype, served, overwrites
+        self.own_dtype, self.served, self.overwrites, self.told = own_dtype, served, overwrites, told
         self.name, self.reference, self.kernel = reference.__name__, reference, kernel
         self.check, self.kept, self.dtypes, self.casts = check, kept, dtypes, casts
         self.keeps_results = keeps_results
@@ -167,6 +170,11 @@ class _Operator:
         if self.casts and autocasts(tensors[0]):
             values = tuple([autocast(value) if isinstance(value, Tensor) else value for value in values])
             tensors = [values[at] for at in self.tensors if values[at] is not None]
+        if self.told is not None:
+            asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            values = tuple(
+                [asked if name == self.told else value for name, value in zip(self.names, values, strict=True)]
+            )
         if is_traced() or not all(is_plain(tensor) for tensor in tensors):
             made = getattr(torch.ops.tilemesh, self.name)(*values, how)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
