@@ -11,7 +11,9 @@ import argparse
 import time
 from pathlib import Path
 
-from tilemesh.kernels.matmul.bench import SUITE, bench_matmul
+from tilemesh.kernels.bench.measure import bench_rows
+from tilemesh.kernels.matmul.bench import BENCH
+from tilemesh.kernels.matmul.cost import SUITE
 
 
 def main() -> None:
@@ -29,10 +31,9 @@ def main() -> None:
     with Path(given.out).open("w", encoding="utf-8") as out:
         for shape in given.shapes or SUITE:
             late = time.monotonic() - began > given.seconds
-            rows = bench_matmul(
-                [shape], dtype=given.dtype, c_kind=given.c, activation=given.activation,
-                compiled=not (given.no_compile or late), repeats=given.repeats,
-            )  # fmt: skip
+            settings = {"dtype": given.dtype, "c": given.c, "activation": given.activation}
+            compiled = not (given.no_compile or late)
+            rows = bench_rows(BENCH, [shape], settings, compiled=compiled, repeats=given.repeats)
             for row in rows:
                 out.write(row.to_json() + "\n")
                 out.flush()

@@ -27,10 +27,9 @@ import torch
 from tilemesh.kernels.launch.gpu import gpu_of
 from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul import reference
-from tilemesh.kernels.matmul.bench import parse_shape
 from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.config import Config, libraries, refusal
-from tilemesh.kernels.matmul.cost import device_or_nearest, predict_s, rates_of
+from tilemesh.kernels.matmul.cost import FORM, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Problem, dense
 from tilemesh.kernels.matmul.run import _Launched
@@ -63,7 +62,7 @@ def main() -> None:
     work = []
     for dtype in given.dtypes:
         for shape in given.shapes:
-            problem = dense(*parse_shape(shape), dtype=dtype, c_kind=given.c)
+            problem = dense(*FORM.parse_sizes(shape), dtype=dtype, c_kind=given.c)
             offered = [choose(problem, "auto", None, device), *TILES, *libraries(problem)]
             work.append((problem, [c for c in dict.fromkeys(offered) if refusal(c, problem) is None]))
     with Compiler(device) as compiler:

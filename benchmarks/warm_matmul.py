@@ -13,7 +13,7 @@ import sys
 import torch
 
 from tilemesh.kernels.matmul import reference
-from tilemesh.kernels.matmul.bench import parse_shape
+from tilemesh.kernels.matmul.cost import FORM
 
 
 def eager(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ def eager(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     for shape in sys.argv[1:]:
-        m, n, k = parse_shape(shape)
+        m, n, k = FORM.parse_sizes(shape)
         for dtype in (torch.float16, torch.bfloat16):
             a, b, c = (torch.randn(size, device="cuda", dtype=dtype) for size in ((m, k), (k, n), (m, n)))
             torch._dynamo.reset()

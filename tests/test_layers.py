@@ -33,6 +33,7 @@ MAY_IMPORT = {
 STRICTER = {
     "comm.schedules": ["core"],
     "kernels.launch": ["core", "measure", "kernels.context"],  # never an operator
+    "kernels.bench": ["core", "measure", "kernels.launch", "kernels.accuracy", "kernels.rates"],
     "kernels.tuning": ["core", "measure", "kernels.launch"],
 }
 THIRD_PARTY_FREE = ("core", "comm.schedules", "plan")
@@ -116,6 +117,7 @@ def test_of_runs_and_data_only_one_file_loads_torch() -> None:
         ("comm.schedules.ring", "tilemesh.measure.row"),
         ("kernels.launch.program", "tilemesh.kernels.matmul.kernel"),
         ("kernels.tuning.search", "tilemesh.kernels.matmul.config"),
+        ("kernels.bench.measure", "tilemesh.kernels.matmul.bench"),
         ("plan.search", "tilemesh.kernels.matmul.op"),
         ("plan.search", "tilemesh.model.transformer"),
         ("report.page", "tilemesh.train.loop"),

@@ -288,18 +288,25 @@ def test_every_operator_has_its_parts(name):
     assert entry.load("public") is getattr(tm.kernels, entry.public.partition(":")[2])
     if entry.tuner is not None:
         assert entry.load("tuner").tables.operator == name
-    if entry.example is not None:
-        given = entry.load("example")(6, 10, torch.float32, torch.device("cpu"))
-        torch.testing.assert_close(
-            entry.load("public")(*given, implementation="interpret"), entry.load("public")(*given)
-        )
-        assert isinstance(entry.load("cost")(6, 10, "float32"), Cost)
+    form, bench = entry.load("form"), entry.load("bench")
+    assert (bench.form, bench.name) == (form, entry.public.partition(":")[2])
+    shape = "x".join("65432"[: form.sizes.count("x") + 1])
+    problem = form.problem(shape, {"dtype": "float32"})
+    assert isinstance(form.cost(problem), Cost)
+    assert form.cost_of(form.case(shape, {"dtype": "float32"})) == form.cost(problem)
+    for listed in form.suite:
+        form.problem(listed, {})
+    given = bench.arguments(problem, torch.device("cpu"), 0)
+    interpreted = entry.load("public")(*given, implementation="interpret")
+    torch.testing.assert_close(interpreted, bench.calls(problem)["ours"](*given))
+    assert bench.wrong(problem, given, interpreted) is None
+    assert bench.wrong(problem, given, interpreted + 0.01) is not None
 
 
 def test_an_unknown_operator_gets_the_nearest_known():
     with pytest.raises(UsageError, match="did you mean 'matmul'"):
         registry.find("matmull")
-    with pytest.raises(UsageError, match="'scale_shift' has no tuner; these have: matmul"):
+    with pytest.raises(UsageError, match="'scale_shift' has nothing to tune; these have: matmul"):
         registry.find("scale_shift").load("tuner")
     with pytest.raises(UsageError, match="is there already"):
         registry.register(registry.find("matmul"))
@@ -328,12 +335,10 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
         (folder / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", "documented_softsign"))
     monkeypatch.syspath_prepend(str(tmp_path))
     home = "documented_softsign"
-    entry = registry.OperatorEntry(
-        home, public=f"{home}.reference:softsign", reference=f"{home}.reference:softsign", cost=f"{home}.cost:cost"
-    )
     monkeypatch.setattr(registry, "_operators", dict(registry._operators))
-    registry.register(entry)
-    softsign = registry.find(home).load("public")
+    registry.register(registry.folder("softsign", home))
+    test_every_operator_has_its_parts("softsign")
+    softsign = registry.find("softsign").load("public")
     for dtype in DTYPES:
         whole = torch.randn(7, 300).to(dtype)
         for x in (whole, whole.t(), whole[0, ::2], whole[:, 3], whole[:1].expand(5, 300), whole[0, 0].expand(4)):
@@ -364,7 +369,7 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
     for wrong, words in (("3", "'3', a str: expected a float"), (True, "a bool"), (torch.tensor(3.0), r"\.item\(\)")):
         with pytest.raises(UsageError, match=f"scale is .*{words}"):
             softsign(x, scale=wrong)
-    assert isinstance(entry.load("cost")(2, 3), Cost)
+    del tm.kernels.softsign  # what the package looked up it keeps
 
 
 def test_the_documents_kept_tensor_works(tmp_path, monkeypatch, recording):

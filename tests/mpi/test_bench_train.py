@@ -8,7 +8,7 @@ import pytest
 
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.train.bench import compare
+from tilemesh.train.bench import Contender, compare
 from tilemesh.train.config import TrainConfig, load
 
 SETS = (
@@ -54,3 +54,25 @@ def test_where_ours_does_not_start_that_is_the_error(tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()
     with pytest.raises(RunError, match=r"^ours did not start: rank 0 raised UsageError: data.source .* does not exist"):
         compare(config, peers=["eager"], transport="torch")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_whoever_does_not_come_up_gives_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Starting ranks fails at once, as where there are no processes left: before anything could be waited for."""
+    start = Contender.start
+    unable: set[str] = {"eager"}
+
+    def starts(self: Contender, config: TrainConfig) -> None:
+        if self.name in unable:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(self, config)
+
+    monkeypatch.setattr(Contender, "start", starts)
+    found = compare(made(tmp_path), peers=["eager"], transport="torch", blocks=1, steps=1, at_once=at_once)
+    assert list(found.missing) == ["PyTorch eager"]
+    assert "Resource temporarily unavailable" in found.missing["PyTorch eager"]
+    unable.add("ours")
+    with pytest.raises(RunError, match=r"^ours did not start: .*Resource temporarily unavailable"):
+        compare(made(tmp_path), peers=["eager"], transport="torch", at_once=at_once)

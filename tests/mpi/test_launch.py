@@ -289,3 +289,27 @@ def test_wrong_use_is_refused_before_anything_starts(
     with pytest.raises(UsageError) as caught:
         launch(command, **options)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_launches_at_the_same_moment_do_not_touch_one_another() -> None:
+    """Each sweeps what dead launchers have left, while the others are making their folders."""
+    command = [
+        sys.executable,
+        "-m",
+        "tilemesh",
+        "launch",
+        "--ranks",
+        "1",
+        "--transport",
+        "torch",
+        SCRIPT,
+        "torch",
+        "quiet",
+    ]
+    launches = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=outside_any_job())
+        for _ in range(6)
+    ]
+    ends = [(process.communicate(timeout=120)[0], process.returncode) for process in launches]
+    assert [code for _, code in ends] == [0] * 6, ends
+    assert all("hello from 0" in said for said, _ in ends)

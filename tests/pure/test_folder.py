@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,76 @@ def test_a_folder_that_has_no_lock_yet_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tilemesh-job-new").mkdir()
     assert sweep(tmp_path) == []
     assert (tmp_path / "tilemesh-job-new").exists()
+
+
+def test_a_sweep_in_the_middle_of_a_start_leaves_the_new_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another launcher looks just before the lock is taken, and again just after."""
+    lock = fcntl.flock
+    swept: list[list[Path]] = []
+
+    def looked_at(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        swept.append(sweep(tmp_path))
+        lock(descriptor, operation)
+        swept.append(sweep(tmp_path))
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    with job_folder(tmp_path) as folder:
+        assert (folder / "lock").exists()
+        assert sweep(tmp_path) == []
+    assert swept == [[], []]
+
+
+def test_a_sweep_that_locks_what_its_owner_has_just_removed_takes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening a lock and holding it the owner ends, and the same name is another launcher's."""
+    folder = tmp_path / "tilemesh-job-again"
+    folder.mkdir()
+    (folder / "lock").touch()
+    lock = fcntl.flock
+
+    def replaced(descriptor: int, operation: int) -> None:
+        (folder / "lock").unlink()
+        (folder / "lock").touch()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    assert sweep(tmp_path) == []
+    assert folder.exists()
+
+
+def test_hundreds_of_starts_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Each thread is a launcher: a lock belongs to a descriptor, so threads keep one another out as processes do."""
+    starts, launchers = 25, 16
+    together = threading.Barrier(launchers)
+    failed: list[BaseException] = []
+
+    def launch_often() -> None:
+        together.wait()
+        try:
+            for _ in range(starts):
+                with job_folder(tmp_path) as folder:
+                    (folder / "board").write_bytes(b"x")
+                    assert (folder / "board").read_bytes() == b"x"
+        except (OSError, AssertionError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=launch_often) for _ in range(launchers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_killed_before_it_had_its_lock_goes_when_it_is_old(tmp_path: Path) -> None:
+    new = tmp_path / ".tilemesh-new-x"
+    new.mkdir()
+    assert sweep(tmp_path) == []
+    os.utime(new, (1, 1))
+    assert sweep(tmp_path) == [new]
+    assert not new.exists()

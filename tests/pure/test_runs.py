@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
+import math
+import random
+import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tilemesh
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.report import run, run_page
+from tilemesh.report import compare_page, run, run_page
+from tilemesh.report.layout import Beside
 from tilemesh.runs import names
-from tilemesh.runs.contents import read_contents, version
+from tilemesh.runs.contents import QUIET_S, read_contents, version
 from tilemesh.runs.files import Unread, read_lines, read_object, write_object
 from tilemesh.runs.folder import (
     change_config,
@@ -25,13 +31,16 @@ from tilemesh.runs.folder import (
     read_config,
     read_small,
     read_summary,
+    require_kind,
     write_environment,
     write_prediction,
 )
 from tilemesh.runs.journal import Journal
+from tilemesh.runs.jsontext import from_text, to_text
 from tilemesh.runs.kind import TRAIN, Kind
 from tilemesh.runs.metrics import (
     CHECKPOINT,
+    FAILED,
     RESUMED,
     STARTED,
     STEP,
@@ -63,7 +72,7 @@ def test_a_kind_of_ones_own_needs_no_registration(tmp_path: Path) -> None:
     assert [(event.step, event.words) for event in found.told.events] == [(3, "a die fell off the table")]
     assert read_summary(folder, DICE)["mean"] == 4.0
     # The report shows what there is of it; training and grading refuse it by name.
-    shown = run_page.render(run.read(folder), run_page.Beside())
+    shown = run_page.render(run.read(folder), Beside())
     assert all(words in shown for words in ("A run of kind 'dice'".replace("'", "&#x27;"), "a die fell off", "throws"))
     with pytest.raises(UsageError, match="is a run of kind 'dice': expected one of kind 'train'"):
         read_config(folder, TRAIN)
@@ -77,10 +86,144 @@ def test_the_kind_of_the_documents_runs_as_it_stands_there(tmp_path: Path) -> No
     code = text.partition("## Add a kind of run")[2].partition("```python\n")[2].partition("```")[0]
     given: dict[str, Any] = {}
     exec(compile(code, "extending.md", "exec"), given)
+    random.seed(1)  # neither three ones nor three sixes in a row
     folder = given["throw"](20, str(tmp_path / "run"))
     assert read_summary(folder, given["DICE"])["throws"] == 20
     found = run.read(folder, now=time.time() + 1e6)
     assert (found.kind, found.state, found.last_step, found.predicted) == ("dice", "done", 20, {"mean": 3.5})
+    # No throw at all is a division by zero: the run says so and is not taken for one that goes on.
+    with pytest.raises(ZeroDivisionError):
+        given["throw"](0, str(tmp_path / "none"))
+    found = run.read(tmp_path / "none")
+    assert (found.state, found.ending and found.ending.kind) == (run.DIED, FAILED)
+    assert "Failed at step 0: ZeroDivisionError: division by zero." in text_of(run_page.render(found, Beside()))
+
+
+def test_values_that_json_cannot_hold_are_converted_or_refused_by_name(tmp_path: Path) -> None:
+    folder = new_run(DICE, "", tmp_path / "run")
+    journal = Journal(folder)
+    journal.add(STEP, np.int64(1), eyes=np.float32(1.5), odd=np.bool_(True), both=(np.uint8(7), np.array(2.0)))
+    journal.add(STEP, 2, eyes=math.nan, high=np.float64("inf"), low={"a": [-math.inf]}, text="nan")
+    lines = (folder / names.METRICS).read_text().splitlines()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    assert [json.loads(line, parse_constant=refuse)["step"] for line in lines] == [1, 2]
+    first, second = latest(folder)
+    assert (first["eyes"], first["odd"], first["both"]) == (1.5, True, [7, 2.0])
+    assert math.isnan(second["eyes"])
+    assert (second["high"], second["low"], second["text"]) == (math.inf, {"a": [-math.inf]}, "nan")
+    with pytest.raises(UsageError, match=r"^metrics.jsonl: 'eyes' is a ndarray of shape \(2,\): .*give .tolist\(\)"):
+        journal.add(STEP, 3, eyes=np.zeros(2))
+    with pytest.raises(UsageError, match=r"^metrics.jsonl: 'a\[1\].b' is a set: expected a number"):
+        journal.add(STEP, 3, a=[0, {"b": {1}}])
+    with pytest.raises(UsageError, match=r"^summary.json: 'by.sides' is a complex: expected a number"):
+        journal.summarize(DICE, {"throws": 1, "mean": 1.0, "by": {"sides": 1j}})
+    with pytest.raises(UsageError, match=r"^summary.json: a key of 'mean' is \(1, 2\): expected text"):
+        journal.summarize(DICE, {"throws": 1, "mean": {(1, 2): 1}})
+    assert len(list(latest(folder))) == 2
+    journal.summarize(DICE, {"throws": np.int64(2), "mean": math.nan})
+    assert math.isnan(read_summary(str(folder), DICE)["mean"])
+    write_prediction(folder, {"mean": math.inf})
+    assert read_contents(folder).predicted == {"mean": math.inf}
+
+
+_PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text().filter(lambda text: text not in ("NaN", "Infinity", "-Infinity")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(value=st.dictionaries(st.text(), _PLAIN))
+def test_what_is_written_comes_back(value: dict[str, Any]) -> None:
+    assert repr(from_text(to_text(value, "file"))) == repr(value)  # repr: NaN is not equal to itself
+
+
+def test_what_is_no_run_is_refused_whoever_asks(tmp_path: Path) -> None:
+    for ask in (kind_of, read_contents, lambda folder: require_kind(folder, DICE)):
+        with pytest.raises(UsageError, match="is no folder: expected a run's"):
+            ask(tmp_path / "nowhere")
+        with pytest.raises(UsageError, match="is no run: it has neither"):
+            ask(tmp_path)
+    with pytest.raises(RunError, match=r"has no summary.json: give the folder of a run that has ended"):
+        read_summary(str(tmp_path / "nowhere"), DICE)
+
+
+def thrown(folder: Path, eyes: list[float], ending: str = "") -> Path:
+    """A run of dice: with a summary, or stopped or failed without one."""
+    new_run(DICE, f"throws = {len(eyes)}\n", folder)
+    write_prediction(folder, {"mean": 3.5, "sixes": 2})
+    journal = Journal(folder)
+    journal.add(STARTED, 0)
+    for step, value in enumerate(eyes, 1):
+        journal.add(STEP, step, eyes=value)
+    journal.add("rolled-off", 2, text="a die fell off the table")
+    if ending:
+        journal.add(ending, len(eyes), why="somebody took the dice")
+    else:
+        journal.summarize(DICE, {"throws": len(eyes), "mean": sum(eyes) / len(eyes)})
+    return folder
+
+
+def text_of(page: str) -> str:
+    """A page's words without its markup."""
+    body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", " ", body)).replace("\u00a0", " ")
+
+
+def test_a_kind_without_a_page_of_its_own_gets_the_general_one(tmp_path: Path) -> None:
+    words = text_of(run_page.render(run.read(thrown(tmp_path / "a", [1, 2, 6])), Beside()))
+    assert "Done, step 3." in words
+    assert re.search(r"mean\s+3\s+3.5\s+-14.3 %", words)
+    assert re.search(r"sixes\s+–\s+2", words), "a prediction that the summary has no figure for"
+    assert re.search(r"2\s+rolled-off\s+a die fell off the table", words), "an event under its own name"
+    for other in ("cannot show", "trace.json", "sample.txt", "training loss", "tilemesh train", "warning"):
+        assert other not in words
+
+
+@pytest.mark.parametrize("ending", [STOPPED, FAILED])
+def test_a_run_that_stopped_or_failed_says_so_and_why(tmp_path: Path, ending: str) -> None:
+    found = run.read(thrown(tmp_path / "a", [1, 2, 6], ending))
+    assert found.state == {STOPPED: run.STOPPED, FAILED: run.DIED}[ending]
+    page = run_page.render(found, Beside())
+    words = text_of(page)
+    assert f"{ending.capitalize()} at step 3: somebody took the dice." in words
+    assert re.search(rf"3\s+{ending}\s+{ending} at step 3: somebody took the dice", words)
+    assert 'class="verdict bad"' in page
+    assert re.search(r"mean\s+–\s+3.5", words), "the prediction is shown without a summary, too"
+
+
+def test_a_run_that_is_silent_counts_as_ended_after_a_minute(tmp_path: Path) -> None:
+    folder = thrown(tmp_path / "a", [1, 2, 6])
+    (folder / names.SUMMARY).unlink()
+    assert run.read(folder, now=time.time() + QUIET_S / 2).state == run.RUNNING
+    found = run.read(folder, now=time.time() + QUIET_S + 5)
+    assert "Ended at step 3 without a summary" in text_of(run_page.render(found, Beside()))
+    (folder / names.METRICS).write_text('{"kind": "started", "step": 0}\n')
+    found = run.read(folder, now=time.time() + 7200)
+    assert "No step is done yet, and nothing was written for 2 h" in text_of(run_page.render(found, Beside()))
+
+
+def test_two_runs_of_any_kind_are_compared_and_of_two_kinds_refused(tmp_path: Path) -> None:
+    first, second = (
+        run.read(thrown(tmp_path / name, eyes)) for name, eyes in (("a", [1, 2, 6]), ("b", [2, 4, 12, 12]))
+    )
+    words = text_of(compare_page.render(first, Beside(), second, Beside()))
+    assert "throws changed; 2 of 3 figures differ, each measured once, most of all mean: 150 % more in b." in words
+    assert re.search(r"eyes, last steps\s+within noise", words)
+    alike = text_of(compare_page.render(first, Beside(), first, Beside()))
+    assert "no figure differs by more than noise" in alike
+    training = new_run(TRAIN, "", tmp_path / "c")
+    with pytest.raises(UsageError, match=r"a is a run of kind 'dice', .*c one of kind 'train': only runs of one kind"):
+        compare_page.render(first, Beside(), run.read(training), Beside())
+    bare = new_run(DICE, "", tmp_path / "d")
+    assert "the runs have no figure in common" in compare_page.render(first, Beside(), run.read(bare), Beside())
 
 
 @pytest.mark.parametrize("name", ["", "Dice", "two words", "1st", "a/b"])
@@ -104,12 +247,15 @@ def test_a_folder_from_before_kinds_is_a_training_run_and_a_later_version_is_ref
     (folder / names.ABOUT).unlink()
     assert kind_of(folder) == "train"
     write_object(folder / names.ABOUT, {"schema": names.SCHEMA + 1, "kind": "train"})
-    with pytest.raises(RunError, match=rf"has schema 2, this version reads {names.SCHEMA}"):
+    with pytest.raises(RunError, match=rf"has schema 2, this version of tilemesh reads {names.SCHEMA}: use"):
         kind_of(folder)
     (folder / names.ABOUT).write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         kind_of(folder)
-    assert any(names.ABOUT in what for what in read_contents(folder).missing)  # a page is made all the same
+    for wrong in ("[]", '{"schema": 1}', '{"schema": "one", "kind": "train"}', '{"schema": 0, "kind": "train"}'):
+        (folder / names.ABOUT).write_text(wrong)
+        with pytest.raises(RunError, match=r'it should hold \{"schema": 1, "kind": "train"\}'):
+            read_contents(folder)  # what the other files mean is not known
 
 
 def test_a_folder_is_made_once_and_its_configuration_kept_when_it_changes(tmp_path: Path) -> None:
@@ -169,7 +315,8 @@ def test_going_back_undoes_steps_and_the_later_line_of_a_step_counts(tmp_path: P
     assert [line["loss"] for line in latest(tmp_path) if line["kind"] == STEP] == [1.0, 2.0, 30.0]
     assert [line["text"] for line in latest(tmp_path) if line["kind"] == WARNING] == ["LOW", "HIGH"]
     told = read_metrics(read_lines(tmp_path / names.METRICS)[0])
-    assert (told.is_over, sorted(told.steps)) == (True, [1, 2, 3])
+    assert told.ending is not None
+    assert (told.ending.words, sorted(told.steps)) == ("stopped at step 3: asked to stop", [1, 2, 3])
     assert [event.kind for event in told.events] == ["checkpoint", "restart", "warning", "warning", "stopped"]
 
 
@@ -198,26 +345,22 @@ def test_an_object_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_nobody_else_spells_the_names() -> None:
-    """A file name as a string of its own, anywhere in the package but in runs/names.py."""
-    files = {
-        value
-        for name, value in vars(names).items()
-        if name.isupper() and isinstance(value, str) and name not in ("RUNS", "CHECKPOINTS", "TRACE_PARTS", "PAGE")
-    }
+    """No text of the package's code but runs/names.py has a file's name in it, and no path one of a folder's."""
+    values = {name: value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
+    folders = {values.pop(name) for name in ("RUNS", "CHECKPOINTS", "TRACE_PARTS")}
+    files = re.compile(r"(?<![\w-])(" + "|".join(map(re.escape, values.values())) + r")(?![\w-])")
     root = Path(tilemesh.__file__).parent
-    found = {}
+    found: dict[str, set[str]] = {}
     for path in sorted(root.rglob("*.py")):
-        if path == Path(names.__file__):
-            continue
-        words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
-        spelled = {word for word in words if isinstance(word, str) and word in files}
-        if spelled:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        told = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # documentation may name them
+        texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        spelled = {match for text in texts if id(text) not in told for match in files.findall(str(text.value))}
+        joined = [node.right for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
+        spelled |= {str(right.value) for right in joined if isinstance(right, ast.Constant) and right.value in folders}
+        if spelled and path != Path(names.__file__):
             found[str(path.relative_to(root))] = spelled
-    # A trace is also what `measure` alone writes.
-    assert found == {
-        "measure/trace.py": {names.TRACE},
-        "train/config.py": {names.CONFIG},
-    }
+    assert found == {"measure/trace.py": {names.TRACE}}  # a trace is also what `measure` alone writes
 
 
 def test_the_folder_is_json_that_anything_reads(tmp_path: Path) -> None:

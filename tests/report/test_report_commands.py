@@ -71,6 +71,28 @@ def test_wrong_use_is_one_line(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ('{"schema": 2, "kind": "serve"}', "has schema 2, this version of tilemesh reads 1: use the one that wrote it"),
+        ("{", "cannot be read: damaged, or cut short while it was written; it should hold"),
+        ('{"schema": 1}', "says schema 1 and kind None: it should hold"),
+    ],
+)
+@pytest.mark.parametrize("command", [["report"], ["watch"], ["report", "other"]])
+def test_a_run_of_an_unknown_kind_is_one_line(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], command: list[str], about: str, words: str
+) -> None:
+    folder = make_run()
+    (folder / "run.json").write_text(about)
+    others = [str(make_run("other"))] if "other" in command else []
+    assert main([command[0], *others, str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (folder / "report.html").exists()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: MakeRun) -> None:
     """On a GPU without what is reserved; gradients not there yet at the fullest moment are off the sum, never on it."""
@@ -116,7 +138,7 @@ def test_a_run_keeps_its_commands_and_ends_with_its_page(make_run: MakeRun, tmp_
 
 def test_bench_kernel_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = read_rows(RESULTS / "matmul_rows_h200_float16.jsonl")[:2]
-    monkeypatch.setattr("tilemesh.kernels.matmul.bench.bench_matmul", lambda *arguments, **options: recorded)
+    monkeypatch.setattr("tilemesh.kernels.bench.measure.bench_rows", lambda *arguments, **options: recorded)
     grid, target = str(RESULTS / "matmul_grid_h200_float16.jsonl"), tmp_path / "page.html"
     command = ["bench", "kernel", "--shapes", "2048x2048x2048", "--html", str(target), "--tried"]
     assert main([*command, str(tmp_path / "nothing.jsonl")]) == 2

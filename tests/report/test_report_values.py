@@ -16,7 +16,7 @@ import pytest
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.report import compare, compare_page, kernel_page, run, run_page, series, spans, verdict
+from tilemesh.report import compare, compare_page, kernel_page, layout, run, run_page, series, spans, verdict
 from tilemesh.report.draw import Axis, around
 from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
@@ -70,7 +70,7 @@ def test_lines_of_another_kind_are_no_steps(make_run: MakeRun) -> None:
         file.write('{"kind": "step", "step": 21, "loss": 1.')  # being written at this moment
     found = run.read(folder)
     assert found.last_step == 20
-    assert found.missing["1 lines of metrics.jsonl"] == "damaged"
+    assert found.missing["metrics.jsonl"] == "1 of its lines is damaged"
 
 
 def test_a_step_done_twice_counts_once_and_the_restart_is_an_event(make_run: MakeRun) -> None:
@@ -103,7 +103,7 @@ def test_every_kind_of_event_is_told_with_its_reason(make_run: MakeRun) -> None:
     told = [(event.step, event.kind, event.words) for event in found.events if event.kind != "checkpoint"]
     assert told == [
         (10, "restart", "went on after step 10; 10 steps done again"),
-        (11, "stopped", "failed at step 11: rank 0 raised RunError: <why>"),
+        (11, "failed", "failed at step 11: rank 0 raised RunError: <why>"),
         (12, "warning", "checkpoint of step 12 failed: no space left on device"),
         (14, "warning", "DAMAGED CHECKPOINT: altered"),
         (20, "restart", "failed at step 20 and was started again: rank 1 was killed by SIGKILL"),
@@ -142,7 +142,7 @@ def test_a_summary_of_an_earlier_attempt_is_not_believed(make_run: MakeRun) -> N
         file.write('{"kind": "step", "step": 21, "loss": 1.0, "seconds": 5.0}\n')
     found = run.read(folder)
     assert found.state == RUNNING
-    assert found.missing["a summary (summary.json)"] == "the one there is of step 20"
+    assert found.missing["summary.json"] == "the one there is of step 20"
     step = found.step_time()
     assert step is not None
     assert step.n == 16  # from the metrics, without the first three and the two with a checkpoint
@@ -177,8 +177,8 @@ def test_links_out_of_the_folder_and_pipes_are_not_followed(make_run: MakeRun, t
     os.mkfifo(folder / "predicted.json")
     found = run.read(folder)
     assert "THE SECRET" not in repr(found)
-    assert found.missing["the run's own summary (summary.json)"] == "a link, which is not followed"
-    assert found.missing["predictions (predicted.json)"] == "not a plain file"
+    assert found.missing["summary.json"] == "a link, which is not followed"
+    assert found.missing["predicted.json"] == "not a plain file"
 
 
 # ---- series ----------------------------------------------------------------------------------------------------
@@ -263,7 +263,9 @@ def test_the_verdict_names_the_largest_saving(make_run: MakeRun) -> None:
         "communication (with waiting for ranks) is 34 % of the step; "
         "the largest saving is exchanges that hide behind compute, at most 30 % of the step."
     )
-    assert verdict.judge(found, 0.2).savings[0] == verdict.Saving("compute at the calibrated peak", pytest.approx(0.45))
+    assert verdict.savings(verdict.shares_of(found), 0.2)[0] == verdict.Saving(
+        "compute at the calibrated peak", pytest.approx(0.45)
+    )
     # What can be done is about the saving that was named, whatever the run said before the limit was known.
     assert verdict.improve(found, 0.62).startswith("exchanges take 30 % of a step, most of it all_reduce over tp")
     assert verdict.improve(found, 0.2).startswith("compute takes 65 % of a step, and at the calibrated peak")
@@ -296,10 +298,10 @@ def test_the_facts_of_a_page_go_with_its_rows(make_run: MakeRun) -> None:
     row |= {"machine": "m", "versions": {}, "commit": None, "predicted": None, "limit": None}
     step = Row(name="step time", unit="s", measured=Sample(2.0, 1.9, 2.1, 5), **row)
     speed = Row(name="throughput", unit="tokens/s", measured=Sample(1024.0, 1000.0, 1100.0, 5), **row)
-    shown = run_page.render(found, run_page.Beside([step, speed]))
+    shown = run_page.render(found, layout.Beside([step, speed]))
     assert "1.02k<small>at the median step" in shown
     assert "how near the limit is not known (no calibration)" in shown
-    without = run_page.render(found, run_page.Beside([], "the summary is of another version: 'cores'"))
+    without = run_page.render(found, layout.Beside([], "the summary is of another version: 'cores'"))
     assert "median of the last 10 steps" in without
     assert "how near the limit is not known (the summary is of another version: &#x27;cores&#x27;)" in without
 
@@ -309,10 +311,10 @@ def test_a_run_that_goes_on_is_held_against_the_limit_it_began_with(make_run: Ma
     (folder / "predicted.json").write_text('{"limit_s": 0.025}')
     taken = run.read(folder).step_time()
     assert taken is not None
-    shown = run_page.render(run.read(folder), run_page.Beside()).replace("\u00a0", " ")
+    shown = run_page.render(run.read(folder), layout.Beside()).replace("\u00a0", " ")
     assert f"{0.025 / taken.median:.0%} of the calibrated limit".replace("%", " %") in shown
     (folder / "predicted.json").write_text('{"limit_s": NaN}')
-    assert "of the calibrated limit" not in run_page.render(run.read(folder), run_page.Beside())
+    assert "of the calibrated limit" not in run_page.render(run.read(folder), layout.Beside())
 
 
 def test_metrics_that_cannot_be_read_are_not_a_run_that_has_not_begun(make_run: MakeRun) -> None:
@@ -357,12 +359,12 @@ def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:9] + lines[12:]))
     first, second = run.read(folder), run.read(make_run("b"))
-    shown = compare_page.render(first, run_page.Beside(), second, run_page.Beside())
+    shown = compare_page.render(first, layout.Beside(), second, layout.Beside())
     assert "<li>a: steps 10 to 12: not in the metrics</li>" in shown
     assert '<th scope="col">b</th>' in shown
     # A name that would push the columns out of sight stands in the title alone.
     long = run.read(make_run("B" * 200, seconds=0.2))
-    shown = compare_page.render(first, run_page.Beside(), long, run_page.Beside())
+    shown = compare_page.render(first, layout.Beside(), long, layout.Beside())
     assert shown.count("B" * 200) == 2  # the page's title and its heading
     assert f"<h1>First: a; second: {'B' * 200}</h1>" in shown
     assert '<th scope="col">second</th>' in shown
@@ -373,11 +375,11 @@ def test_two_runs_differ_by_more_than_noise_or_not(make_run: MakeRun) -> None:
     first, second = run.read(make_run("a")), run.read(make_run("b", lr=0.001, seconds=0.13))
     changed = compare.changes({"optimizer.lr": 0.004, "same": 1, "gone": 2}, {"optimizer.lr": 0.001, "same": 1})
     assert changed == [compare.Change("optimizer.lr", 0.004, 0.001), compare.Change("gone", 2, None)]
-    found = {one.name: one.verdict for one in compare.differences(first, [], second, [])}
+    found = {one.name: one.verdict for one in compare.training_differences(first, [], second, [])}
     assert found["step time"] == compare.WORSE
     assert found["throughput"] == compare.WORSE
     assert found["training loss, last steps"] == compare.SAME
-    same = compare.differences(first, [], first, [])
+    same = compare.training_differences(first, [], first, [])
     assert {one.verdict for one in same} == {compare.SAME}
     assert "no figure differs" in compare.sentence("b", [], same)
 

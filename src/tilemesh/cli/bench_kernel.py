@@ -1,4 +1,4 @@
-"""`tilemesh bench kernel`: the fused matmul beside its peers on this GPU, as rows."""
+"""`tilemesh bench kernel NAME`: any operator beside its peers on this GPU, as rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from rich.status import Status
 
 
 def bench_kernel(
-    operator: Annotated[str, typer.Argument(help="Which operator, as in matmul.")] = "matmul",
+    operator: Annotated[str, typer.Argument(help="Which operator, as in matmul or scale_shift.")] = "matmul",
     shapes: Annotated[
-        str, typer.Option("--shapes", help="MxNxK, several separated by commas; `suite` for all.")
+        str, typer.Option("--shapes", help="As in 2048x2048x2048, several separated by commas; `suite` for all.")
     ] = "suite",
-    dtype: Annotated[str, typer.Option("--dtype", help="float16, bfloat16 or float32; several by commas.")] = "float16",
-    c: Annotated[str, typer.Option("--c", help="What C is: full, row, column or none.")] = "full",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float16, bfloat16 or float32; several by commas.")
+    ] = None,
+    c: Annotated[str | None, typer.Option("--c", help="What a matmul's C is: full, row, column or none.")] = None,
     activation: Annotated[
-        str, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
-    ] = "relu",
+        str | None, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="Of a matmul: nn, nt, tn or tt, A and B as written or transposed.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting of the operator's problems.")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile (minutes).")] = True,
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
@@ -32,56 +40,50 @@ def bench_kernel(
         str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
     ] = None,
 ) -> None:
-    """Time the fused matmul against eager, addmm, torch.compile and cuBLASLt: kernel time and call time."""
+    """Time an operator against eager, torch.compile and its own peers: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
-    from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.cli.operators import given_settings
+    from tilemesh.core.errors import UsageError
     from tilemesh.kernels import registry
-    from tilemesh.kernels.activations.names import ACTIVATIONS
-    from tilemesh.kernels.matmul.bench import SUITE, parse_shape
-    from tilemesh.kernels.matmul.problem import C_KINDS, DTYPE_BYTES
 
-    bench = registry.find(operator).load("bench")
-    wanted = list(SUITE) if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
-    dtypes = [name.strip() for name in dtype.split(",")]
-    known_values = [
-        ("C kind", c, C_KINDS),
-        ("activation", activation, ACTIVATIONS),
-    ]
-    for kind, given, known in [*known_values, *(("dtype", name, tuple(DTYPE_BYTES)) for name in dtypes)]:
-        if given not in known:
-            raise unknown(kind, given, known)
-    for shape in wanted:
-        parse_shape(shape)
+    entry = registry.find(operator)
+    form = entry.load("form")
+    wanted = list(form.suite) if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
+    asked = given_settings(settings, c=c, activation=activation, layout=layout)
+    dtypes = [form.settings["dtype"].default] if dtype is None else [name.strip() for name in dtype.split(",")]
+    each = [{**asked, "dtype": name} for name in dtypes] if dtype or "dtype" not in asked else [asked]
+    for settled in each:
+        for shape in wanted:
+            form.problem(shape, settled)
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected at least 1")
     if chart is not None:  # what cannot be written or read is told before minutes of measuring
-        from tilemesh.kernels.matmul.chart import check_path
+        from tilemesh.kernels.bench.chart import check_path
 
         check_path(chart)
     if tried is not None:
         from tilemesh.cli.bench_page import read_trials
 
         read_trials(tried)
+    from tilemesh.kernels.bench.measure import bench_rows
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
-    rows = []
-    for name in dtypes:
+    bench, rows = entry.load("bench"), []
+    for settled in each:
         with console.status("") as status:
 
             def show(done: int, total: int, words: str, status: Status = status) -> None:
                 status.update(f"[{done + 1}/{total}] {words}")
 
-            rows += bench(
-                wanted, dtype=name, c_kind=c, activation=activation, compiled=compiled, repeats=repeats, progress=show
-            )
+            rows += bench_rows(bench, wanted, settled, compiled=compiled, repeats=repeats, progress=show)
     print_rows(rows, console)
     if json is not None:
         write_rows(rows, json)
     if chart is not None:
-        from tilemesh.kernels.matmul.chart import draw
+        from tilemesh.kernels.bench.chart import draw
 
-        draw(rows, chart)
+        draw(rows, chart, form.cost_of)
         console.print(f"roofline: {chart}", soft_wrap=True)
     if html is not None:
         from tilemesh.cli.bench_page import write_bench_page

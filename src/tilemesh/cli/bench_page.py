@@ -1,4 +1,4 @@
-"""Pages of benchmarks: which kind a set of rows is, and what the report may not know by itself (a matmul's FLOPs)."""
+"""Pages of benchmarks: which kind a set of rows is, and what the report may not know (an operator's FLOPs)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels import registry
 from tilemesh.measure.row import Row
 from tilemesh.report import collective_page, kernel_page
 from tilemesh.report.html import write
@@ -53,13 +54,12 @@ def read_trials(path: str) -> list[Trial]:
 
 
 def _work(row: Row) -> Work | None:
-    """FLOPs and bytes of a matmul's row; None for rows of anything else."""
-    from tilemesh.kernels.matmul.cost import cost
-    from tilemesh.kernels.matmul.problem import dense
-
-    try:
-        m, n, k = (int(side) for side in str(row.case["shape"]).split("x"))
-        found = cost(dense(m, n, k, dtype=str(row.case["dtype"]), c_kind=str(row.case["c"])))
-    except (KeyError, ValueError):
+    """FLOPs and bytes of an operator's row; None for rows of anything else."""
+    entry = registry.find_function(row.name)
+    if entry is None or entry.form is None or "shape" not in row.case:
         return None
-    return Work(found.flops, found.flops / found.intensity)
+    try:
+        found = entry.load("form").cost_of(row.case)
+    except UsageError:  # a shape or a setting that this version's operator does not have
+        return None
+    return Work(found.flops, found.bytes_moved)

@@ -15,9 +15,10 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.step import predict
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
+from tilemesh.report.layout import Beside
 from tilemesh.report.run import Run
-from tilemesh.report.run_page import Beside
-from tilemesh.runs.names import CONFIG, PAGE
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG, PAGE, page_beside
 from tilemesh.runs.values import number, section
 from tilemesh.train.rows import rows
 
@@ -33,7 +34,7 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
         target = Path(html) if html else Path(what[0]) / PAGE
         write(run_page.render(found[0], beside(found[0])), target)
     else:
-        target = Path(html) if html else Path(what[0]) / f"report-beside-{found[1].name}.html"
+        target = Path(html) if html else Path(what[0]) / page_beside(found[1].name)
         write(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
     return [str(target)]
 
@@ -66,6 +67,8 @@ def follow(folder: str, port: int) -> None:
 
 def beside(found: Run) -> Beside:
     """Rows and expected memory of a run; whatever its folder lacks is left out, with the reason."""
+    if found.kind != TRAIN.name:
+        return Beside([] if found.is_behind else found.rows)
     made, why = [] if found.is_behind else list(found.rows), ""
     if not made:
         try:

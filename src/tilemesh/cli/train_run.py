@@ -22,7 +22,7 @@ from tilemesh.measure.machine import gpu_names, stamp
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.runs import folder as folders
-from tilemesh.runs.names import SAMPLE, SUMMARY
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
 from tilemesh.train import config as configs
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.job import check, fit
@@ -175,7 +175,7 @@ def show(result: Result, console: Console, json_file: str | None) -> None:
     console.print(words, soft_wrap=True)
     further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
     console.print(
-        f"written: {folder} (config, metrics.jsonl, checkpoints/, trace.json for ui.perfetto.dev, summary.json)\n"
+        f"written: {folder} ({CONFIG}, {METRICS}, {CHECKPOINTS}/, {TRACE} for ui.perfetto.dev, {SUMMARY})\n"
         f"go on:   {program()} train --resume {folder}{further}\n"
         f"write:   {program()} generate {folder} --prompt 'import '",
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""`tilemesh tune`: find the fastest fused matmul for shapes on this GPU, and remember it."""
+"""`tilemesh tune`: find the fastest configuration of an operator for shapes on this GPU, and remember it."""
 
 from __future__ import annotations
 
@@ -10,53 +10,60 @@ from rich.status import Status
 
 
 def tune(
-    shapes: Annotated[list[str], typer.Argument(metavar="MxNxK…", help="Shapes to tune, as in 2048x2048x2048.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="float16 or bfloat16.")] = "float16",
-    c: Annotated[str, typer.Option("--c", help="What C is: full, row, column or none.")] = "full",
+    shapes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[OPERATOR] SHAPE…", help="Shapes to tune; of matmul unless an operator is named first."
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float16 or bfloat16.")] = None,
+    c: Annotated[str | None, typer.Option("--c", help="What C is: full, row, column or none.")] = None,
     activation: Annotated[
-        str, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
-    ] = "relu",
+        str | None, typer.Option("--activation", help="none, relu, gelu, gelu_tanh, silu, squared_relu.")
+    ] = None,
     layout: Annotated[
-        str, typer.Option("--layout", help="nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt.")
-    ] = "nn",
-    operator: Annotated[str, typer.Option("--operator", help="Which operator to tune.")] = "matmul",
+        str | None,
+        typer.Option("--layout", help="nn, nt, tn or tt: A and B as written (n) or transposed; FusedLinear is nt."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting of the operator's problems.")
+    ] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Remember the winners for `auto`.")] = True,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write all that was tried.")] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="A heat map of what was tried.")] = None,
 ) -> None:
-    """Search tile sizes, pipeline depth and kind of kernel; time finalists beside the built-ins; keep the winner."""
+    """Search an operator's configurations; time finalists beside the built-ins; keep the winner."""
     console = Console(highlight=False)
     import torch
 
-    from tilemesh.core.errors import RunError, UsageError, unknown
+    from tilemesh.cli.operators import given_settings
+    from tilemesh.core.errors import RunError, UsageError
     from tilemesh.core.units import format_seconds
     from tilemesh.kernels import registry
-    from tilemesh.kernels.activations.names import ACTIVATIONS
     from tilemesh.kernels.launch.gpu import gpu_of
-    from tilemesh.kernels.matmul.bench import parse_shape
-    from tilemesh.kernels.matmul.problem import C_KINDS, LAYOUTS, dense
     from tilemesh.kernels.tuning.compiler import Compiler
     from tilemesh.kernels.tuning.table import versions
     from tilemesh.kernels.tuning.tuner import tune as tune_one
     from tilemesh.report.html import write
     from tilemesh.report.kernel_page import Trial, render, trial_line
 
-    tuning = registry.find(operator).load("tuner")
-    sizes = [parse_shape(shape) for shape in shapes]
-    for kind, given, known in (
-        ("dtype", dtype, ("float16", "bfloat16")), ("C kind", c, C_KINDS), ("activation", activation, ACTIVATIONS),
-        ("layout", layout, LAYOUTS),
-    ):  # fmt: skip
-        if given not in known:
-            raise unknown(kind, given, known)
+    operator, shapes = (shapes[0], shapes[1:]) if shapes[0].isidentifier() else ("matmul", shapes)
+    entry = registry.find(operator)
+    tuning, form = entry.load("tuner"), entry.load("form")
+    if not shapes:
+        raise UsageError(f"no shapes to tune {operator} for: write {form.sizes}, as in {form.suite[0]}")
+    asked = given_settings(settings, dtype=dtype, c=c, activation=activation, layout=layout)
+    problems = [form.problem(shape, asked) for shape in shapes]
+    for problem in problems:
+        if reason := tuning.refusal(problem):
+            raise UsageError(f"{problem.key}: {reason}")
     if not torch.cuda.is_available():
         raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     entries = {}
     trials: list[Trial] = []
     with Compiler(device) as compiler:
-        for m, n, k in sizes:
-            problem = dense(m, n, k, dtype=dtype, c_kind=c, activation=activation, layout=layout)
+        for problem in problems:
             with console.status(problem.key) as status:
 
                 def show(done: int, total: int, words: str, status: Status = status, key: str = problem.key) -> None:
@@ -75,7 +82,7 @@ def tune(
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
     if json is not None:
-        write("".join(trial_line(one) + "\n" for one in trials), json)
+        write("".join(trial_line(trial) + "\n" for trial in trials), json)
         console.print(f"trials: {json}", soft_wrap=True)
     if html is not None:
         write(render([], [], trials), html)

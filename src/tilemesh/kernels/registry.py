@@ -1,4 +1,4 @@
-"""Operators by name: where each one's reference, public function, cost and, if it has them, tuner and benchmark are.
+"""Operators by name: where each one's function, reference, cost, form of problems, benchmark and tuner are.
 
 Commands and tests find operators here. Everything is named as `package.module:name` and imported when it is asked for,
 so this file needs neither torch nor Triton. A new operator adds one entry to `_OPERATORS`; a package of its own calls
@@ -22,24 +22,32 @@ class OperatorEntry:
     public: str
     reference: str
     cost: str
-    tuner: str | None = None  # a tuning.operator.Tunable
-    bench: str | None = None  # rows beside peers, on a GPU
-    example: str | None = None  # arguments for tests: (rows, columns, dtype, device)
+    form: str | None = None  # a bench.problems.ProblemForm: how its problems are written
+    bench: str | None = None  # a bench.operator.OperatorBench: what it is measured beside
+    tuner: str | None = None  # a tuning.operator.Tunable; None where there is nothing to choose
 
     def load(self, part: str) -> Any:
         """The object that a part (`public`, `reference`, `cost`, …) names."""
         path = getattr(self, part)
         if path is None:
-            having = [entry.name for entry in _operators.values() if getattr(entry, part) is not None]
-            raise UsageError(f"operator '{self.name}' has no {part}; these have: {', '.join(having) or 'none'}")
+            having = ", ".join(entry.name for entry in _operators.values() if getattr(entry, part) is not None)
+            lacks = "nothing to tune" if part == "tuner" else f"no {part}"
+            raise UsageError(f"operator '{self.name}' has {lacks}; these have: {having or 'none'}")
         module, _, name = path.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
-def _folder(name: str, **parts: str) -> OperatorEntry:
-    """An operator of three files: its function is decorated in reference.py and named like the folder."""
-    home = f"tilemesh.kernels.{name}"
-    return OperatorEntry(name, f"{home}.reference:{name}", f"{home}.reference:{name}", f"{home}.cost:cost", **parts)
+def folder(name: str, home: str = "") -> OperatorEntry:
+    """An operator of three files in the package `home`: reference.py has its function and BENCH, cost.py has FORM.
+
+    Where several operators share a package, theirs are NAME_BENCH and NAME_FORM.
+    """
+    shared = f"{name.upper()}_" if home and not home.endswith(f".{name}") else ""
+    home = home or f"tilemesh.kernels.{name}"
+    reference, cost = f"{home}.reference", f"{home}.cost"
+    function = f"{reference}:{name}"
+    parts = {"form": f"{cost}:{shared}FORM", "bench": f"{reference}:{shared}BENCH"}
+    return OperatorEntry(name, function, function, f"{cost}:cost", **parts)
 
 
 _MATMUL = "tilemesh.kernels.matmul"
@@ -50,23 +58,18 @@ _OPERATORS = (
         public=f"{_MATMUL}.op:fused_matmul",
         reference=f"{_MATMUL}.reference:fused_matmul",
         cost=f"{_MATMUL}.cost:cost",
+        form=f"{_MATMUL}.cost:FORM",
+        bench=f"{_MATMUL}.bench:BENCH",
         tuner=f"{_MATMUL}.tuning:TUNING",
-        bench=f"{_MATMUL}.bench:bench_matmul",
     ),
-    _folder("scale_shift", example="tilemesh.kernels.scale_shift.reference:example"),
-    _folder("cross_entropy", example="tilemesh.kernels.cross_entropy.reference:example"),
-    _folder("linear_cross_entropy", example="tilemesh.kernels.linear_cross_entropy.reference:example"),
-    _folder("softmax", example="tilemesh.kernels.softmax.reference:example"),
-    *(
-        OperatorEntry(
-            name,
-            public=f"{_NORM}.reference:{name}",
-            reference=f"{_NORM}.reference:{name}",
-            cost=f"{_NORM}.cost:{added}cost",
-            example=f"{_NORM}.reference:{added}example",
-        )
-        for name, added in (("rms_norm", ""), ("layer_norm", ""), ("add_rms_norm", "add_"), ("add_layer_norm", "add_"))
-    ),
+    folder("scale_shift"),
+    folder("softmax"),
+    folder("rms_norm", _NORM),
+    folder("layer_norm", _NORM),
+    folder("add_rms_norm", _NORM),
+    folder("add_layer_norm", _NORM),
+    folder("cross_entropy"),
+    folder("linear_cross_entropy"),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 
@@ -79,6 +82,11 @@ def find(name: str) -> OperatorEntry:
     if name not in _operators:
         raise unknown("operator", name, names())
     return _operators[name]
+
+
+def find_function(function: str) -> OperatorEntry | None:
+    """The operator whose public function has this name, as a row's `name` says it."""
+    return next((entry for entry in _operators.values() if entry.public.partition(":")[2] == function), None)
 
 
 def register(entry: OperatorEntry) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tilemesh.core.axes import Axes, rank_at, ranks_of, size_of
 from tilemesh.report.html import Html, el, join
 
 _LETTER = 0.022  # of a bar: a letter's width on a phone
@@ -105,24 +107,25 @@ def heat(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float,
 MOST_DRAWN = 256
 
 
-def mesh_picture(dp: int, tp: int, pp: int, dp_bytes: float, tp_bytes: float) -> Html:
-    """Ranks as boxes, tp across and dp down, a panel a stage; thick where much crosses."""
-    if dp * tp * pp > MOST_DRAWN:
-        return el("p", f"{dp * tp * pp:,} ranks are more than a picture can show: the table beneath says what crosses.")
-    most = max(dp_bytes, tp_bytes, 1.0)
-    thick = {"dp": 2 + 10 * dp_bytes / most, "tp": 2 + 10 * tp_bytes / most}
+def mesh_picture(axes: Axes, nbytes: Mapping[str, float]) -> Html:
+    """Ranks as boxes, tp across and dp down, a panel for each place on the other axes; thick where much crosses."""
+    ranks, tp, dp = ranks_of(axes), size_of(axes, "tp"), size_of(axes, "dp")
+    if ranks > MOST_DRAWN:
+        return el("p", f"{ranks:,} ranks are more than a picture can show: the table beneath says what crosses.")
+    most = max(1.0, *(nbytes.get(axis, 0.0) for axis in ("dp", "tp")))
+    thick = {axis: 2 + 10 * nbytes.get(axis, 0.0) / most for axis in ("dp", "tp")}
     small = " small" if max(dp, tp) > 8 else ""
+    others = [(name, size) for name, size in axes if name not in ("dp", "tp") and size > 1]
     panels = []
-    for stage in range(pp):
+    for there in itertools.product(*(range(size) for _, size in others)):
+        place = {name: index for (name, _), index in zip(others, there, strict=True)}
+        where = "".join(f", {name} {index}" for name, index in place.items())
         cells = []
-        for row in range(dp):
-            for column in range(tp):
-                # Model-major: ranks of one replica have neighbouring numbers.
-                rank = (row * pp + stage) * tp + column
-                joined = " ".join(name for name, on in (("right", column + 1 < tp), ("down", row + 1 < dp)) if on)
-                words = f"rank {rank}: dp {row}, tp {column}" + (f", stage {stage}" if pp > 1 else "")
-                cells.append(el("span", rank, class_=joined or None, title=words))
+        for row, column in itertools.product(range(dp), range(tp)):
+            rank = rank_at(dict.fromkeys(dict(axes), 0) | place | {"dp": row, "tp": column}, axes)
+            joined = " ".join(name for name, on in (("right", column + 1 < tp), ("down", row + 1 < dp)) if on)
+            cells.append(el("span", rank, class_=joined or None, title=f"rank {rank}: dp {row}, tp {column}{where}"))
         style = f"grid-template-columns:repeat({tp},max-content);--tp:{thick['tp']:.0f}px;--dp:{thick['dp']:.0f}px"
-        words = f"mesh of {dp} by {tp} ranks" + (f", stage {stage}" if pp > 1 else "")
+        words = f"mesh of {dp} by {tp} ranks{where}"
         panels.append(el("div", *cells, class_=f"mesh{small}", style=style, role="img", aria_label=words))
     return join(*panels)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.measure.row import Row, higher_is_better
 from tilemesh.measure.sample import Sample, equal
-from tilemesh.report.run import Run
+from tilemesh.report.run import Run, flat
 from tilemesh.runs.values import number
 
-SAME, BETTER, WORSE, UNSURE = "within noise", "better", "worse", "measured once"
+SAME, BETTER, WORSE, DIFFERS, UNSURE = "within noise", "better", "worse", "differs", "measured once"
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,11 @@ def changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Change]
     return [Change(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]
 
 
-def differences(first: Run, first_rows: Sequence[Row], second: Run, second_rows: Sequence[Row]) -> list[Difference]:
-    """Every figure both runs have: the rows', then losses at the end of the run."""
-    theirs = {row.name: row for row in second_rows}
-    found = []
-    for row in first_rows:
-        other = theirs.get(row.name)
-        if other is not None and row.measured is not None and other.measured is not None and row.unit == other.unit:
-            found.append(_difference(row.name, row.unit, row.measured, other.measured, _more_is_better(row)))
+def training_differences(
+    first: Run, first_rows: Sequence[Row], second: Run, second_rows: Sequence[Row]
+) -> list[Difference]:
+    """Every figure that two training runs have: the rows', then losses at the end of the run."""
+    found = of_rows(first_rows, second_rows)
     if not found:
         for name, unit, a, b in (
             ("step time", "s", first.step_time(), second.step_time()),
@@ -62,11 +60,46 @@ def differences(first: Run, first_rows: Sequence[Row], second: Run, second_rows:
     a, b = first.tail("loss"), second.tail("loss")
     if a is not None and b is not None:
         found.append(_difference("training loss, last steps", "nats", a, b, False))
-    held = [number(one[-1][1]) for one in (first.figure("held_out"), second.figure("held_out")) if one]
-    if len(held) == 2:
-        once = [Sample(value, value, value, 1) for value in held]
-        found.append(_difference("held-out loss, last", "nats", once[0], once[1], False))
+    held = [number(run.figure("held_out")[-1][1]) for run in (first, second) if run.figure("held_out")]
+    if len(held) == 2 and all(map(math.isfinite, held)):
+        found.append(_difference("held-out loss, last", "nats", _once(held[0]), _once(held[1]), False))
     return found
+
+
+def general_differences(
+    first: Run, first_rows: Sequence[Row], second: Run, second_rows: Sequence[Row]
+) -> list[Difference]:
+    """Every figure that two runs of any kind have: the rows', the summaries', and what their last steps say."""
+    found = of_rows(first_rows, second_rows)
+    ours, theirs = summary_figures(first), summary_figures(second)
+    found += [_difference(name, "", _once(ours[name]), _once(theirs[name]), None) for name in ours if name in theirs]
+    for key in first.figures:
+        a, b = first.tail(key), second.tail(key)
+        if a is not None and b is not None:
+            found.append(_difference(f"{key}, last steps", "", a, b, None))
+    return found
+
+
+def summary_figures(run: Run) -> dict[str, float]:
+    """The numbers of a run's summary, by name; none of a summary that the run has gone on from."""
+    told = {} if run.is_behind else flat(run.summary)
+    found = {name: number(value) for name, value in told.items() if name not in ("schema", "kind")}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def of_rows(first: Sequence[Row], second: Sequence[Row]) -> list[Difference]:
+    """What both have measured."""
+    theirs = {row.name: row for row in second}
+    found = []
+    for row in first:
+        other = theirs.get(row.name)
+        if other is not None and row.measured is not None and other.measured is not None and row.unit == other.unit:
+            found.append(_difference(row.name, row.unit, row.measured, other.measured, _more_is_better(row)))
+    return found
+
+
+def _once(value: float) -> Sample:
+    return Sample(value, value, value, 1)
 
 
 def _more_is_better(row: Row) -> bool:
@@ -74,11 +107,14 @@ def _more_is_better(row: Row) -> bool:
     return higher_is_better(row.unit) and row.name != "exchange share"
 
 
-def _difference(name: str, unit: str, first: Sample, second: Sample, more_is_better: bool) -> Difference:
-    if equal(first, second):
+def _difference(name: str, unit: str, first: Sample, second: Sample, more_is_better: bool | None) -> Difference:
+    """`more_is_better`: None where nobody has said which way is better."""
+    if first.median == second.median or (equal(first, second) and max(first.n, second.n) > 1):
         verdict = SAME
     elif first.n == 1 and second.n == 1:
         verdict = UNSURE
+    elif more_is_better is None:
+        verdict = DIFFERS
     else:
         verdict = BETTER if (second.median > first.median) == more_is_better else WORSE
     return Difference(name, unit, first, second, verdict)
@@ -89,13 +125,24 @@ def sentence(name: str, changed: Sequence[Change], found: Sequence[Difference]) 
     settings = [one.name for one in changed if not one.name.startswith(("sample.", "checkpoint."))]
     more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
     what = f"{', '.join(settings[:3])}{more} changed" if settings else "The configurations are the same"
-    told = [one for one in found if one.verdict in (BETTER, WORSE)]
-    if not told:
+    if not found:
+        return f"{what}; the runs have no figure in common."
+    told = [one for one in found if one.verdict in (BETTER, WORSE, DIFFERS)]
+    once = [one for one in found if one.verdict == UNSURE]
+    if not told and not once:
         return f"{what}; no figure differs by more than noise."
-    most = max(told, key=lambda one: abs((one.ratio or 1) - 1))
-    by = f"{abs((most.ratio or 1) - 1):.0%}".replace("%", " %")
-    way = "more" if (most.ratio or 1) > 1 else "less"
-    return (
-        f"{what}; {len(told)} of {len(found)} figures differ by more than noise, most of all "
-        f"{most.name}: {by} {way} in {name}, which is {most.verdict}."
-    )
+    most = max(told or once, key=lambda one: abs((one.ratio or 1) - 1))
+    figures = f"{len(told or once)} of {len(found)} figures differ"
+    differ = f"{figures} by more than noise" if told else f"{figures}, each measured once"
+    verdict = f", which is {most.verdict}" if most.verdict in (BETTER, WORSE) else ""
+    return f"{what}; {differ}, most of all {most.name}: {_change(most)} {name}{verdict}."
+
+
+def _change(difference: Difference) -> str:
+    ratio = difference.ratio
+    if ratio is None or ratio < 0:
+        return f"{difference.first.median:.4g} before, {difference.second.median:.4g} in"
+    if ratio >= 10:
+        return f"{ratio:.3g} times as much in"
+    by = f"{abs(ratio - 1):.{0 if abs(ratio - 1) >= 0.01 else 2}%}"
+    return f"{by.replace('%', ' %')} {'more' if ratio > 1 else 'less'} in"

@@ -4,47 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilemesh.core.units import format_count
+from tilemesh.core.errors import UsageError
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import format_value
-from tilemesh.report import compare, series, time_parts
+from tilemesh.report import compare
 from tilemesh.report.compare import BETTER, WORSE, Change, Difference
-from tilemesh.report.draw import Axis, Layer, Plot, Table, around, chart, grid
+from tilemesh.report.draw import Table, grid
 from tilemesh.report.html import Child, Html, el, join, page, tied
-from tilemesh.report.run import Run
-from tilemesh.report.run_page import Beside, flat
-from tilemesh.report.run_parts import MOST_ROWS, absent, gap_words, short, steps_axis
+from tilemesh.report.kinds import layout_of
+from tilemesh.report.layout import Beside, Layout
+from tilemesh.report.run import Run, flat
+from tilemesh.report.run_parts import absent, missing_words
 
 MOST_LETTERS = 32
 """Of a run's name where it heads a column or stands in a legend."""
 
 
 def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> str:
+    """Two runs of one kind."""
+    if first.kind != second.kind:
+        raise UsageError(
+            f"{first.folder} is a run of kind '{first.kind}', {second.folder} one of kind '{second.kind}': "
+            "only runs of one kind have figures to compare"
+        )
+    layout = layout_of(first.kind)
     changed = compare.changes(flat(first.config), flat(second.config))
-    found = compare.differences(first, first_beside.rows, second, second_beside.rows)
+    found = layout.differences(first, first_beside, second, second_beside)
     title, names = _names(first, second)
+    pairs = [(pair.title, pair.body(first, second, names)) for pair in layout.pairs]
     body = join(
         el("h1", title),
         el("p", tied(compare.sentence(names[1], changed, found)), class_="verdict"),
-        _missing(first, second, names),
+        _missing(first, second, names, layout),
         el("h2", "What was changed"),
         _changes(changed, names),
         el("h2", "What it changed"),
         _differences(found, names),
-        el("h2", "Side by side"),
-        el(
-            "div",
-            _overlay("Loss", "nats a token", "loss", first, second, names, zero=False),
-            _overlay("Speed", "tokens/s", "tokens_per_s", first, second, names, zero=True),
-            class_="pair",
-        ),
-        el("h2", "Where the time went"),
-        el(
-            "div",
-            el("div", el("h3", names[0]), time_parts.by_rank(first)),
-            el("div", el("h3", names[1]), time_parts.by_rank(second)),
-            class_="pair",
-        ),
+        *(part for heading, shown in pairs if shown is not None for part in (el("h2", heading), shown)),
     )
     return page(f"{title}: tilemesh", body)
 
@@ -58,11 +54,11 @@ def _names(first: Run, second: Run) -> tuple[str, tuple[str, str]]:
     return f"First: {names[0]}; second: {names[1]}", ("first", "second")
 
 
-def _missing(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
+def _missing(first: Run, second: Run, names: tuple[str, str], layout: Layout) -> Html | None:
     items = [
         el("li", f"{name}: {what}")
         for name, run in zip(names, (first, second), strict=True)
-        for what in [*(f"{what}: {why}" for what, why in run.missing.items()), *gap_words(run)]
+        for what in missing_words(run, layout.expects)
     ]
     return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
 
@@ -89,38 +85,14 @@ def _differences(found: Sequence[Difference], names: tuple[str, str]) -> Html:
         rows.append([one.name, el("td", one.verdict, class_=kind), ratio, *cells])
     note = (
         "Within noise: medians closer than 2 %, or overlapping p20 to p80. Last steps: a run's last tenth, ten at "
-        "least. What was measured once has no spread to "
-        "judge by: two runs of one configuration would tell."
+        "least. A figure that was measured once has no spread: run each configuration again to see what is noise."
     )
     return join(grid(Table(["figure", "verdict", "change", *names], rows)), el("p", note, class_="quiet"))
 
 
 def _sample(sample: Sample, unit: str) -> Html:
     def shown(value: float) -> str:
-        return f"{value:.4g}" if unit == "nats" else format_value(value, unit)
+        return f"{value:.4g}" if unit in ("nats", "") else format_value(value, unit)
 
     spread = f"{shown(sample.p20)} to {shown(sample.p80)}" if sample.n > 1 else "once"
     return el("td", el("b", shown(sample.median)), el("br"), el("small", spread))
-
-
-def _overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tuple[str, str], *, zero: bool) -> Html:
-    both = [series.buckets(run.figure(key)) for run in (first, second)]
-    values = [value for each in both for one in each for value in (one.low, one.high) if value is not None]
-    if not values:
-        return absent(title.lower(), f"neither run has {key} in its metrics")
-    x = steps_axis(first, second)
-    y = Axis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
-    layers: list[Layer] = [
-        series.line(name, each, colour, dashed=colour == 1)
-        for colour, (name, each) in enumerate(zip(names, both, strict=True))
-    ]
-    rows: list[list[Child]] = []
-    places: list[float] = []
-    coarse = [series.buckets(run.figure(key), MOST_ROWS) for run in (first, second)]
-    for name, each in zip(names, coarse, strict=True):
-        for one in each:
-            rows.append([one.steps, name, short(one.mean), short(one.low), short(one.high)])
-            places.append(min(1.0, x.place(one.middle)))
-    order = sorted(range(len(rows)), key=places.__getitem__)
-    table = Table(["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order])
-    return chart(title, "", Plot(x, y, layers), table)

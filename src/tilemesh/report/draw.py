@@ -142,7 +142,8 @@ class Mark:
 
 Layer = Line | Dots | Rule | Note
 
-SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■"}
+SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■", "failed": "✖"}
+"""Events that every kind of run may have; others are drawn as a dot."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""A training run as a page shows it: what its folder holds (`runs.contents`), and what follows from that.
+"""A run as a page shows it: what its folder holds (`runs.contents`), and what follows from that.
 
-The folder may be of a run that has ended, died or is still running: which one it is, is decided here.
+The folder may be of a run that has ended, died or is still running: which one it is, is decided here. What only some
+kinds of run have (a plan, a loss) is empty for the others.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tilemesh.core.axes import ORDER
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.report import spans
-from tilemesh.runs.contents import QUIET_S, comes_last, read_contents
+from tilemesh.runs import metrics
+from tilemesh.runs.contents import QUIET_S, read_contents
 from tilemesh.runs.files import Unread
 from tilemesh.runs.metrics import CHECKPOINT, Event
-from tilemesh.runs.names import SUMMARY, TRACE
+from tilemesh.runs.names import SAMPLE, SUMMARY, TRACE
 from tilemesh.runs.values import count, number, section
 
 RUNNING, DONE, STOPPED, DIED, STARTING = "running", "done", "stopped", "died", "starting"
+"""Writing; ended with a summary; stopped itself or was asked to; failed, or silent for `QUIET_S`; no step done yet."""
 _KEEPS_TAIL = 0.1  # of the steps: what "the end of a run" is
 
 
@@ -46,9 +50,13 @@ class Run:
     sample: str = ""
     rows: Sequence[Row] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What a page of a whole run would show, and why this one does not."""
-    written_at: float | None = None
-    """When the metrics were last written to."""
+    """Files that gave nothing, or not all, and why."""
+    absent: frozenset[str] = frozenset()
+    """Those of them that are not there."""
+    ending: Event | None = None
+    """That it stopped or failed, and why, where that is the last thing written."""
+    silent_s: float | None = None
+    """How long ago the metrics were last written to."""
     is_behind: bool = False
     """Whether the summary is of an earlier attempt: the run has gone on since."""
     is_unread: bool = False
@@ -59,8 +67,19 @@ class Run:
         return [(one["step"], number(one[key])) for one in self.steps if key in one]
 
     @property
+    def figures(self) -> list[str]:
+        """Names of what the steps say that is a number, in the order in which they first appear."""
+        found = dict.fromkeys(key for one in self.steps for key, value in one.items() if not math.isnan(number(value)))
+        return [key for key in found if key not in ("step", "at")]
+
+    @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def was_cut_short(self) -> bool:
+        """Whether it failed, died, or stopped without a summary of what it had done until then."""
+        return self.state == DIED or (self.state == STOPPED and (not self.summary or self.is_behind))
 
     @property
     def planned_steps(self) -> int | None:
@@ -72,9 +91,7 @@ class Run:
 
     @property
     def world(self) -> int:
-        return count(self.summary.get("world"), 0) or math.prod(
-            count(self.plan.get(axis)) for axis in ("dp", "tp", "pp")
-        )
+        return count(self.summary.get("world"), 0) or math.prod(count(self.plan.get(axis)) for axis in ORDER)
 
     @property
     def began_at(self) -> float | None:
@@ -114,14 +131,15 @@ class Run:
 
 
 def read(folder: str | Path, *, now: float | None = None) -> Run:
-    """The run in a folder. UsageError only when there is no such folder, or nothing of a run in it."""
+    """The run in a folder, whatever its state; see `read_contents` for what is refused."""
     found = read_contents(folder)
+    now = time.time() if now is None else now
     told, missing, timeline = found.told, dict(found.missing), None
     if found.trace is not None:
         try:
             timeline = spans.with_steps(found.trace)
         except Unread as why:
-            missing[f"time by kind and the timeline ({TRACE})"] = str(why)
+            missing[TRACE] = str(why)
     steps = [told.steps[step] for step in sorted(told.steps)]
     run = Run(
         name=Path(folder).resolve().name,
@@ -139,11 +157,13 @@ def read(folder: str | Path, *, now: float | None = None) -> Run:
         sample=found.sample,
         rows=found.rows,
         missing=missing,
-        written_at=found.written_at,
+        absent=found.absent,
+        ending=told.ending,
+        silent_s=None if found.written_at is None else now - found.written_at,
         is_unread=found.is_unread,
         is_behind=_is_behind(found.summary, steps, told.resumed_at, found.summed_at),
     )
-    return _settled(run, told.is_over, time.time() if now is None else now)
+    return _settled(run)
 
 
 def _is_behind(
@@ -155,29 +175,35 @@ def _is_behind(
     return told < done or (summed_at is not None and resumed_at > summed_at)
 
 
-def _settled(run: Run, is_over: bool, now: float) -> Run:
-    """The run with its state, and without what the state explains."""
+def _settled(run: Run) -> Run:
+    """The run with its state, and what is missing in the words of that state."""
     missing = dict(run.missing)
-    planned = run.planned_steps
-    step_time = run.step_time()
-    patience = max(QUIET_S, 10 * step_time.median if step_time else 0.0)
-    is_fresh = run.written_at is not None and now - run.written_at < patience
-    if run.summary and not run.is_behind:
-        state = STOPPED if run.summary.get("interrupted") else DONE
-    elif is_over:
-        state = DIED
-    elif not run.steps:
-        state = STARTING
-    elif planned is not None and run.last_step >= planned and not is_fresh:
-        state = DIED
-    else:
-        state = RUNNING if is_fresh else DIED
+    state = _state(run)
     if state in (RUNNING, STARTING):
-        missing = {what: _for_now(what, why) for what, why in missing.items()}
+        missing |= {name: "comes when the run ends" for name in (SUMMARY, SAMPLE) if name in run.absent}
     if run.summary and run.is_behind:
-        missing[f"a summary ({SUMMARY})"] = f"the one there is of step {number(run.summary.get('step')):g}"
+        missing[SUMMARY] = f"the one there is of step {number(run.summary.get('step')):g}"
     return replace(run, state=state, missing=missing)
 
 
-def _for_now(what: str, why: str) -> str:
-    return "comes when the run ends" if comes_last(what) and why == "not there" else why
+def _state(run: Run) -> str:
+    ending = "" if run.ending is None else run.ending.kind
+    if ending == metrics.FAILED:
+        return DIED
+    if run.summary and not run.is_behind:
+        return STOPPED if ending or run.summary.get("interrupted") else DONE
+    if ending:
+        return STOPPED
+    if not run.steps:
+        return STARTING
+    step_time = run.step_time()
+    patience = max(QUIET_S, 10 * step_time.median if step_time else 0.0)
+    return RUNNING if run.silent_s is not None and run.silent_s < patience else DIED
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"train": {"steps": 2}}` as `{"train.steps": 2}`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

@@ -1,4 +1,4 @@
-"""Parts of a run's page: loss, speed, memory, mesh and events, each with its numbers beneath."""
+"""Parts that pages of runs share: figures over steps, events, how a run was made, and what is missing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
+from tilemesh.core.units import format_count, format_rate, format_seconds
 from tilemesh.report import series
-from tilemesh.report.bars import mesh_picture
-from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, figure, grid
+from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, grid, numbers
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.run import Run
-from tilemesh.runs.values import count, number, section
+from tilemesh.report.run import Run, flat
+from tilemesh.runs import metrics
+from tilemesh.runs.names import METRICS
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ def steps_axis(run: Run, *more: Run) -> Axis:
 
 def marks_of(run: Run) -> list[Mark]:
     """Signs above a chart; where there are many checkpoints, every so many."""
-    kept = [event for event in run.events if event.kind == "checkpoint"]
-    others = [event for event in run.events if event.kind != "checkpoint"]
+    kept = [event for event in run.events if event.kind == metrics.CHECKPOINT]
+    others = [event for event in run.events if event.kind != metrics.CHECKPOINT]
     thinned = kept[:: 1 + len(kept) // MOST_MARKS] + others[:: 1 + len(others) // MOST_MARKS]
     return [Mark(event.step, event.kind, event.words) for event in thinned]
 
@@ -64,6 +64,16 @@ def gap_words(run: Run) -> list[str]:
     if bad:
         words.append(f"the loss of {len(bad):,} step{'s' * (len(bad) > 1)}, the first of step {bad[0]:,}: not a number")
     return words
+
+
+def missing_words(run: Run, expects: Mapping[str, str]) -> list[str]:
+    """What a page cannot show: files that `expects` names and that are not there, and whatever is damaged."""
+    files = [
+        f"{expects[name]} ({name}): {why}" if name in expects else f"{name}: {why}"
+        for name, why in run.missing.items()
+        if name in expects or name not in run.absent
+    ]
+    return [*files, *gap_words(run)]
 
 
 def _bad_dots(run: Run, key: str, at: float) -> list[Layer]:
@@ -101,7 +111,7 @@ def _loss_table(run: Run, x: Axis, held: Sequence[tuple[int, float]]) -> Table:
         )
         places.append(x.place(one.middle))
     return Table(
-        ["step", "mean", "lowest", "highest", "held-out", "remark"], rows, places, "Every step is in metrics.jsonl."
+        ["step", "mean", "lowest", "highest", "held-out", "remark"], rows, places, f"Every step is in {METRICS}."
     )
 
 
@@ -161,48 +171,28 @@ def _some(values: Sequence[T], most: int) -> Sequence[T]:
     return values if every <= 1 else [*values[:-1:every], values[-1]]
 
 
-# ---- mesh ------------------------------------------------------------------------------------------------------
-
-
-def mesh(run: Run) -> Html:
-    """Ranks in their places; lines as thick as what crosses them in a step."""
-    sizes = {axis: count(run.plan.get(axis)) for axis in ("dp", "tp", "pp")}
-    if run.world <= 1:
-        return el("p", "One rank: nothing crosses anything.")
-    exchanges = section(run.summary, "exchanges")
-    totals = {axis: sum(number(one, 0.0) for one in section(exchanges, axis).values()) for axis in exchanges}
-    picture = mesh_picture(sizes["dp"], sizes["tp"], sizes["pp"], totals.get("dp", 0.0), totals.get("tp", 0.0))
-    stages = f", {sizes['pp']} stages" if sizes["pp"] > 1 else ""
-    keys = (("tp", 0, "to the right"), ("dp", 1, "downwards"))
-    legend = [
-        el("li", el("i", class_=f"key k{colour}"), f"{axis} {sizes[axis]}, {way}")
-        for axis, colour, way in keys
-        if sizes[axis] > 1
+def overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tuple[str, str], *, zero: bool) -> Html:
+    """A figure of two runs over their steps, one line each."""
+    both = [series.buckets(run.figure(key)) for run in (first, second)]
+    values = [value for each in both for one in each for value in (one.low, one.high) if value is not None]
+    if not values:
+        return absent(title.lower(), f"neither run has {key} in its metrics")
+    x = steps_axis(first, second)
+    y = Axis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
+    layers: list[Layer] = [
+        series.line(name, each, colour, dashed=colour == 1)
+        for colour, (name, each) in enumerate(zip(names, both, strict=True))
     ]
-    picture = join(el("ul", *legend, class_="legend"), picture)
-    beside = el("div", el("div", picture), _traffic(run, exchanges), class_="aside")
-    return figure("The mesh", f"{run.world} ranks{stages}; a line is as thick as its traffic.", beside, None, wide=True)
-
-
-def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
-    seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
-    # Seconds of this attempt's steps; of an older run, of everything it did since it was started.
-    told = run.summary.get("exchange_steps")
-    done = count(told if told is not None else run.summary.get("step"))
     rows: list[list[Child]] = []
-    for axis in exchanges:
-        for operation, nbytes in section(exchanges, axis).items():
-            spent = number(seconds.get(f"{axis} {operation}"))
-            shown = format_seconds(spent / done) if math.isfinite(spent) else "–"
-            guess = number(section(expected, axis).get(operation))
-            shown_guess = format_bytes(guess) if math.isfinite(guess) else "–"
-            rows.append([axis, operation, shown_guess, format_bytes(number(nbytes, 0.0)), shown])
-    if not rows:
-        return absent("traffic by axis", "the run does not say")
-    span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
-    note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
-    head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
-    return el("div", grid(Table(head, rows)), el("p", note, class_="quiet"))
+    places: list[float] = []
+    coarse = [series.buckets(run.figure(key), MOST_ROWS) for run in (first, second)]
+    for name, each in zip(names, coarse, strict=True):
+        for one in each:
+            rows.append([one.steps, name, short(one.mean), short(one.low), short(one.high)])
+            places.append(min(1.0, x.place(one.middle)))
+    order = sorted(range(len(rows)), key=places.__getitem__)
+    table = Table(["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order])
+    return chart(title, "", Plot(x, y, layers), table)
 
 
 # ---- events ----------------------------------------------------------------------------------------------------
@@ -223,3 +213,46 @@ def _when(at: float | None, began: float | None) -> str:
     if at is None or began is None:
         return ""
     return f"{format_seconds(at - began)} after the first step" if at >= began else "before the first step"
+
+
+# ---- how it was made -------------------------------------------------------------------------------------------
+
+
+def again(run: Run, guess: str = "") -> Html:
+    """The commands that made the run, its environment and its settings. `guess`: what makes it where none was kept."""
+    told = run.environment.get("commands")
+    commands = [str(one) for one in told] if isinstance(told, list) and told else []
+    kept = "What was typed:" if commands else "The command was not kept"
+    shown = join(
+        el("p", kept if commands else f"{kept}; this runs the same configuration:" if guess else f"{kept}."),
+        el("pre", "\n".join(commands) or guess) if commands or guess else None,
+    )
+    environment = _environment(run)
+    settings = [[key, str(value)] for key, value in flat(run.config).items()]
+    return join(
+        shown,
+        el("p", "The environment:"),
+        grid(
+            Table(
+                ["what", "value"],
+                [[key, el("td", value, class_="words")] for key, value in environment.items()],
+                words=True,
+            )
+        )
+        if environment
+        else absent("the environment", "the folder does not say"),
+        numbers(Table(["setting", "value"], settings, words=True), "Every setting") if settings else None,
+        el("details", el("summary", "Text it wrote"), el("pre", run.sample)) if run.sample else None,
+    )
+
+
+def _environment(run: Run) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for source in (run.environment, run.summary):
+        for key in ("machine", "backend", "device", "cores", "cluster", "commit", "versions", "host"):
+            value = source.get(key)
+            if isinstance(value, Mapping):
+                found[key] = ", ".join(f"{name} {one}" for name, one in value.items())
+            elif value is not None:
+                found[key] = str(value)
+    return found

@@ -14,6 +14,7 @@ from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
 from tilemesh.report.verdict import savings as find_savings
 from tilemesh.report.verdict import shares_of
+from tilemesh.runs.names import TRACE
 from tilemesh.runs.values import number, section
 
 MOST_SPANS = 40_000
@@ -105,7 +106,7 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
 def lanes(run: Run) -> Html:
     """The last traced steps, a lane a rank."""
     if run.timeline is None:
-        why = next((why for what, why in run.missing.items() if "timeline" in what), "no trace")
+        why = run.missing.get(TRACE, "no trace")
         return absent("the timeline", why)
     steps = spans.last_steps(run.timeline, MOST_SPANS, MOST_STEPS)
     begin, end = steps[0].began_s - 1e-9, steps[-1].ended_s

@@ -9,9 +9,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilemesh.core import advice
+from tilemesh.core.advice import improvement
+from tilemesh.core.advice import savings as fractions
 from tilemesh.core.units import format_seconds
+from tilemesh.report.layout import Verdict
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
+from tilemesh.runs import metrics
+from tilemesh.runs.contents import QUIET_S
 from tilemesh.runs.values import count, number, section
 
 _NAMES = {
@@ -28,13 +32,6 @@ class Saving:
 
     what: str
     fraction: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    sentence: str
-    is_bad: bool
-    savings: tuple[Saving, ...] = ()
 
 
 def shares_of(run: Run) -> dict[str, float]:
@@ -56,7 +53,7 @@ def shares_of(run: Run) -> dict[str, float]:
 
 def savings(shares: Mapping[str, float], of_limit: float | None) -> list[Saving]:
     """Largest first. `of_limit`: the step the machine allows over the step it took; below it nothing can be saved."""
-    return [Saving(_NAMES[kind], value) for kind, value in advice.savings(shares, of_limit).items()]
+    return [Saving(_NAMES[kind], value) for kind, value in fractions(shares, of_limit).items()]
 
 
 def improve(run: Run, of_limit: float | None) -> str:
@@ -65,7 +62,7 @@ def improve(run: Run, of_limit: float | None) -> str:
     if not told or not shares or run.step_time() is None:
         return told
     exchanges = section(run.summary, "exchanges")
-    return advice.improvement(
+    return improvement(
         shares,
         _finite(section(run.summary, "exchange_seconds")),
         {axis: _finite(section(exchanges, axis)) for axis in exchanges},
@@ -79,15 +76,15 @@ def _finite(told: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, one in told.items() if math.isfinite(value := number(one))}
 
 
-def judge(run: Run, of_limit: float | None, why_no_limit: str = "") -> Verdict:
+def judge(run: Run, of_limit: float | None, why_no_limit: str = "", advice: str = "") -> Verdict:
     """The sentence for the top of the page. `why_no_limit`: what keeps the step from being held against it."""
-    shares = {} if run.state == DIED else shares_of(run)  # of a run that failed, speed is not the question
+    shares = {} if run.was_cut_short else shares_of(run)  # of a run that failed, speed is not the question
     found = savings(shares, of_limit)
     learned = _learned(run)
     parts = [_state(run), learned, _next(run)]
     if of_limit is not None:
         parts.append(f"{of_limit:.0%} of the calibrated limit".replace("%", " %"))
-    elif run.state in (DONE, STOPPED) and run.steps:
+    elif run.state in (DONE, STOPPED) and run.steps and not run.was_cut_short:
         parts.append(f"how near the limit is not known ({why_no_limit or '`tilemesh calibrate` measures it'})")
     if shares and run.world > 1:
         share = f"{shares['exchange'] + shares['idle']:.0%}".replace("%", " %")
@@ -99,22 +96,43 @@ def judge(run: Run, of_limit: float | None, why_no_limit: str = "") -> Verdict:
     elif shares and of_limit is not None:
         parts.append("nothing measured leaves more than half a percent to save")
     sentence = "; ".join(part for part in parts if part) or "the folder says nothing of how it went"
-    is_bad = run.state == DIED or run.is_unread or _is_lost(run) or " rose " in learned
-    return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, tuple(found))
+    is_bad = run.was_cut_short or run.is_unread or _is_lost(run) or " rose " in learned
+    return Verdict(sentence[0].upper() + sentence[1:] + ".", is_bad, advice)
 
 
 def _state(run: Run) -> str:
-    planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
-    step = f"step {run.last_step:,}{planned}"
-    stops = [event for event in run.events if event.kind == "stopped"]
-    stop = max(stops, key=lambda event: event.at or 0.0).words if stops else ""
+    if run.state == DONE:
+        return "" if not _is_lost(run) else f"the loss is no number at {_step(run)}"
+    return f"{state_words(run)}{_left(run)}" if run.state == RUNNING else state_words(run)
+
+
+def _step(run: Run) -> str:
+    return f"step {run.last_step:,}{f' of {run.planned_steps:,}' if run.planned_steps else ''}"
+
+
+def state_words(run: Run) -> str:
+    """Where a run of any kind stands, and for one that stopped or failed: why."""
+    if run.ending is not None:
+        return run.ending.words
+    # A run that was killed while it stopped has left the reason in an event, not in its last line.
+    stops = [event for event in run.events if event.kind in (metrics.STOPPED, metrics.FAILED)]
     return {
-        STARTING: "no step is done yet" if not run.is_unread else "no step can be read: the metrics are damaged",
-        RUNNING: f"running, {step}{_left(run)}",
-        DONE: "" if not _is_lost(run) else f"the loss is no number at {step}",
-        STOPPED: f"stopped when asked to, at {step}",
-        DIED: stop or f"ended at {step} without a summary: it was killed, or it failed",
+        STARTING: _starting(run),
+        RUNNING: f"running, {_step(run)}",
+        DONE: f"done, {_step(run)}",
+        STOPPED: f"stopped when asked to, at {_step(run)}",
+        DIED: max(stops, key=lambda event: event.at or 0.0).words
+        if stops
+        else f"ended at {_step(run)} without a summary: it was killed, or it failed",
     }[run.state]
+
+
+def _starting(run: Run) -> str:
+    if run.is_unread:
+        return "no step can be read: the metrics are damaged"
+    silent_s = run.silent_s or 0.0
+    silence = f", and nothing was written for {format_seconds(silent_s)}" if silent_s > QUIET_S else ""
+    return f"no step is done yet{silence}"
 
 
 def _learned(run: Run) -> str:
@@ -132,7 +150,7 @@ def _next(run: Run) -> str:
     """How to go on with a run that has not come to its end."""
     if run.state not in (DIED, STOPPED):
         return ""
-    kept = [event.step for event in run.events if event.kind == "checkpoint"]
+    kept = [event.step for event in run.events if event.kind == metrics.CHECKPOINT]
     if not kept:
         return "there is no checkpoint to go on from"
     return f"`tilemesh train --resume {run.folder.rstrip('/')}` goes on after step {max(kept):,}"

@@ -7,6 +7,7 @@
     metrics.py     lines of metrics as steps and events
     contents.py    everything a folder holds, whatever its state
     files.py       reading and writing single files safely
+    jsontext.py    values as strict JSON and back
     values.py      JSON values as what they should be
     manifest.py    a checkpoint as data: files, digests, boxes
     checkpoint.py  writing checkpoints in the background

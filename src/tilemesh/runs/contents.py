@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.row import Row
 from tilemesh.measure.trace import RANK_FILE, merge
-from tilemesh.runs.files import Unread, names_in, read_lines, read_object, read_text, read_toml
+from tilemesh.runs.files import NotThere, Unread, names_in, read_lines, read_object, read_text, read_toml
 from tilemesh.runs.folder import kind_of, read_small
 from tilemesh.runs.manifest import step_of
 from tilemesh.runs.metrics import CHECKPOINT, STOPPED, WARNING, Event, Told, read_metrics
@@ -32,14 +32,17 @@ from tilemesh.runs.names import (
     PREDICTED,
     ROWS,
     SAMPLE,
+    SCHEMA,
     SUMMARY,
     TRACE,
     TRACE_PARTS,
 )
 
+T = TypeVar("T")
+
 QUIET_S = 60.0
-"""A run that has written nothing for so long (and for ten steps) is taken for dead."""
-_READ = (CONFIG, METRICS, SUMMARY, PREDICTED, SAMPLE, ENVIRONMENT, ROWS, TRACE, CHECKPOINTS, TRACE_PARTS)
+"""A run without a summary that has written nothing for so long, and for ten of its steps, is taken for dead."""
+_READ = (ABOUT, CONFIG, METRICS, SUMMARY, PREDICTED, SAMPLE, ENVIRONMENT, ROWS, TRACE, CHECKPOINTS, TRACE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Contents:
     sample: str = ""
     rows: Sequence[Row] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What a page of a whole run would show, by words that name the file, and why it is not here."""
+    """Files that gave nothing, or not all, and why: not there, damaged, a link."""
+    absent: frozenset[str] = frozenset()
+    """Those of them that are not there. Which ones there should be depends on the kind of run."""
     written_at: float | None = None
     """When the metrics were last written to."""
     summed_at: float | None = None
@@ -68,49 +73,53 @@ class Contents:
 
 
 def read_contents(folder: str | Path) -> Contents:
-    """What a folder holds. UsageError only when there is no such folder, or nothing of a run in it."""
+    """What a folder holds. UsageError when there is no run in it, RunError when run.json does not say of which kind:
+    what the other files mean is then unknown."""
     place = Path(folder)
-    if not place.is_dir():
-        raise UsageError(f"{folder} is no folder: expected a run's, such as one under runs/")
-    names = names_in(place)
-    if not {CONFIG, METRICS, SUMMARY} & set(names):
-        raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
+    kind = kind_of(place)
     missing: dict[str, str] = {}
+    absent: set[str] = set()
 
-    def take(name: str, why_it_matters: str, reader: Any) -> Any:
+    def take(name: str, reader: Callable[[Path], T], otherwise: T) -> T:
         try:
             return reader(place / name)
         except Unread as why:
-            missing[f"{why_it_matters} ({name})"] = str(why)
-            return None
+            missing[name] = str(why)
+            if isinstance(why, NotThere):
+                absent.add(name)
+            return otherwise
 
-    config = take(CONFIG, "configuration", read_toml) or {}
-    lines, damaged = take(METRICS, "loss and speed, step by step", read_lines) or ([], 0)
+    nothing: dict[str, Any] = {}
+    config = take(CONFIG, read_toml, nothing)
+    no_lines: list[dict[str, Any]] = []
+    lines, damaged = take(METRICS, read_lines, (no_lines, 0))
     if damaged:
-        missing[f"{damaged} lines of {METRICS}"] = "damaged"
+        missing[METRICS] = f"{damaged:,} of its lines {'are' if damaged > 1 else 'is'} damaged"
     told = read_metrics(lines)
-    told.events += _from_folder(place, names, {(event.step, event.kind) for event in told.events})
-    summary = take(SUMMARY, "the run's own summary", read_object) or {}
+    told.events += _from_folder(place, names_in(place), {(event.step, event.kind) for event in told.events})
     return Contents(
-        kind=_kind(place, missing),
+        kind=kind,
         config=config,
         told=told,
-        summary=summary,
+        summary=take(SUMMARY, _summary, nothing),
         environment=read_small(place, ENVIRONMENT),
-        predicted=take(PREDICTED, "predictions", read_object) or {},
-        trace=take(TRACE, "time by kind and the timeline", lambda _: read_trace(place)),
-        sample=take(SAMPLE, "the text it wrote", read_text) or "",
+        predicted=take(PREDICTED, read_object, nothing),
+        trace=take(TRACE, lambda _: read_trace(place), None),
+        sample=take(SAMPLE, read_text, ""),
         rows=_rows(place),
         missing=missing,
+        absent=frozenset(absent),
         written_at=_written_at(place / METRICS),
         summed_at=_written_at(place / SUMMARY),
         is_unread=bool(damaged) and not lines,
     )
 
 
-def comes_last(what: str) -> bool:
-    """Whether what is missing is a file that is written when the run ends."""
-    return any(f"({name})" in what for name in (SUMMARY, SAMPLE))
+def _summary(path: Path) -> dict[str, Any]:
+    found = read_object(path)
+    if found.get("schema", SCHEMA) != SCHEMA:
+        raise Unread(f"schema {found['schema']!r}, this version of tilemesh reads {SCHEMA}")
+    return found
 
 
 def version(folder: str | Path) -> str:
@@ -132,9 +141,7 @@ def read_trace(folder: Path) -> Sequence[Any]:
     """The trace of a run: the merged one, or what its ranks have written so far; `Unread` says why there is none."""
     try:
         body = read_object(folder / TRACE)
-    except Unread as why:
-        if str(why) != "not there":
-            raise
+    except NotThere:
         body = _merged(folder / TRACE_PARTS)
     events = body.get("traceEvents")
     if not isinstance(events, list):
@@ -146,7 +153,7 @@ def _merged(parts: Path) -> dict[str, Any]:
     """Ranks' files joined, written beside nothing of the run's: a page leaves the folder as it was."""
     names = [name for name in names_in(parts) if name.startswith(RANK_FILE.partition("{")[0])]
     if not names:
-        raise Unread("not there: nothing was traced (train.trace_steps)")
+        raise NotThere("not there: nothing was traced")
     if any((parts / name).is_symlink() or not (parts / name).is_file() for name in names):
         raise Unread("a link, which is not followed")
     with tempfile.TemporaryDirectory(prefix="tilemesh-report-") as place:
@@ -154,14 +161,6 @@ def _merged(parts: Path) -> dict[str, Any]:
             return read_object(merge(parts, Path(place) / TRACE))
         except (RunError, OSError, ValueError) as error:
             raise Unread(f"ranks' files cannot be joined: {error}") from None
-
-
-def _kind(place: Path, missing: dict[str, str]) -> str:
-    try:
-        return kind_of(place)
-    except RunError as error:
-        missing[f"the kind of run ({ABOUT})"] = str(error)
-        return ""
 
 
 def _from_folder(place: Path, names: Sequence[str], known: set[tuple[int, str]]) -> list[Event]:

@@ -6,13 +6,14 @@ gives what is whole in it. So a page can be made of a folder in any state, and s
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tilemesh.runs.jsontext import from_text, to_text
 
 MOST_BYTES = 512 << 20
 
@@ -21,12 +22,16 @@ class Unread(Exception):  # noqa: N818  not an error of ours: the reason goes on
     """Why a file gave nothing, in words for the page."""
 
 
+class NotThere(Unread):
+    """There is no such file."""
+
+
 def read_text(path: Path) -> str:
     """The file's text, bytes that are no UTF-8 replaced; `Unread` says why there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise Unread("not there") from None
+        raise NotThere("not there") from None
     except OSError as error:
         is_link = path.is_symlink()
         raise Unread("a link, which is not followed" if is_link else error.strerror or "unreadable") from None
@@ -46,7 +51,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object."""
     text = read_text(path)
     try:
-        found = json.loads(text)
+        found = from_text(text)
     except (ValueError, RecursionError):
         raise Unread("damaged, or cut short while it was written") from None
     if not isinstance(found, dict):
@@ -70,7 +75,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = from_text(line)
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
@@ -102,4 +107,4 @@ def write_text(path: Path, text: str) -> None:
 
 def write_object(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    write_text(path, to_text(value, path.name, indent=1) + "\n")

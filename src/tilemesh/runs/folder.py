@@ -12,7 +12,7 @@ from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import stamp
-from tilemesh.runs.files import Unread, read_object, write_object, write_text
+from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
 from tilemesh.runs.manifest import checkpoints
 from tilemesh.runs.names import (
@@ -20,6 +20,7 @@ from tilemesh.runs.names import (
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
+    METRICS,
     PREDICTED,
     RUNS,
     SCHEMA,
@@ -27,12 +28,14 @@ from tilemesh.runs.names import (
     earlier_config,
 )
 
+_WHAT_IT_HOLDS = f'it should hold {{"schema": {SCHEMA}, "kind": "{TRAIN.name}"}}, or the name of another kind'
+
 
 def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str = "run") -> Path:
     """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/."""
     folder = Path(path) if path is not None else _fresh(Path(RUNS), name)
     if (folder / CONFIG).exists():
-        raise UsageError(f"{folder} has a run already: go on with --resume {folder}, or name another folder")
+        raise UsageError(f"{folder} has a run already: resume that one, or name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
@@ -57,17 +60,35 @@ def _fresh(base: Path, name: str) -> Path:
 
 
 def kind_of(folder: str | Path) -> str:
-    """The name of the kind of run in a folder. One without run.json is from before there were kinds: "train"."""
+    """The name of the kind of run in a folder. One without run.json is from before there were kinds: "train".
+
+    UsageError where there is no run; RunError where run.json is damaged or of a newer version.
+    """
+    require_run(folder)
     path = Path(folder) / ABOUT
     try:
         about = read_object(path)
+    except NotThere:
+        return TRAIN.name
     except Unread as why:
-        if not path.exists():
-            return TRAIN.name
-        raise RunError(f"{path} cannot be read: {why}") from None
-    if about.get("schema") != SCHEMA or not isinstance(about.get("kind"), str):
-        raise RunError(f"{path} has schema {about.get('schema')!r}, this version reads {SCHEMA}")
-    return str(about["kind"])
+        raise RunError(f"{path} cannot be read: {why}; {_WHAT_IT_HOLDS}") from None
+    schema, name = about.get("schema"), about.get("kind")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise RunError(
+            f"{path} has schema {schema}, this version of tilemesh reads {SCHEMA}: use the one that wrote it"
+        )
+    if schema != SCHEMA or not isinstance(name, str) or not name:
+        raise RunError(f"{path} says schema {schema!r} and kind {name!r}: {_WHAT_IT_HOLDS}")
+    return name
+
+
+def require_run(folder: str | Path) -> None:
+    """Refuse what is no folder, and a folder with nothing of a run in it."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise UsageError(f"{folder} is no folder: expected a run's, such as one under {RUNS}/")
+    if not {ABOUT, CONFIG, METRICS, SUMMARY} & set(names_in(place)):
+        raise UsageError(f"{folder} is no run: it has neither {CONFIG} nor {METRICS}")
 
 
 def require_kind(folder: str | Path, kind: Kind) -> None:
@@ -126,14 +147,14 @@ def write_environment(folder: Path, command: str | None = None) -> None:
     write_object(folder / ENVIRONMENT, {**found, "commands": commands})
 
 
-def read_summary(path: Path, kind: Kind) -> dict[str, Any]:
+def read_summary(path: str | Path, kind: Kind) -> dict[str, Any]:
     """The summary of a run of this kind, from its folder or from the file itself; RunError says what is wrong."""
-    file = path / SUMMARY if path.is_dir() else path
+    file = Path(path) / SUMMARY if Path(path).is_dir() else Path(path)
     try:
         found = read_object(file)
+    except NotThere:
+        raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
     except Unread as why:
-        if not file.exists():
-            raise RunError(f"'{path}' has no {SUMMARY}: give the folder of a run that has ended") from None
         raise RunError(f"'{file}' cannot be read: {why}") from None
     if found.get("schema") != SCHEMA:
         raise RunError(f"'{file}' has schema {found.get('schema')!r}, this version reads {SCHEMA}")

@@ -5,13 +5,13 @@ A disk that is full must not end a run: what cannot be written is reported once,
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilemesh.runs.files import write_text
+from tilemesh.runs.jsontext import to_text
 from tilemesh.runs.kind import Kind
 from tilemesh.runs.names import METRICS, SCHEMA, SUMMARY
 
@@ -27,13 +27,16 @@ class Journal:
             self._end_line()
 
     def add(self, kind: str, step: int, **values: Any) -> None:
-        """One line of metrics: a step's figures or an event (`metrics.py` names them), with the time it was written."""
-        line = {"kind": kind, "step": step, **values, "at": time.time()}
-        self._try(METRICS, lambda: self._append(json.dumps(line) + "\n"))
+        """One line of metrics: a step's figures or an event (`metrics.py` names them), with the time it was written.
+
+        Values are what JSON holds; numbers of numpy and torch, NaN and infinities are taken as well (`jsontext.py`).
+        """
+        line = to_text({"kind": kind, "step": step, **values, "at": time.time()}, METRICS)
+        self._try(METRICS, lambda: self._append(line + "\n"))
 
     def write(self, name: str, value: Mapping[str, Any] | str) -> None:
         """One of the folder's files, by its name in `names.py`: a JSON object or text."""
-        text = value if isinstance(value, str) else json.dumps(value, indent=1) + "\n"
+        text = value if isinstance(value, str) else to_text(value, name, indent=1) + "\n"
         self._try(name, lambda: write_text(self.folder / name, text))
 
     def summarize(self, kind: Kind, summary: Mapping[str, Any]) -> None:

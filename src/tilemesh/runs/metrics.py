@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilemesh.core.axes import ORDER
 from tilemesh.runs.files import Unread, read_lines
 from tilemesh.runs.names import METRICS
 from tilemesh.runs.values import MOST, number, section
@@ -22,13 +23,13 @@ STARTED, RESUMED, RESTART, CHECKPOINT, WARNING, STOPPED, FAILED = (
     "started", "resumed", "restart", "checkpoint", "warning", "stopped", "failed"
 )  # fmt: skip
 """Events: begun; resumed from a checkpoint; ranks died and are started again; a checkpoint was written or was not; a
-warning; the run stopped itself or was asked to; ranks died and are not started again. A kind of run may add its own:
-readers that do not know one show its `text` or `why`."""
+warning; the run stopped itself or was asked to; it failed, and nothing starts it again. The reason is `why` or `text`.
+A kind of run may add its own: readers that do not know one show its name and its `text` or `why`."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step: a checkpoint, a restart, a warning, a stop."""
+    """Something that happened at a step. `kind`: one of the names above, or a name of the run's own."""
 
     step: int
     kind: str
@@ -43,8 +44,8 @@ class Told:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     clock: list[tuple[float, int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    is_over: bool = False
-    """Whether the last word is that the run has ended."""
+    ending: Event | None = None
+    """The last line, where it says that the run has ended: that it stopped or failed, and why."""
     resumed_at: float = -math.inf
     at_step: int = 0
 
@@ -58,7 +59,7 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
         at = number(one.get("at"))
         when = at if math.isfinite(at) else None
         kind = one.get("kind", STEP)
-        told.is_over = kind in (STOPPED, FAILED)
+        told.ending = None
         if kind == STEP:
             told.steps[step], told.at_step = dict(one), step
             if when is not None:
@@ -66,14 +67,16 @@ def read_metrics(lines: Sequence[Mapping[str, Any]]) -> Told:
             continue
         if kind == STARTED:
             continue
-        told.events.append(_event(kind, step, one, when, told.at_step))
+        event = _event(kind, step, one, when, told.at_step)
+        told.events.append(event)
+        told.ending = event if kind in (STOPPED, FAILED) else None
         if kind == RESUMED:
             # What was done after this checkpoint is undone: it will be done again.
             told.steps = {number: line for number, line in told.steps.items() if number <= step}
             told.resumed_at, told.at_step = when if when is not None else told.resumed_at, step
     for step, line in told.steps.items():
         if "loss" in line and not math.isfinite(number(line["loss"])):
-            told.events.append(Event(step, "warning", f"the loss of step {step} is not a number"))
+            told.events.append(Event(step, WARNING, f"the loss of step {step} is not a number"))
     return told
 
 
@@ -82,23 +85,30 @@ def _event(kind: str, step: int, one: Mapping[str, Any], when: float | None, bef
     why = str(one.get("text") or one.get("why") or "")
     after = f": {why}" if why else ""
     if kind == RESUMED:
-        return Event(step, "restart", _resumed_words(one, before) + after, when)
+        return Event(step, RESTART, _resumed_words(one, before) + after, when)
     if kind == RESTART:
-        return Event(step, "restart", f"failed at step {step} and was started again{after}", when)
+        return Event(step, RESTART, f"failed at step {step} and was started again{after}", when)
     if kind == CHECKPOINT:
         failed = one.get("ok") is False or one.get("failed") is True
         words = f"checkpoint of step {step} failed{after}" if failed else f"checkpoint of step {step}"
-        return Event(step, "warning" if failed else "checkpoint", words, when)
+        return Event(step, WARNING if failed else CHECKPOINT, words, when)
     if kind == FAILED:
-        return Event(step, "stopped", f"failed at step {step}{after}", when)
+        return Event(step, FAILED, f"failed at step {step}{after}", when)
     if kind == STOPPED:
-        return Event(step, "stopped", f"stopped at step {step}{after}", when)
-    return Event(step, "warning", why or str(kind), when)
+        return Event(step, STOPPED, f"stopped at step {step}{after}", when)
+    if kind == WARNING:
+        return Event(step, WARNING, why or "a warning without words", when)
+    return Event(step, str(kind), why or _values_of(one), when)
+
+
+def _values_of(line: Mapping[str, Any]) -> str:
+    """What an event of a kind's own says beside its name, where it has no text."""
+    return ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("kind", "step", "at"))
 
 
 def _resumed_words(one: Mapping[str, Any], before: int) -> str:
     plan, step = section(one, "plan"), int(one["step"])
-    axes = ", ".join(f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp") if plan.get(axis, 1) != 1)
+    axes = ", ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if plan.get(axis, 1) != 1)
     again = f"; {before - step:,} step{'s' * (before > step + 1)} done again" if before > step else ""
     return f"went on after step {step}{f' on {axes}' if axes else ''}{again}"
 

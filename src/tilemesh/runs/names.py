@@ -1,4 +1,4 @@
-"""What the files in a run's folder are called. Nobody else spells these names.
+"""What the files in a run's folder are called. No other code spells these names (a test looks).
 
 run.json         the kind of run and the schema       metrics.jsonl     one object a line, appended as it happens
 config.toml      what was run                         summary.json      what it came to
@@ -6,6 +6,8 @@ environment.json machine, versions, commands          rows.jsonl        its rows
 predicted.json   what the planner said before         sample.txt        text it wrote at the end
 choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto
 checkpoints/     step-00000050/, newest last          report.html       the page
+
+What lies inside a checkpoint is named in `manifest.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ BAD_BATCH = re.compile(r"bad-batch-step-(\d+)-")
 def bad_batch(step: int, replica: int | str) -> str:
     """The batch of a step whose loss was NaN or infinite; one file per replica."""
     return f"bad-batch-step-{step:08d}-replica-{replica}.safetensors"
+
+
+def page_beside(other: str) -> str:
+    """The page of this run and another of this name."""
+    return f"report-beside-{other}.html"
 
 
 def earlier_config(step: int) -> str:

@@ -112,19 +112,25 @@ def _running(
             assert one.started is not None
             stack.push(partial(_end, one.title, one.started, say))
 
-        for one in contenders if at_once else ():
-            start(one)
-        for one in contenders:
-            say(f"{'waiting for' if at_once else 'starting'} {one.title}")
-            if not at_once:
-                start(one)
+        def attempt(one: Contender, begin: Callable[[], None]) -> None:
+            """A peer that cannot do this is missing, with the reason; without ours there is nothing to compare."""
+            if one.name in missing:
+                return
             try:
-                one.wait()
-            except RunError as error:
+                begin()
+            except (RunError, OSError) as error:
                 if one.name == OURS:
                     raise RunError(f"ours did not start: {error}") from error
                 missing[one.name] = str(error)
                 say(f"{one.title} does not take part: {error}")
+
+        for one in contenders if at_once else ():
+            attempt(one, partial(start, one))
+        for one in contenders:
+            say(f"{'waiting for' if at_once else 'starting'} {one.title}")
+            if not at_once:
+                attempt(one, partial(start, one))
+            attempt(one, one.wait)
         yield missing
 
 

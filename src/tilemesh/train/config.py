@@ -23,6 +23,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG
 
 DEFAULT_PRESET = "default"
 
@@ -296,7 +297,7 @@ def of_run(folder: str | Path) -> TrainConfig:
     return from_toml(*folders.read_config(folder, TRAIN))
 
 
-def from_toml(text: str, source: str = "config.toml") -> TrainConfig:
+def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 
 

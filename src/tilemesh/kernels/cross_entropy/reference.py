@@ -8,6 +8,9 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, unit
+from tilemesh.kernels.bench.operator import FunctionBench
+from tilemesh.kernels.bench.problems import SizedProblem
+from tilemesh.kernels.cross_entropy.cost import FORM
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.tensors import is_plain, is_traced
 
@@ -98,8 +101,16 @@ def error_bound(logits: Tensor, target: Tensor, ignore_index: int = -100, z_loss
     return 1.01 * torch.where(target == ignore_index, 0.0, bound * (1 + 2 * z_loss * total.abs()))
 
 
-def example(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Arguments for a benchmark or a test."""
-    generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(rows, columns, generator=generator, device=device).to(dtype)
-    return logits, torch.randint(columns, (rows,), generator=generator, device=device)
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    generator = torch.Generator(device).manual_seed(seed)
+    logits = torch.randn(problem.sizes, generator=generator, device=device).to(getattr(torch, problem.dtype))
+    return logits, torch.randint(problem.sizes[1], problem.sizes[:1], generator=generator, device=device)
+
+
+def _plain(logits: Tensor, target: Tensor) -> Tensor:
+    """What a user of torch writes: the loss of 16-bit logits is computed in float32."""
+    return functional.cross_entropy(logits.to(accumulator(logits.dtype)), target)
+
+
+BENCH = FunctionBench(cross_entropy, FORM, arguments, eager=_plain)

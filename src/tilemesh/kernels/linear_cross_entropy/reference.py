@@ -7,8 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.bench.operator import FunctionBench
+from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.cross_entropy import reference as loss
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.linear_cross_entropy.cost import FORM
 
 REDUCTIONS = ("mean", "sum")
 
@@ -72,11 +76,18 @@ def linear_cross_entropy(
     )
 
 
-def example(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, width: int = 768
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments for a benchmark or a test."""
-    generator = torch.Generator(device).manual_seed(0)
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    rows, width, classes = problem.sizes
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
     x = torch.randn(rows, width, generator=generator, device=device).to(dtype)
-    weight = (torch.randn(columns, width, generator=generator, device=device) * 0.02).to(dtype)
-    return x, weight, torch.randint(columns, (rows,), generator=generator, device=device)
+    weight = (torch.randn(classes, width, generator=generator, device=device) * width**-0.5).to(dtype)
+    return x, weight, torch.randint(classes, (rows,), generator=generator, device=device)
+
+
+def _plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """What a user of torch writes: the loss of 16-bit logits is computed in float32."""
+    return functional.cross_entropy(functional.linear(x, weight).to(accumulator(x.dtype)), target)
+
+
+BENCH = FunctionBench(linear_cross_entropy, FORM, arguments, eager=_plain)

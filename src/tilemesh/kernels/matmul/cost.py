@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
+from tilemesh.kernels.activations.names import ACTIVATIONS
+from tilemesh.kernels.bench.problems import ProblemForm, Setting
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
-from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.problem import C_KINDS, DTYPE_BYTES, LAYOUTS, Problem, dense
+from tilemesh.kernels.rates import LAUNCH_S, SUSTAINED_FLOPS, SUSTAINED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -26,20 +29,20 @@ class Rates:
     l2_bytes_per_s: float
     l2_bytes: int
     shared_bytes_per_sm: int
-    launch_s: float = 2.0e-6  # start and drain of one kernel inside a graph
+    launch_s: float = LAUNCH_S
     tile_s: float = 0.9e-6  # filling the pipeline and writing the last tile: latency nothing overlaps
 
 
 def rates_of(device: Device, dtype: str, precision: str = "tf32") -> Rates:
-    """The model's rates from a datasheet: 0.8 of its dense peak and 0.9 of its bandwidth is what is sustained."""
+    """The model's rates from a datasheet: what of its peaks is sustained."""
     short = SHORT_DTYPES[dtype]
     if short == "fp32" and precision == "tf32" and "tf32" in device.peak_flops_per_s:
         short = "tf32"
     peak = device.peak_flops_per_s.get(short, device.peak_flops_per_s["fp32"])
     return Rates(
         multiprocessors=device.sm_count,
-        flops_per_s=0.8 * peak,
-        memory_bytes_per_s=0.9 * device.memory_bytes_per_s,
+        flops_per_s=SUSTAINED_FLOPS * peak,
+        memory_bytes_per_s=SUSTAINED_MEMORY * device.memory_bytes_per_s,
         l2_bytes_per_s=2.2 * device.memory_bytes_per_s,
         l2_bytes=device.l2_bytes,
         shared_bytes_per_sm=device.shared_bytes_per_sm,
@@ -60,6 +63,31 @@ def cost(problem: Problem, *, launches: int = 1) -> Cost:
     dtype = SHORT_DTYPES[problem.dtype]
     dtype = "tf32" if dtype == "fp32" and problem.precision == "tf32" else dtype
     return Cost(2 * problem.m * problem.n * problem.k, read, written, launches=launches, dtype=dtype)
+
+
+SUITE = (
+    "512x512x512", "1024x1024x1024", "2048x2048x2048", "4096x4096x4096", "8192x8192x8192", "4096x11008x4096",
+    "8192x8192x1024", "64x4096x4096", "16x8192x8192", "2049x2047x2051", "4096x4096x512", "128x28672x8192",
+    "8192x128x8192", "3000x3000x3000",
+)  # fmt: skip
+
+
+def _problem(m: int, n: int, k: int, *, dtype: str, c: str, activation: str, layout: str) -> Problem:
+    return dense(m, n, k, dtype=dtype, c_kind=c, activation=activation, layout=layout)
+
+
+FORM = ProblemForm(
+    sizes="MxNxK",
+    suite=SUITE,
+    settings={
+        "dtype": Setting(tuple(DTYPE_BYTES), "float16"),
+        "c": Setting(C_KINDS, "full"),
+        "activation": Setting(ACTIVATIONS, "relu"),
+        "layout": Setting(LAYOUTS, "nn", named=False),
+    },
+    make=_problem,
+    cost=cost,
+)
 
 
 def copy_bytes(problem: Problem, config: Config) -> int:

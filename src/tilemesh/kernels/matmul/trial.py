@@ -20,6 +20,9 @@ from tilemesh.kernels.matmul.run import Runner, prepare
 from tilemesh.kernels.tuning.trial import Bench
 from tilemesh.measure.gpu import KernelTimer, rotating_sets
 
+# a, b and c
+Given = tuple[Tensor, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -29,6 +32,10 @@ class Inputs:
     b: Tensor
     c: Tensor | None
     d: Tensor
+
+    @property
+    def given(self) -> Given:
+        return self.a, self.b, self.c
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
@@ -60,8 +67,8 @@ class MatmulBench(Bench[Config]):
         self.sets = rotating_sets(lambda i: make_inputs(problem, device, seed * 1000 + i), input_bytes(problem))
         first = self.sets[0]
         self.rows = checked_rows(problem.m, device)
-        self.exact = exact_rows(first, problem.activation, self.rows)
-        self.allowed = allowed_error(problem, first, self.rows, self.exact)
+        self.exact = exact_rows(first.given, problem.activation, self.rows)
+        self.allowed = allowed_error(problem, first.given, self.rows, self.exact)
 
     def runner(self, config: Config) -> Runner:
         return prepare(self.problem, config, self.device)
@@ -87,17 +94,18 @@ def checked_rows(m: int, device: torch.device, most: int = 256) -> Tensor:
     return torch.linspace(0, m - 1, min(m, most), dtype=torch.float64, device=device).round().long()
 
 
-def exact_rows(inputs: Inputs, activation: str, rows: Tensor) -> Tensor:
+def exact_rows(given: Given, activation: str, rows: Tensor) -> Tensor:
     """The float64 result of some rows: enough to see a wrong tile, and cheap (all rows are checked finite)."""
-    return reference.exact(inputs.a[rows], inputs.b, rows_of_c(inputs.c, rows), activation)
+    a, b, c = given
+    return reference.exact(a[rows], b, rows_of_c(c, rows), activation)
 
 
-def allowed_error(problem: Problem, inputs: Inputs, rows: Tensor, exact: Tensor) -> Tensor:
+def allowed_error(problem: Problem, given: Given, rows: Tensor, exact: Tensor) -> Tensor:
     """What arithmetic allows, or twice plain torch's error where that is more: vendors round in ways of their own."""
-    a, c = inputs.a[rows], rows_of_c(inputs.c, rows)
-    plain = reference.fused_matmul(a, inputs.b, c, problem.activation)
+    a, b, c = given[0][rows], given[1], rows_of_c(given[2], rows)
+    plain = reference.fused_matmul(a, b, c, problem.activation)
     tf32 = problem.dtype == "float32" and problem.precision == "tf32"
-    bound = reference.error_bound(a, inputs.b, c, problem.activation, separate=True, tf32=tf32)
+    bound = reference.error_bound(a, b, c, problem.activation, separate=True, tf32=tf32)
     return bound.clamp(min=2 * (plain.double() - exact).abs().max().item())
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import Cost, short_dtype
+from collections.abc import Callable
+
+from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedProblem
+
+
+Counted = Callable[[int, int, str], Cost]
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -20,9 +26,34 @@ def add_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
     return _cost(rows, columns, dtype, read=2, written=2)
 
 
+def add_backward_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
+    """Of their backward pass: the sum and both results' gradients are read, the gradient of both summands is written."""
+    return _cost(rows, columns, dtype, read=3, written=1)
+
+
 def _cost(rows: int, columns: int, dtype: str, *, read: int, written: int) -> Cost:
     short, size = short_dtype(dtype)
     elements = rows * columns
     vectors = columns * size
     # A square, a sum, a product with the inverse root and one with the weight; backward takes about as many.
     return Cost(4 * elements, size * read * elements + vectors, size * written * elements, launches=1, dtype=short)
+
+
+def of_problem(problem: SizedProblem, forward: Counted, backward: Counted) -> Cost:
+    """Of a benchmark's problem."""
+    first = forward(*problem.sizes, problem.dtype)
+    return first + backward(*problem.sizes, problem.dtype) if problem.options["passes"] == "both" else first
+
+
+def _form(forward: Counted, backward: Counted) -> ProblemForm[SizedProblem]:
+    return ProblemForm(
+        sizes="ROWSxCOLUMNS",
+        suite=("32768x768", "16384x4096", "8192x8192", "16384x1024", "32x64"),
+        settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
+        make=SizedProblem.of,
+        cost=lambda problem: of_problem(problem, forward, backward),
+    )
+
+
+RMS_NORM_FORM = LAYER_NORM_FORM = _form(cost, backward_cost)
+ADD_RMS_NORM_FORM = ADD_LAYER_NORM_FORM = _form(add_cost, add_backward_cost)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
+from tilemesh.kernels.bench.operator import FunctionBench
+from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.norm.cost import ADD_LAYER_NORM_FORM, ADD_RMS_NORM_FORM, LAYER_NORM_FORM, RMS_NORM_FORM
 
 KERNEL = "tilemesh.kernels.norm.kernel"
 LONGEST = 32768
@@ -163,14 +167,45 @@ def error_bound(
     return 1.01 * (bound + rounding_error(exact(x, weight, bias, eps=eps, centred=centred), x.dtype))
 
 
-def example(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Arguments for a benchmark or a test: x and the weight."""
-    generator = torch.Generator(device).manual_seed(0)
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Random ones of a problem, for benchmarks and tests: x and the weight."""
+    rows, columns = problem.sizes
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
     x = torch.randn(rows, columns, generator=generator, device=device).to(dtype)
     return x, torch.randn(columns, generator=generator, device=device).to(dtype)
 
 
-def add_example(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a residual."""
-    x, weight = example(rows, columns, dtype, device)
+def layer_arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a bias."""
+    x, weight = arguments(problem, device, seed)
+    return x, weight, weight.flip(0)
+
+
+def sum_arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `arguments` with a residual."""
+    x, weight = arguments(problem, device, seed)
     return x, x.flip(0), weight
+
+
+def _plain_rms(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def _plain_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def _plain_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _plain_rms(total, weight), total
+
+
+def _plain_add_layer(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return _plain_layer(total, weight), total
+
+
+RMS_NORM_BENCH = FunctionBench(rms_norm, RMS_NORM_FORM, arguments, eager=_plain_rms)
+LAYER_NORM_BENCH = FunctionBench(layer_norm, LAYER_NORM_FORM, layer_arguments, eager=_plain_layer)
+ADD_RMS_NORM_BENCH = FunctionBench(add_rms_norm, ADD_RMS_NORM_FORM, sum_arguments, eager=_plain_add_rms)
+ADD_LAYER_NORM_BENCH = FunctionBench(add_layer_norm, ADD_LAYER_NORM_FORM, sum_arguments, eager=_plain_add_layer)

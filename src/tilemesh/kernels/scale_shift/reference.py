@@ -12,7 +12,10 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.activations.reference import activate, activation_error
+from tilemesh.kernels.bench.operator import FunctionBench
+from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.scale_shift.cost import FORM
 
 
 def check(x: Tensor, scale: Tensor, shift: Tensor, activation: str) -> None:
@@ -47,9 +50,13 @@ def error_bound(x: Tensor, scale: Tensor, shift: Tensor, activation: str = "none
     return 1.01 * (bound + rounding_error(exact(x, scale, shift, activation), x.dtype))
 
 
-def example(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Arguments for a benchmark or a test."""
-    generator = torch.Generator(device).manual_seed(0)
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    rows, columns = problem.sizes
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
     shapes = ((rows, columns), (columns,), (columns,))
     x, scale, shift = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     return x, scale, shift
+
+
+BENCH = FunctionBench(scale_shift, FORM, arguments, exact=exact, bound=error_bound)

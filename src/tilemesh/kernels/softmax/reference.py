@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
+from tilemesh.kernels.bench.operator import FunctionBench
+from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.softmax.cost import FORM
 
 
 def check(x: Tensor, scale: float, causal: bool) -> None:
@@ -54,10 +59,10 @@ def error_bound(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
     return 1.01 * (whole * relative + rounding_error(whole, x.dtype) + torch.finfo(accumulator(x.dtype)).tiny)
 
 
-def example(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor]:
-    """Arguments for a benchmark or a test."""
-    generator = torch.Generator(device).manual_seed(0)
-    return (torch.randn(rows, columns, generator=generator, device=device).to(dtype),)
+def arguments(problem: SizedProblem, device: torch.device, seed: int) -> tuple[Tensor]:
+    """Random ones of a problem, for benchmarks and tests."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(problem.sizes, generator=generator, device=device).to(getattr(torch, problem.dtype)),)
 
 
 def _masked(x: Tensor, causal: bool) -> Tensor:
@@ -66,3 +71,8 @@ def _masked(x: Tensor, causal: bool) -> Tensor:
     queries, keys = x.shape[-2:]
     unseen = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1)
     return x.masked_fill(unseen, float("-inf"))
+
+
+BENCH = FunctionBench(
+    softmax, FORM, arguments, exact=exact, bound=error_bound, eager=functools.partial(torch.softmax, dim=-1)
+)

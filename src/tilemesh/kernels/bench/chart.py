@@ -1,6 +1,6 @@
 """A roofline of bench rows, drawn by hand as SVG: no plotting library is worth a dependency for one picture.
 
-Across: FLOPs a byte that must move. Up: FLOP/s. The roof is the machine's limit; each shape is a dot for ours and a
+Across: FLOPs per byte that must move. Up: FLOP/s. The roof is the machine's limit; each shape is a dot for ours and a
 ring for eager, so the height between them is what fusing and tuning gained. A PNG is the same picture, turned by a
 program that can (librsvg's, or a browser), where one is installed.
 """
@@ -11,15 +11,18 @@ import math
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from tilemesh.core.cost import Cost
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.kernels.matmul.cost import cost
-from tilemesh.kernels.matmul.problem import dense
 from tilemesh.measure.row import Row
+
+# From a row's case to what its problem needs: `ProblemForm.cost_of`.
+CostOf = Callable[[Mapping[str, Any]], Cost]
 
 WIDTH, HEIGHT = 920, 560
 LEFT, RIGHT, TOP, BOTTOM = 80, 24, 48, 64
@@ -34,11 +37,11 @@ def check_path(path: str) -> None:
         _converter(target, target)
 
 
-def draw(rows: Sequence[Row], path: str) -> None:
+def draw(rows: Sequence[Row], path: str, cost_of: CostOf) -> None:
     """Write the roofline of the kernel-time rows to an .svg or a .png file."""
     check_path(path)
     target = Path(path)
-    picture = svg(rows)
+    picture = svg(rows, cost_of)
     if target.suffix == ".svg":
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(picture, encoding="utf-8")
@@ -72,8 +75,11 @@ def _converter(source: Path, drawn: Path) -> list[str]:
     raise UsageError("a .png chart needs rsvg-convert or chromium on the PATH, found neither: write an .svg instead")
 
 
-def svg(rows: Sequence[Row]) -> str:
-    points = [_point(row) for row in rows if row.case.get("time") == "kernel" and row.measured is not None]
+def svg(rows: Sequence[Row], cost_of: CostOf) -> str:
+    """The picture. cost_of: what a row's problem needs, from its case."""
+    points = [
+        _point(row, cost_of(row.case)) for row in rows if row.case.get("time") == "kernel" and row.measured is not None
+    ]
     if not points:
         raise UsageError("no kernel-time rows to draw a roofline from")
     xs = [x for x, *_ in points]
@@ -92,10 +98,8 @@ def svg(rows: Sequence[Row]) -> str:
             f'<circle cx="{at:.1f}" cy="{height:.1f}" r="4.5" fill="#1b6ca8"><title>{escape(label)}</title></circle>'
         )
     body += _labels(points, across, up)
-    device = escape(str(rows[0].case.get("dtype", "")))
-    body.append(
-        f'<text x="{LEFT}" y="26" font-size="17">Fused matmul, {device}: ours (dot), eager (ring), limit (line)</text>'
-    )
+    title = escape(f"{rows[0].name}, {rows[0].case.get('dtype', '')}: ours (dot), eager (ring), limit (line)")
+    body.append(f'<text x="{LEFT}" y="26" font-size="17">{title}</text>')
     inside = "\n".join(body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -119,10 +123,8 @@ class _Axis:
         return [value for value in found if self.low <= math.log10(value) <= self.high]
 
 
-def _point(row: Row) -> tuple[float, float, float | None, float | None, str]:
-    """(FLOPs a byte, our FLOP/s, eager's, the limit's, shape)."""
-    m, n, k = (int(side) for side in str(row.case["shape"]).split("x"))
-    work = cost(dense(m, n, k, dtype=str(row.case["dtype"]), c_kind=str(row.case["c"])))
+def _point(row: Row, work: Cost) -> tuple[float, float, float | None, float | None, str]:
+    """(FLOPs per byte, our FLOP/s, eager's, the limit's, shape)."""
     assert row.measured is not None
     eager = row.peers.get("eager")
     return (
@@ -141,7 +143,7 @@ def _frame(across: _Axis, up: _Axis) -> list[str]:
         y = up.place(value)
         lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#eee"/>')
         lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value / 1e12:g}</text>')
-    lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 16}" text-anchor="middle">FLOPs a byte</text>')
+    lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 16}" text-anchor="middle">FLOPs per byte</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     lines.append(f'<text x="22" y="{middle}" text-anchor="middle" transform="rotate(-90 22 {middle})">TFLOP/s</text>')
     return lines

@@ -1,0 +1,76 @@
+"""What the page of a kind of run consists of, as a value: a header, and a list of sections.
+
+`kinds.py` says which kind has which layout. A section is a function of the run that gives markup, or None where this
+run has nothing to show there; the page then leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilemesh.measure.row import Row
+from tilemesh.report.compare import Difference
+from tilemesh.report.html import Child
+from tilemesh.report.run import Run
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is shown with a run and is not in its folder: made from its configuration by whoever may."""
+
+    rows: Sequence[Row] = ()
+    why_no_rows: str = ""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per rank that the planner expects, by kind."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page. `name` is what a link to it says."""
+
+    name: str
+    title: str
+    body: Callable[[Run, Beside], Child]
+
+
+@dataclass(frozen=True)
+class PairSection:
+    """A part of the page of two runs, which are called by `names` there."""
+
+    title: str
+    body: Callable[[Run, Run, tuple[str, str]], Child]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure at the top of a page, with a few words beneath it."""
+
+    name: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The sentence at the top of a page, and what can be done."""
+
+    sentence: str
+    is_bad: bool = False
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The page of a kind of run, and of two such runs side by side."""
+
+    about: Callable[[Run], str]
+    """The line below the name."""
+    verdict: Callable[[Run, Beside], Verdict]
+    facts: Callable[[Run, Beside], Sequence[Fact]]
+    sections: Sequence[Section]
+    differences: Callable[[Run, Beside, Run, Beside], Sequence[Difference]]
+    """Figures that both runs have."""
+    pairs: Sequence[PairSection]
+    expects: Mapping[str, str] = field(default_factory=dict)
+    """Files that every run of this kind has, with what they are needed for: the page says which are not there."""

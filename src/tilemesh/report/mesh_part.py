@@ -1,0 +1,57 @@
+"""The part of a training run's page about its mesh: ranks in their places, and what each axis exchanges in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from tilemesh.core.axes import ORDER, ordered
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.report.bars import mesh_picture
+from tilemesh.report.draw import Table, figure, grid
+from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.run import Run
+from tilemesh.report.run_parts import absent
+from tilemesh.runs.values import count, number, section
+
+
+def mesh(run: Run) -> Html:
+    """Ranks in their places; lines as thick as what crosses them in a step."""
+    sizes = {axis: count(run.plan.get(axis)) for axis in ORDER}
+    if run.world <= 1:
+        return el("p", "One rank: there is no communication.")
+    exchanges = section(run.summary, "exchanges")
+    totals = {axis: sum(number(one, 0.0) for one in section(exchanges, axis).values()) for axis in exchanges}
+    picture = mesh_picture(ordered(sizes), totals)
+    others = [f"{axis} {sizes[axis]}" for axis in ORDER if sizes[axis] > 1 and axis not in ("dp", "tp")]
+    panels = f", a grid for each place on {' and '.join(others)}" if others else ""
+    keys = (("tp", 0, "to the right"), ("dp", 1, "downwards"))
+    legend = [
+        el("li", el("i", class_=f"key k{colour}"), f"{axis} {sizes[axis]}, {way}")
+        for axis, colour, way in keys
+        if sizes[axis] > 1
+    ]
+    picture = join(el("ul", *legend, class_="legend"), picture)
+    beside = el("div", el("div", picture), _traffic(run, exchanges), class_="aside")
+    return figure("The mesh", f"{run.world} ranks{panels}; a line is as thick as its traffic.", beside, None, wide=True)
+
+
+def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
+    seconds, expected = section(run.summary, "exchange_seconds"), section(run.predicted, "exchanges")
+    # Seconds of this attempt's steps; of an older run, of everything it did since it was started.
+    told = run.summary.get("exchange_steps")
+    done = count(told if told is not None else run.summary.get("step"))
+    rows: list[list[Child]] = []
+    for axis in exchanges:
+        for operation, nbytes in section(exchanges, axis).items():
+            spent = number(seconds.get(f"{axis} {operation}"))
+            shown = format_seconds(spent / done) if math.isfinite(spent) else "–"
+            guess = number(section(expected, axis).get(operation))
+            shown_guess = format_bytes(guess) if math.isfinite(guess) else "–"
+            rows.append([axis, operation, shown_guess, format_bytes(number(nbytes, 0.0)), shown])
+    if not rows:
+        return absent("traffic by axis", "the run does not say")
+    span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
+    note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
+    head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
+    return el("div", grid(Table(head, rows)), el("p", note, class_="quiet"))

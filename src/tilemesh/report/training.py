@@ -1,0 +1,168 @@
+"""The page of a training run: did it work, how fast against the limit, where time and memory went, what to do next."""
+
+from __future__ import annotations
+
+import math
+
+from tilemesh.core.axes import ORDER
+from tilemesh.core.units import format_bytes, format_count, format_seconds
+from tilemesh.measure.sample import Sample
+from tilemesh.report import compare, memory_part, mesh_part, run_parts, time_parts
+from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.layout import Beside, Fact, Layout, PairSection, Section, Verdict
+from tilemesh.report.rows import percent, row_table
+from tilemesh.report.run import RUNNING, Run
+from tilemesh.report.verdict import improve, judge
+from tilemesh.runs.names import CONFIG, METRICS, PREDICTED, SAMPLE, SUMMARY, TRACE
+from tilemesh.runs.values import number, section
+from tilemesh.runs.values import numbers as figures
+
+
+def _about(run: Run) -> str:
+    model, plan = section(run.summary, "model") or section(run.config, "model"), run.plan
+    parts = []
+    if number(run.summary.get("parameters"), 0) > 0:
+        parts.append(f"{format_count(run.summary['parameters'])} parameters")
+    shape = [f"{key} {model[key]}" for key in ("layers", "width", "heads", "vocabulary") if key in model]
+    parts += [", ".join(shape)] if shape else []
+    axes = " x ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if axis in plan)
+    parts += [f"{axes} = {run.world} rank{'s' * (run.world > 1)}"] if axes else []
+    parts += [str(plan["precision"])] if "precision" in plan else []
+    where = [str(run.summary[key]) for key in ("backend", "device", "machine") if run.summary.get(key)]
+    return " · ".join(
+        [*parts, " on ".join([" ".join(where[:1]), ", ".join(where[1:])]).strip() if where else ""]
+    ).strip(" ·")
+
+
+def _verdict(run: Run, beside: Beside) -> Verdict:
+    of_limit = _of_limit(run, beside)
+    return judge(run, of_limit, _why_no_limit(beside), improve(run, of_limit))
+
+
+def _of_limit(run: Run, beside: Beside) -> float | None:
+    """What the row says; of a run that goes on, by the limit written down before it began."""
+    taken, limit_s = run.step_time(), number(run.predicted.get("limit_s"))
+    if run.state == RUNNING and taken is not None and 0 < limit_s < math.inf:
+        return limit_s / taken.median
+    return next((row.of_limit for row in beside.rows if row.name == "step time"), None)
+
+
+def _why_no_limit(beside: Beside) -> str:
+    """Why a step cannot be held against the limit; empty where it can."""
+    reasons = [row.missing.get(key) for row in beside.rows if row.name == "step time" for key in ("measured", "limit")]
+    return next((reason for reason in reasons if reason), "" if beside.rows else beside.why_no_rows)
+
+
+def _facts(run: Run, beside: Beside) -> list[Fact]:
+    facts: list[Fact] = []
+    losses = [value for _, value in run.figure("loss")]
+    if losses:
+        planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
+        shown = f"{losses[-1]:.4g}" if math.isfinite(losses[-1]) else "not a number"
+        facts.append(Fact("training loss", shown, f"step {run.last_step:,}{planned}"))
+    held = run.figure("held_out")
+    if held:
+        facts.append(Fact("held-out loss", f"{held[-1][1]:.4g}", f"step {held[-1][0]:,}"))
+    speed, of_what = _speed(run, beside)
+    if speed is not None:
+        facts.append(Fact("tokens/s", format_count(speed.median), of_what))
+    taken = run.step_time()
+    if taken is not None:
+        facts.append(
+            Fact("a step", format_seconds(taken.median), f"{format_seconds(taken.p20)} to {format_seconds(taken.p80)}")
+        )
+    of_limit = _of_limit(run, beside)
+    if of_limit is not None:
+        facts.append(Fact("of the limit", percent(of_limit), "as calibrated on this machine"))
+    most = max(figures(run.summary, "peak_memory_bytes"), default=0.0)
+    if most > 0:
+        facts.append(Fact("memory", format_bytes(most), "the largest rank, its process included"))
+    total = number(run.summary.get("seconds"))
+    if math.isfinite(total):
+        first = number(run.summary.get("seconds_to_first_step"))
+        facts.append(
+            Fact("in all", format_seconds(total), f"first step after {format_seconds(first)}" if first > 0 else "")
+        )
+    return facts
+
+
+def _speed(run: Run, beside: Beside) -> tuple[Sample | None, str]:
+    """As the table of rows has it, so that it goes with the step's time; else of the last steps there are."""
+    told = next((row.measured for row in beside.rows if row.name == "throughput"), None)
+    return (told, "at the median step") if told else (run.tail("tokens_per_s"), f"median of {run.tail_words}")
+
+
+# ---- sections --------------------------------------------------------------------------------------------------
+
+
+def _learning(run: Run, beside: Beside) -> Html:
+    return el("div", run_parts.loss(run), run_parts.speed(run), run_parts.progress(run), class_="pair")
+
+
+def _rows(run: Run, beside: Beside) -> Html:
+    if not beside.rows:
+        return run_parts.absent("no rows", beside.why_no_rows or "the run has no summary")
+    words = (
+        "Errors of a prediction are coloured in three steps: within 15 %, within 50 %, beyond. 100 % is at the limit."
+    )
+    return join(el("p", words, class_="quiet"), row_table(beside.rows))
+
+
+def _time(run: Run, beside: Beside) -> Html:
+    return join(time_parts.by_rank(run), time_parts.savings(run, _of_limit(run, beside)))
+
+
+def _again(run: Run, beside: Beside) -> Html:
+    return run_parts.again(run, guess=f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}")
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------
+
+
+def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
+    return compare.training_differences(first, first_beside.rows, second, second_beside.rows)
+
+
+def _curves(first: Run, second: Run, names: tuple[str, str]) -> Child:
+    return el(
+        "div",
+        run_parts.overlay("Loss", "nats per token", "loss", first, second, names, zero=False),
+        run_parts.overlay("Speed", "tokens/s", "tokens_per_s", first, second, names, zero=True),
+        class_="pair",
+    )
+
+
+def _times(first: Run, second: Run, names: tuple[str, str]) -> Child:
+    return el(
+        "div",
+        el("div", el("h3", names[0]), time_parts.by_rank(first)),
+        el("div", el("h3", names[1]), time_parts.by_rank(second)),
+        class_="pair",
+    )
+
+
+LAYOUT = Layout(
+    about=_about,
+    verdict=_verdict,
+    facts=_facts,
+    sections=(
+        Section("learning", "Did it learn", _learning),
+        Section("rows", "How fast, against prediction and limit", _rows),
+        Section("time", "Where the time went", _time),
+        Section("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
+        Section("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
+        Section("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
+        Section("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
+        Section("again", "To run it again", _again),
+    ),
+    differences=_differences,
+    pairs=(PairSection("Side by side", _curves), PairSection("Where the time went", _times)),
+    expects={
+        CONFIG: "configuration",
+        METRICS: "loss and speed, step by step",
+        SUMMARY: "the run's own summary",
+        PREDICTED: "predictions",
+        TRACE: "time by kind and the timeline",
+        SAMPLE: "the text it wrote",
+    },
+)
