@@ -1,4 +1,4 @@
-"""What cross-entropy cannot do without: forward reads the logits, backward reads them again and writes their gradient."""
+"""What cross-entropy cannot do without: forward reads the logits, backward reads them again and writes a gradient."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def loss_and_gradient(
     logits, target, losses, dx, upstream, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
     SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both at once: reads a row twice (the second time mostly from the L2 cache), writes it once; `dx` may be `logits`."""
+    """Both at once: reads a row twice (mostly from the L2 cache then), writes it once; `dx` may be `logits`."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0)
     at = tl.load(target + row * t_m)

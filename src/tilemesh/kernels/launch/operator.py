@@ -331,9 +331,9 @@ class _Operator:
             made = self.backward(how, gradients, arguments, kept)
             given = [arguments[at] for at in self.tensors if arguments[at] is not None]
             pairs = zip(made, given, strict=True)
-            made = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
+            whole = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
             # What is recorded must not return one tensor twice.
-            return [grad.clone() if any(grad is other for other in made[:at]) else grad for at, grad in enumerate(made)]
+            return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
 
         def fake_backward(*values: Any) -> list[Tensor]:
             return [values[at].new_empty(values[at].shape) for at in self.tensors if values[at] is not None]

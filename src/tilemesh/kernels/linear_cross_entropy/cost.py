@@ -17,10 +17,15 @@ def cost(rows: int, width: int, classes: int, dtype: str = "bfloat16", *, passes
     return Cost(2 * products * rows * classes * width, held, written, launches=products + 1, dtype=short)
 
 
+def _of_problem(problem: SizedProblem) -> Cost:
+    rows, width, classes = problem.sizes
+    return cost(rows, width, classes, problem.dtype, passes=problem.options["passes"])
+
+
 FORM = ProblemForm(
     sizes="ROWSxWIDTHxCLASSES",
     suite=("8192x768x50304", "8192x4096x128256"),
     settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": Setting(("forward", "both"), "both")},
     make=SizedProblem.of,
-    cost=lambda problem: cost(*problem.sizes, problem.dtype, passes=problem.options["passes"]),
+    cost=_of_problem,
 )

@@ -2,7 +2,7 @@
 
 For each chunk of rows: logits = x W^T (a library product), then one launch that turns them into their own gradient in
 place and leaves the rows' losses (cross_entropy/kernel.py), then dx = dlogits W and dW += dlogits^T x, added up in
-float32. The upstream gradient is not known yet, so backward scales both; a launch that finds it to be 1 touches nothing.
+float32. The upstream gradient is not known yet: backward scales both, by a launch that does nothing where it is 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from torch import Tensor
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.cross_entropy.kernel import columns_config
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import by_rows
 
 CHUNK_BYTES = 256 * 2**20  # of logits at a time: large enough for full-speed products, small beside the weights
@@ -38,7 +38,7 @@ def scale_pass(value, factor, N, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 def scale_plan(places: Mapping[str, Place]) -> LaunchPlan:
     (elements,) = places["value"].shape
-    arguments = {"value": Pointer("value"), "factor": Pointer("factor"), "N": elements}
+    arguments: dict[str, Argument] = {"value": Pointer("value"), "factor": Pointer("factor"), "N": elements}
     constants = {"BLOCK": _BLOCK, "WIDE": places["value"].dtype == "float64"}
     return LaunchPlan((Step(f"{__name__}:scale_pass", (blocks(elements, _BLOCK), 1), arguments, constants, warps=8),))
 
@@ -47,7 +47,8 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
     """Losses of a chunk's rows; its logits become their gradient."""
     logits = places["logits"]
     rows, classes = logits.shape
-    arguments = {name: Pointer(name) for name in places} | {
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments |= {
         "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip

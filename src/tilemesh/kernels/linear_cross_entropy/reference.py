@@ -66,7 +66,7 @@ def linear_cross_entropy(
     `cross_entropy` otherwise. `differentiated` is filled in: whether gradients may be asked for.
     """
     logits = functional.linear(x, weight)
-    return loss.cross_entropy.reference(  # type: ignore[attr-defined, no-any-return]
+    return loss.cross_entropy.reference(  # type: ignore[attr-defined]
         logits,
         target,
         ignore_index=ignore_index,

@@ -1,4 +1,4 @@
-"""What a norm over the last dimension cannot do without, forward and backward, with and without the addition before it."""
+"""What a norm over the last dimension cannot do without, each way, with and without the addition before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
 from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedProblem
-
 
 Counted = Callable[[int, int, str], Cost]
 
@@ -27,7 +26,7 @@ def add_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
 
 
 def add_backward_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
-    """Of their backward pass: the sum and both results' gradients are read, the gradient of both summands is written."""
+    """Of their backward pass: the sum and both results' gradients are read, one gradient for both is written."""
     return _cost(rows, columns, dtype, read=3, written=1)
 
 
@@ -41,8 +40,9 @@ def _cost(rows: int, columns: int, dtype: str, *, read: int, written: int) -> Co
 
 def of_problem(problem: SizedProblem, forward: Counted, backward: Counted) -> Cost:
     """Of a benchmark's problem."""
-    first = forward(*problem.sizes, problem.dtype)
-    return first + backward(*problem.sizes, problem.dtype) if problem.options["passes"] == "both" else first
+    rows, columns = problem.sizes
+    first = forward(rows, columns, problem.dtype)
+    return first + backward(rows, columns, problem.dtype) if problem.options["passes"] == "both" else first
 
 
 def _form(forward: Counted, backward: Counted) -> ProblemForm[SizedProblem]:

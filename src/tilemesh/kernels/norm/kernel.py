@@ -1,4 +1,4 @@
-"""The Triton kernels of RMSNorm and LayerNorm, with and without the addition before them, and the plans that launch them.
+"""The Triton kernels of RMSNorm and LayerNorm, with and without an addition before, and the plans that launch them.
 
 Forward holds whole rows in registers. Backward runs as few programs as the GPU has multiprocessors (or twice as many):
 each walks over rows, keeps the vectors' gradients in registers on the way, and writes them once; a second launch adds

@@ -7,7 +7,7 @@ from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedP
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
-    """Of one forward pass over (rows, columns): an exponential, a sum, a maximum, a scaling and a product per element."""
+    """Of one forward pass over (rows, columns): per element an exponential, a sum, a maximum and two products."""
     short, size = short_dtype(dtype)
     elements = rows * columns
     return Cost(5 * elements, size * elements, size * elements, launches=1, dtype=short)

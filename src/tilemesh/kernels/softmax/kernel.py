@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, rows_config
 
 _LOG2_E = 1.4426950408889634
@@ -121,7 +121,7 @@ def long_row_back(
 def forward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, queries: int) -> LaunchPlan:
     x, y = places["x"], places["y"]
     m, n = x.shape
-    arguments = {
+    arguments: dict[str, Argument] = {
         "x": Pointer("x"), "y": Pointer("y"), "N": n, "T": queries, "factor": scale * _LOG2_E,
         "x_m": x.strides[0], "x_n": x.strides[1], "y_m": y.strides[0],
     }  # fmt: skip
@@ -140,7 +140,8 @@ def forward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, que
 def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
     grad, y, dx = (places[name] for name in ("grad", "y", "dx"))
     m, n = y.shape
-    arguments = {name: Pointer(name) for name in places} | {
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments |= {
         "N": n, "scale": float(scale), "g_m": grad.strides[0], "g_n": grad.strides[1], "y_m": y.strides[0],
         "d_m": dx.strides[0],
     }  # fmt: skip
