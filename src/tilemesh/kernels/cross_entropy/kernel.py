@@ -21,6 +21,8 @@ from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step
 from tilemesh.kernels.rows import LONG_BLOCK, by_rows
 
 _BLOCK_OF_ROWS = 4096  # losses that the adding program takes at a time
+NOTHING = tl.constexpr(-1e30)
+"""Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: 
     """log(sum(exp(row))), the row's largest element, and where labels are smoothed its sum. `logits` is at the row."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     log2_e: tl.constexpr = 1.4426950408889634
-    largest = tl.full((COLUMNS,), float("-inf"), kind)
+    largest = tl.full((COLUMNS,), NOTHING, kind)
     total = tl.zeros((COLUMNS,), kind)
     plain = tl.zeros((COLUMNS,), kind)
     for begin in range(0, V, COLUMNS):
@@ -37,8 +39,7 @@ def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: 
         if SMOOTHS:
             plain += tl.where(columns < V, value, 0.0)
         larger = tl.maximum(largest, value)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp2((largest - safe) * log2_e) + tl.exp2((value - safe) * log2_e)
+        total = total * tl.exp2((largest - larger) * log2_e) + tl.exp2((value - larger) * log2_e)
         largest = larger
     top = tl.max(largest, 0)
     total_sum = tl.sum(total * tl.exp2((largest - top) * log2_e), 0)

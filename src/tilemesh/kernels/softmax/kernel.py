@@ -20,6 +20,8 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, b
 from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, rows_config
 
 _LOG2_E = 1.4426950408889634
+NOTHING = tl.constexpr(-1e30)
+"""Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def long_row(
     """One row per program, in blocks: reads 2 N (about half of the second time from the L2 cache), writes N."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0)
-    largest = tl.full((COLUMNS,), float("-inf"), kind)
+    largest = tl.full((COLUMNS,), NOTHING, kind)
     total = tl.zeros((COLUMNS,), kind)
     count = (N + COLUMNS - 1) // COLUMNS
     for block in range(count):
@@ -64,8 +66,7 @@ def long_row(
         value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=0.0).to(kind) * factor
         value = tl.where(counts, value, float("-inf"))
         larger = tl.maximum(largest, value)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen in this lane so far: no inf - inf
-        total = total * tl.exp2(largest - safe) + tl.exp2(value - safe)
+        total = total * tl.exp2(largest - larger) + tl.exp2(value - larger)
         largest = larger
     top = tl.max(largest, 0)
     inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
