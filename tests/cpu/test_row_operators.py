@@ -43,7 +43,7 @@ def strided(rows, columns, dtype, turned, step):
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 9), columns=st.sampled_from(COLUMNS), dtype=st.sampled_from(DTYPES), turned=st.booleans(),
-    step=st.integers(1, 2), scale=st.sampled_from([1.0, 0.3, -2.0]), causal=st.booleans(),
+    step=st.integers(1, 2), scale=st.sampled_from([1.0, 0.3, -2.0, 0.0]), causal=st.booleans(),
 )  # fmt: skip
 def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, scale, causal):
     x = strided(min(rows, columns) if causal else rows, columns, dtype, turned, step)

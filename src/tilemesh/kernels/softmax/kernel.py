@@ -7,6 +7,7 @@ Nothing is atomic: results repeat bit for bit.
 
 # mypy: disable-error-code="no-untyped-def"
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,17 +35,25 @@ def seen(rows, columns, N, T, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def scaled(value, counts, factor, UNSEEN: tl.constexpr):
+    """value * factor, and -inf where nothing counts: what was loaded there becomes that, unless factor is 0."""
+    value = value * factor
+    if UNSEEN == 0.0:
+        value = tl.where(counts, value, float("-inf"))
+    return value
+
+
+@triton.jit
 def whole_rows(
     x, y, M, N, T, factor, x_m, x_n, y_m,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows per program, each in registers: reads MN, writes MN."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     counts = seen(rows, columns, N, T, CAUSAL) & (rows < M)
-    value = tl.load(x + rows * x_m + columns * x_n, mask=counts, other=0.0).to(kind) * factor
-    value = tl.where(counts | (rows >= M), value, float("-inf"))
+    value = scaled(tl.load(x + rows * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind), counts, factor, UNSEEN)
     value = tl.exp2(value - tl.max(value, 1)[:, None])
     value = value / tl.sum(value, 1)[:, None]
     tl.store(y + rows * y_m + columns, value.to(y.dtype.element_ty), mask=(rows < M) & (columns < N))
@@ -52,7 +61,8 @@ def whole_rows(
 
 @triton.jit
 def long_row(
-    x, y, N, T, factor, x_m, x_n, y_m, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr,
+    x, y, N, T, factor, x_m, x_n, y_m,
+    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One row per program, in blocks: reads 2 N (about half of the second time from the L2 cache), writes N."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -63,8 +73,8 @@ def long_row(
     for block in range(count):
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
         counts = seen(row, columns, N, T, CAUSAL)
-        value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=0.0).to(kind) * factor
-        value = tl.where(counts, value, float("-inf"))
+        value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
+        value = scaled(value, counts, factor, UNSEEN)
         larger = tl.maximum(largest, value)
         total = total * tl.exp2(largest - larger) + tl.exp2(value - larger)
         largest = larger
@@ -74,8 +84,8 @@ def long_row(
         columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
         counts = seen(row, columns, N, T, CAUSAL)
         at = x + row * x_m + columns * x_n
-        value = tl.load(at, mask=counts, other=0.0, eviction_policy="evict_first").to(kind) * factor
-        value = tl.where(counts, tl.exp2(value - top) * inverse, 0.0)
+        value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
+        value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
         tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
 
 
@@ -126,7 +136,8 @@ def forward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, que
         "x": Pointer("x"), "y": Pointer("y"), "N": n, "T": queries, "factor": scale * _LOG2_E,
         "x_m": x.strides[0], "x_n": x.strides[1], "y_m": y.strides[0],
     }  # fmt: skip
-    constants: dict[str, object] = {"CAUSAL": causal, "WIDE": x.dtype == "float64"}
+    unseen = math.copysign(math.inf, -scale) if scale else 0.0  # which becomes -inf when multiplied
+    constants: dict[str, object] = {"CAUSAL": causal, "UNSEEN": unseen, "WIDE": x.dtype == "float64"}
     wide = x.wide or y.wide
     if n > LONGEST:
         constants |= {"COLUMNS": LONG_BLOCK}
