@@ -18,7 +18,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, timer_of
 from tilemesh.comm.peer_calls import peer_call
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.measure.machine import granted_cores, stamp
+from tilemesh.measure.machine import stamp
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import Row
 from tilemesh.measure.timing import compare
@@ -67,7 +67,7 @@ def added(comm: Communicator, cell: Cell) -> Row:
             "collective": cell.collective,
             "bytes": cell.payload,
             "transport": comm.backend,
-            **ranks_case(comm.size, granted_cores()),
+            **ranks_case(comm.size, comm.cores),
         },
         unit="s",
         predicted=None,

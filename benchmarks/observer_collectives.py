@@ -17,7 +17,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, timer_of
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.observe import Note, Seen
-from tilemesh.measure.machine import granted_cores, stamp
+from tilemesh.measure.machine import stamp
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import Row
 from tilemesh.measure.timing import compare
@@ -85,7 +85,7 @@ def measured(comms: dict[str, Communicator], algorithm: str) -> Row:
             "bytes": NBYTES,
             "algorithm": algorithm,
             "transport": comm.backend,
-            **ranks_case(comm.size, granted_cores()),
+            **ranks_case(comm.size, comm.cores),
         },
         unit="s",
         predicted=None,

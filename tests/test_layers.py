@@ -229,3 +229,70 @@ def test_a_class_of_comm_has_its_name_to_itself() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(dotted(path))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+
+
+MUTATING = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard"}
+
+
+def kept_by_the_process(tree: ast.Module) -> set[str]:
+    """Names of a module that outlive a call: containers that functions fill, caches of functions, `global` names."""
+    held = {
+        target.id
+        for node in tree.body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        if isinstance(target, ast.Name)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            words = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+            found |= {node.name} if words & {"functools.cache", "functools.lru_cache", "cache", "lru_cache"} else set()
+        elif isinstance(node, ast.Global):
+            found |= set(node.names)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            found |= {node.value.id} & held if isinstance(node.value, ast.Name) else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATING:
+            found |= {node.func.value.id} & held if isinstance(node.func.value, ast.Name) else set()
+    return found
+
+
+def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functions() -> None:
+    """What one call can change for another is in `kernels.context`, where it can be replaced."""
+    folder = ROOT / "kernels"
+    found = {
+        f"{dotted(path)}:{name}"
+        for path in folder.rglob("*.py")
+        for name in kept_by_the_process(ast.parse(path.read_text()))
+    }
+    assert found == {
+        "kernels.context:current",  # the context itself
+        "kernels.registry:_operators",  # filled by `register`
+        # Functions of constants, each computed once: a kernel of its source, a GPU's properties.
+        "kernels.launch.program:KERNELS",
+        "kernels.launch.program:_function",
+        "kernels.launch.interpret:_interpreted",
+        "kernels.launch.interpret:_language",
+        "kernels.launch.interpret:_converts_scalars",
+        "kernels.launch.gpu:gpu_of",
+    }
+
+
+def test_what_a_module_keeps_is_found() -> None:
+    code = """
+import functools
+A, table, made, names = 1, {}, [], ["a"]
+table: dict = {}
+made = []
+@functools.lru_cache(maxsize=4)
+def cached(): return names[0]
+def fill(x):
+    global count
+    table[x] = 1
+    made.append(x)
+    local = {}
+    local[x] = 2
+"""
+    assert kept_by_the_process(ast.parse(code)) == {"cached", "count", "table", "made"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from tilemesh.cli.calibrate import calibrate as command
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates, find, path_for
+from tilemesh.measure import busy, calibrate_cpu, calibrate_layer, calibrate_operators
 from tilemesh.measure import calibrate as measuring
-from tilemesh.measure import calibrate_cpu, calibrate_layer, calibrate_operators
+from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
 from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
 from tilemesh.measure.calibrate_pinned import Pinned
@@ -203,9 +206,9 @@ def test_a_busy_machine_raises_doubts() -> None:
     calm = some_figures(copy=5.0, all_copy=9.0)
     rows = measure_figures(calm)
     assert doubts(assemble(TWO_CORES, calm, rows), rows) == []
-    busy = some_figures(copy=5.0, all_copy=5.2)
-    rows = measure_figures(busy)
-    assert doubts(assemble(TWO_CORES, busy, rows), rows) == ["copy on all cores reached only 1.04 times one core"]
+    slow = some_figures(copy=5.0, all_copy=5.2)
+    rows = measure_figures(slow)
+    assert doubts(assemble(TWO_CORES, slow, rows), rows) == ["copy on all cores reached only 1.04 times one core"]
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +231,17 @@ def test_this_machine_calibrates(calibrated: Calibrated) -> None:
     assert Calibration.from_dict(json.loads(json.dumps(calibrated.calibration.to_dict()))) == calibrated.calibration
 
 
-def run(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[str, str]:
+QUIET = Busyness(0.0, 0.0)
+
+
+def run(
+    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, *arguments: str, others: Sequence[float] = (0.0,)
+) -> tuple[str, str]:
+    """`others`: what other work uses of the cores, try by try."""
+    left = [Busyness(share, 0.0) for share in others]
+    monkeypatch.setattr(OtherWork, "busyness", lambda self, samples: left.pop(0))
+    monkeypatch.setattr(busy, "again_while_busy", partial(again_while_busy, sleep=lambda seconds: None))
+
     def stand_in(quick: bool, progress: Callable[[int, int, str], None], **named: Any) -> Calibrated:
         progress(0, 1, "matmul, one core")
         progress(1, 1, "done")
@@ -249,7 +262,29 @@ def test_the_command_shows_rows_and_stores(
     assert "[1/1] matmul, one core" in out
     assert "predicted" in out
     assert read_rows(tmp_path / "rows.jsonl") == list(calibrated.rows)
-    assert find(calibrated.calibration.identity) == calibrated.calibration
+    assert find(calibrated.calibration.identity) == calibrated.calibration.with_section("busy", QUIET.to_dict())
+
+
+def test_a_busy_machine_is_measured_again_and_its_figures_never_replace_quiet_ones(
+    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = calibrated.calibration.identity
+
+    def stored() -> object:
+        found = find(identity)
+        assert found is not None
+        return found.extra["busy"]
+
+    out, _ = run(calibrated, monkeypatch, others=[0.5, 0.3, 0.4])
+    assert out.count("measuring again in 5 s") == 2
+    assert "measured on a busy machine (other work used 30% of the cores)" in out
+    assert stored() == Busyness(0.3, 0.0).to_dict()
+    out, _ = run(calibrated, monkeypatch, others=[0.5, 0.01])
+    assert out.count("measuring again") == 1
+    assert stored() == Busyness(0.01, 0.0).to_dict()
+    out, _ = run(calibrated, monkeypatch, others=[0.2, 0.2, 0.2])
+    assert "was measured on a quieter machine, and stays" in out
+    assert stored() == Busyness(0.01, 0.0).to_dict()
 
 
 def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:

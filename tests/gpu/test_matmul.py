@@ -337,11 +337,11 @@ def test_a_batch_whose_length_changes_shares_its_kernels():
     b = torch.randn(64, 128, device="cuda", dtype=torch.float16)
     config = Config("persistent", 64, 128, 64, 4, 3, tma_epilogue=True)
     fused(torch.randn(2000, 64, device="cuda", dtype=torch.float16), b, config=config)
-    before = len(program._compiled)
+    before = len(program.KERNELS)
     for m in range(2001, 2060):
         a = torch.randn(m, 64, device="cuda", dtype=torch.float16)
         assert_close(fused(a, b, config=config), a, b, None, "relu", str(m))
-    assert len(program._compiled) == before
+    assert len(program.KERNELS) == before
 
 
 def test_newer_precision_setting():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilemesh.core.cores import available_cores, cgroup_quota, cores_for, threads_for
+from tilemesh.core.cores import available_cores, cgroup_quota, cores_for, cores_here, cores_together, threads_for
 
 
 @given(ranks=st.integers(1, 40), cores=st.integers(1, 40))
@@ -50,3 +50,21 @@ def test_quota_of_the_control_group(tmp_path: Path, files: dict[str, str], quota
 
 def test_this_process_has_a_core() -> None:
     assert available_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("masks", "cores"),
+    [
+        (["a inf 0,1", "a inf 0,1", "a inf 0,1"], 2),  # four ranks under `taskset -c 0,1` of sixteen share two
+        (["a inf 0", "a inf 1", "a inf 2"], 3),  # a launcher gave each its own
+        (["a 2.0 0,1,2,3", "a 2.0 0,1,2,3"], 2),  # a quota bounds them together
+        (["a 0.4 0,1"], 1),
+        (["a inf 0,1", "b inf 0,1"], 4),  # the same numbers on another machine
+    ],
+)
+def test_cores_of_several_processes_together(masks: list[str], cores: int) -> None:
+    assert cores_together(masks) == cores
+
+
+def test_one_process_together_has_what_it_has_alone() -> None:
+    assert cores_together([cores_here()]) == cores_together([cores_here(), cores_here()]) == available_cores()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from tilemesh.comm.measure_fit import between
 from tilemesh.comm.runtime import fit as fits
 from tilemesh.comm.runtime.choose import Request, choose, explanation, predicted
 from tilemesh.comm.runtime.fit import Curve, Fit, stored_fit
 from tilemesh.comm.runtime.transport import Caps
+from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.calibration import Calibration
 
 
@@ -26,6 +28,9 @@ class Library:
         return None
 
 
+EVERYTHING = Caps(frozenset(COLLECTIVES), arena=True, crowded=True)
+
+
 def line(latency_s: float, bytes_per_s: float) -> Curve:
     return Curve(tuple((n, latency_s + n / bytes_per_s) for n in (16, 1 << 10, 1 << 16, 1 << 20, 1 << 26)))
 
@@ -33,6 +38,7 @@ def line(latency_s: float, bytes_per_s: float) -> Curve:
 FIT = Fit(
     "mpi",
     4,
+    2,
     10e-6,
     {
         "message": line(20e-6, 1e9),
@@ -74,7 +80,7 @@ def test_what_has_no_curve_is_simulated_over_its_parts() -> None:
     assert ring == pytest.approx(rounds + FIT.copy_s(1 << 20) + 30e-6, rel=1e-6)
     assert FIT.seconds("all_gather", "native", 1000) is None
     assert FIT.seconds("all_gather", "flat", 1000) is None
-    assert Fit("mpi", 4, 1e-6, {}).seconds("all_reduce", "ring", 1000) is None
+    assert Fit("mpi", 4, 2, 1e-6, {}).seconds("all_reduce", "ring", 1000) is None
 
 
 def test_auto_takes_what_is_predicted_to_be_quickest() -> None:
@@ -83,7 +89,7 @@ def test_auto_takes_what_is_predicted_to_be_quickest() -> None:
     assert picked[64].direct is None
     assert picked[1 << 24].algorithm == "flat_slices"
     assert picked[1 << 24].direct == "direct+"
-    for nbytes in (64, 5000, 1 << 18, 1 << 24):
+    for nbytes in (64, 1 << 16, 1 << 20, 1 << 24):
         request = Request("all_reduce", nbytes, "float32", "sum")
         costs = {
             name: s
@@ -117,17 +123,17 @@ def test_of_two_that_are_predicted_alike_the_one_that_copies_less(
 ) -> None:
     curves = {"all_gather/flat": Curve(((nbytes, flat_s),)), "all_gather/direct": Curve(((nbytes, direct_s),))}
     request = Request("all_gather", nbytes, "float32", "sum")
-    choice = choose(request, "auto", Library(size=8), Fit("mpi", 8, 1e-6, curves))
+    choice = choose(request, "auto", Library(size=8), Fit("mpi", 8, 2, 1e-6, curves))
     assert choice.taken(in_arena=True) == ("direct" if goes_direct else "flat")
     assert choice.taken(in_arena=False) == "flat"
 
 
 def test_a_call_that_may_go_direct_has_no_messages_to_fall_back_on() -> None:
     """What only the call itself finds out must leave it a way that needs no more than the arena, or the library."""
-    quick = Fit("mpi", 4, 1e-6, {**FIT.curves, "message": line(1e-9, 1e15), "call": Curve(((1, 1e-9),))})
+    quick = Fit("mpi", 4, 2, 1e-6, {**FIT.curves, "message": line(1e-9, 1e15), "call": Curve(((1, 1e-9),))})
     request = Request("all_reduce", 1 << 24, "float32", "sum")
     assert choose(request, "auto", Library(), quick).algorithm == "flat_slices"  # what was measured goes first
-    slower = Fit("mpi", 4, 1e-6, {**FIT.curves, "message": line(1e-6, 2.4e9), "all_reduce/direct": line(1e-6, 1e12)})
+    slower = Fit("mpi", 4, 2, 1e-6, {**FIT.curves, "message": line(1e-6, 2.4e9), "all_reduce/direct": line(1e-6, 1e12)})
     choice = choose(request, "auto", Library(), slower)
     assert choice.direct == "direct+"
     assert choice.algorithm == "flat_slices"
@@ -140,13 +146,111 @@ def test_without_memory_to_share_nothing_shared_is_taken() -> None:
     assert choice.direct is None
 
 
-def test_before_any_fit_there_are_sane_choices() -> None:
+def by_size(*curves: tuple[str, list[float]]) -> Fit:
+    """All_to_all measured at 1 KiB, 128 KiB and 1 MiB: microseconds of each algorithm."""
+    sizes = (1 << 10, 128 << 10, 1 << 20)
+    points = {
+        f"all_to_all/{name}": Curve(tuple((size, us * 1e-6) for size, us in zip(sizes, times, strict=True)))
+        for name, times in curves
+    }
+    return Fit("mpi", 4, 2, 1e-6, points)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "flat", "native", "picked"),
+    [
+        (128 << 10, [20, 40, 150], [25, 60, 100], "flat"),  # measured there: that settles it
+        (256 << 10, [20, 40, 150], [25, 60, 100], "native"),  # they cross in between, nobody knows where
+        (256 << 10, [20, 40, 90], [25, 60, 100], "flat"),  # quicker on both sides
+        (256 << 10, [20, 59, 99], [25, 60, 100], "native"),  # alike: nothing to be gained
+        (1 << 22, [20, 40, 150], [25, 60, 100], "native"),
+        (16, [26, 40, 150], [25, 60, 100], "native"),
+        (16, [20, 40, 150], [25, 60, 100], "flat"),
+    ],
+)
+def test_the_librarys_own_is_taken_where_nothing_is_surely_quicker(
+    nbytes: int, flat: list[float], native: list[float], picked: str
+) -> None:
+    """A line between two measured sizes does not know the steps of a curve: all_to_all of 256 KiB took 2.6 times as
+    long as native between sizes at which flat was the quicker and the slower one."""
+    fit = by_size(("flat", flat), ("native", native))
+    assert choose(Request("all_to_all", nbytes, "float32", "sum"), "auto", Library(), fit).algorithm == picked
+
+
+def test_what_reads_arrays_in_place_must_not_be_slower_than_the_librarys_own_either() -> None:
+    """From 1 MiB on what copies less is taken when it is predicted within a tenth; but not for a loss."""
+    request = Request("all_to_all", 1 << 20, "float32", "sum")
+    slower = by_size(("native", [25, 60, 100]), ("flat", [20, 80, 150]), ("direct", [40, 70, 105]))
+    assert choose(request, "auto", Library(), slower).direct is None
+    quicker = by_size(("native", [25, 60, 100]), ("flat", [20, 80, 95]), ("direct", [40, 70, 98]))
+    assert choose(request, "auto", Library(), quicker).direct == "direct"
+
+
+def test_what_is_put_around_the_librarys_own_counts_against_it() -> None:
+    """16-bit floats are widened first, the least and largest are turned into whole numbers: no fit measured that."""
+    curves = {"all_reduce/native": line(10e-6, 2e9), "all_reduce/flat_slices": line(15e-6, 1e9)}
+    fit = Fit("mpi", 4, 2, 1e-6, curves)
+    picked = {
+        (dtype, op): choose(Request("all_reduce", 1 << 20, dtype, op), "auto", Library(), fit).algorithm
+        for dtype, op in (("float32", "sum"), ("bfloat16", "sum"), ("float32", "max"))
+    }
+    assert list(picked.values()) == ["native", "flat_slices", "flat_slices"]
+
+
+def test_sizes_are_measured_closer_where_another_is_the_quickest() -> None:
+    measured = {
+        16: {"native": 1.0, "flat": 2.0},
+        256: {"native": 2.0, "flat": 1.0},
+        512: {"native": 1.0, "flat": 2.0},  # twice the size: there is nothing between
+        8192: {"native": 1.0, "flat": 2.0},
+        65536: {"native": 1.0, "flat": 2.0, "direct": 0.1},  # needs arrays of another kind
+    }
+    assert between(measured) == [64]
+    assert between({64: measured[16], 4096: measured[256]}) == [512]
+
+
+def unfitted_names(collective: str, library: Library) -> list[str]:
+    sizes = (8, 1 << 10, 32 << 10, 256 << 10, 8 << 20)
+    return [choose(Request(collective, n, "float32", "sum"), "auto", library).algorithm for n in sizes]
+
+
+def test_before_any_fit_only_what_is_quick_on_any_machine_replaces_the_librarys_own() -> None:
+    crowded, roomy = Library(caps=EVERYTHING), Library(caps=replace(EVERYTHING, crowded=False))
+    assert unfitted_names("all_to_all", crowded) == ["flat", "flat", "flat", "native", "native"]
+    assert unfitted_names("all_to_all", roomy) == ["flat", "flat", "flat", "native", "native"]
+    assert unfitted_names("all_gather", crowded) == ["flat", "flat", "flat", "native", "native"]
+    assert unfitted_names("all_gather", roomy) == ["flat"] * 5
+    assert unfitted_names("all_gather", replace(roomy, size=2))[3:] == ["native", "native"]
+    assert unfitted_names("all_reduce", crowded) == ["native", "flat_one", "flat_one", "native", "flat_slices"]
+    assert unfitted_names("all_reduce", roomy) == ["flat", "flat", "flat_slices", "flat_slices", "flat_slices"]
+    assert unfitted_names("all_reduce", replace(roomy, size=2))[2] == "flat"
+    assert unfitted_names("reduce_scatter", crowded) == ["native", "flat", "flat", "native", "flat"]
+    assert unfitted_names("reduce_scatter", roomy) == ["flat"] * 5
+
+
+def test_before_any_fit_a_library_that_sends_over_sockets_is_never_safe() -> None:
+    for caps in (EVERYTHING, replace(EVERYTHING, crowded=False)):
+        for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+            assert "native" not in unfitted_names(collective, Library(name="torch", caps=caps))
+    assert (
+        unfitted_names("all_reduce", Library(name="torch", caps=EVERYTHING)) == ["flat_one"] * 3 + ["flat_slices"] * 2
+    )
+    request = Request("all_reduce", 256 << 10, "bfloat16", "sum")  # over MPI it would be widened first
+    assert choose(request, "auto", Library(caps=EVERYTHING)).algorithm == "flat_slices"
+
+
+def test_before_any_fit_arrays_in_shared_memory_are_read_where_they_are() -> None:
+    for collective in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
+        choice = choose(Request(collective, 1 << 20, "float32", "sum"), "auto", Library(caps=EVERYTHING))
+        assert choice.taken(in_arena=True).startswith("direct")
+        small = choose(Request(collective, 32 << 10, "float32", "sum"), "auto", Library(caps=EVERYTHING))
+        assert small.direct is None
+
+
+def test_without_shared_memory_the_librarys_own_is_taken() -> None:
     def name(collective: str, nbytes: int, library: Library) -> str:
         return choose(Request(collective, nbytes, "float32", "sum"), "auto", library).algorithm
 
-    assert name("all_reduce", 1000, Library()) == "flat_one"
-    assert name("all_gather", 1000, Library()) == "flat"
-    assert name("all_reduce", 1 << 26, Library()) == "flat_slices"
     assert name("all_reduce", 1000, Library(caps=Caps(frozenset({"all_reduce"})))) == "native"
     assert name("all_reduce", 1000, Library(size=1)) == "naive"
 
@@ -169,11 +273,11 @@ def test_a_damaged_fit_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> No
     def stored(section: object) -> str:
         found = Calibration("m", "words", "now", extra={"collectives": section})
         monkeypatch.setattr(fits, "find", lambda identity: found)
-        return stored_fit("mpi", 4)
+        return stored_fit("mpi", 4, 2)
 
-    assert Fit.from_dict(json.loads(stored({"mpi/4": FIT.to_dict()}))) == FIT
-    assert stored({"mpi/8": FIT.to_dict()}) == ""
-    assert stored({"mpi/4": {"curves": 3}}) == ""
+    assert Fit.from_dict(json.loads(stored({"mpi/4/2": FIT.to_dict()}))) == FIT
+    assert stored({"mpi/8/2": FIT.to_dict(), "mpi/4/16": FIT.to_dict(), "mpi/4": FIT.to_dict()}) == ""
+    assert stored({"mpi/4/2": {"curves": 3}}) == ""
     assert stored("nonsense") == ""
     monkeypatch.setattr(fits, "find", lambda identity: None)
-    assert stored_fit("mpi", 4) == ""
+    assert stored_fit("mpi", 4, 2) == ""

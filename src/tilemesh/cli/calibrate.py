@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.busy import SECTION, Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
 
@@ -25,6 +27,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
+    check_targets(json=json)
     if if_missing and _is_known():
         return
     # Standard output belongs to the rows when they go there; people read the other one.
@@ -33,6 +36,7 @@ def calibrate(
     import torch
 
     from tilemesh.measure import calibrate as measuring
+    from tilemesh.measure.busy import TRIES, OtherWork, again_while_busy
     from tilemesh.measure.machine import this_machine
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
@@ -44,11 +48,21 @@ def calibrate(
     once = "once, for predictions and limits: " if if_missing else ""
     console.print(f"calibrating {once}{this_machine().words}", soft_wrap=True)
     began = time.perf_counter()
-    with _progress(console, brief=if_missing) as report:
-        if stored is not None:
-            result = measuring.calibrate_further(stored, further, report)
-        else:
-            result = measuring.calibrate(quick=quick, progress=report, further=further)
+
+    def measured() -> tuple[measuring.Calibrated, Busyness]:
+        others = OtherWork()
+        with _progress(console, brief=if_missing) as report:
+            if stored is not None:
+                found = measuring.calibrate_further(stored, further, report)
+            else:
+                found = measuring.calibrate(quick=quick, progress=report, further=further)
+        return found, others.busyness(row.measured for row in found.rows if row.measured and row.name != "host")
+
+    def warn(text: str) -> None:
+        console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+
+    # Who only wants to get on waits for one more try at most.
+    result, busy = again_while_busy(measured, warn, tries=2 if if_missing else TRIES)
     if not if_missing:
         console.print()
         print_rows(result.rows, console)
@@ -57,15 +71,29 @@ def calibrate(
     more = "; `tilemesh calibrate` shows them" if if_missing else copies
     console.print(f"{len(result.rows)} figures in {time.perf_counter() - began:.1f} s{more}", soft_wrap=True)
     for warning in result.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    if result.warnings:
+        warn(warning)
+    if result.warnings and not busy.is_busy:
         console.print("was other work running? Then calibrate again when this machine is idle", style="yellow")
     if json is not None:
         write_rows(result.rows, json)
         if json != "-":
             console.print(f"rows: {json}", soft_wrap=True)
     if save:
-        console.print(f"calibration: {result.calibration.save()}", soft_wrap=True)
+        _save(result.calibration if host else result.calibration.with_section(SECTION, busy.to_dict()), console, warn)
+
+
+def _save(calibration: Calibration, console: Console, warn: Callable[[str], None]) -> None:
+    """Store it, unless what is stored was measured on a quieter machine."""
+    try:
+        before = find(calibration.identity)
+    except RunError:  # damaged: replaced
+        before = None
+    new = Busyness.from_dict(calibration.extra.get(SECTION))
+    stored = None if before is None else Busyness.from_dict(before.extra.get(SECTION))
+    if before is not None and new is not None and not replaces(new, stored):
+        warn(f"not stored: the calibration of {before.when} was measured on a quieter machine, and stays")
+        return
+    console.print(f"calibration: {calibration.save()}", soft_wrap=True)
 
 
 def _stored_for_host(has_gpu: bool) -> Calibration:

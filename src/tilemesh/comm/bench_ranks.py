@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.bench_job import Job
-from tilemesh.comm.cells import Cell
+from tilemesh.comm.cells import Cell, cells_of
 from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
 from tilemesh.comm.peer_calls import peer_call
@@ -24,7 +24,7 @@ from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.cost import traffic
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.measure.machine import granted_cores, last_cache_bytes, stamp, this_machine
+from tilemesh.measure.machine import last_cache_bytes, stamp, this_machine
 from tilemesh.measure.ranks import ranks_case
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -53,9 +53,9 @@ def measure(fields: dict[str, Any]) -> list[str]:
         # Ordinary arrays first: once there are arrays of `empty`, large calls look whose is where.
         for buffers in job.buffers:
             for collective in job.collectives:
-                for size in job.sizes:
-                    say(f"{collective} {size} bytes, {buffers}")
-                    lines += [row.to_json() for row in bench.cell(Cell(collective, comm.size, size, buffers))]
+                for cell in cells_of(collective, comm.size, job.sizes, buffers):
+                    say(f"{collective} {cell.payload} bytes, {buffers}")
+                    lines += [row.to_json() for row in bench.cell(cell)]
         if job.overlap:
             lines += [row.to_json() for row in bench.overlaps()]
     return lines
@@ -138,7 +138,11 @@ class Bench:
         limit, why = cell.limit_s(self.calibration, self.cache_bytes)
         absent = dict(missing)
         if predicted is None:
-            absent["predicted"] = "a peer" if name == "native" else "not fitted: run with --fit first"
+            absent["predicted"] = (
+                "the library's own collective is measured, never predicted"
+                if name == "native"
+                else "not fitted: run with --fit first"
+            )
         if limit is None:
             absent["limit"] = why
         if name == "native" or "native" not in result:
@@ -149,7 +153,7 @@ class Bench:
             "bytes": cell.payload,
             "buffers": cell.buffers,
             "transport": self.comm.backend,
-            **ranks_case(cell.ranks, granted_cores()),
+            **ranks_case(cell.ranks, self.comm.cores),
             "algorithm_bytes_per_s": round(bandwidth),
             "bus_bytes_per_s": round(bandwidth * cell.bus_factor),
             "sent_bytes": self._sent(cell, str(extra.get("picked", name))),
@@ -260,7 +264,7 @@ class Bench:
             on_error="raise",
         )
         computing, together = result["compute"].median, result["both"].median
-        has_room = comm.size < granted_cores()
+        has_room = comm.size < comm.cores
         hidden = max(0.0, (alone + computing - together) / min(alone, computing))
         return Row(
             name="overlap",
@@ -269,7 +273,7 @@ class Bench:
                 "algorithm": name,
                 "bytes": nbytes,
                 "transport": comm.backend,
-                **ranks_case(comm.size, granted_cores()),
+                **ranks_case(comm.size, comm.cores),
                 "communication_s": alone,
                 "compute_s": computing,
                 "both_s": together,

@@ -1,13 +1,15 @@
 """Measuring a fit, as all ranks together: curves at a few sizes, everybody busy at once.
 
-Sizes lie wide apart on purpose: what lies between them is predicted, and a bench of other sizes says how well.
+Sizes lie wide apart on purpose: what lies between them is predicted, and a bench of other sizes says how well. Only
+where another algorithm is the quickest at the next size are those between measured too, because that is where `auto`
+has to decide.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Mapping
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,14 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit
 from tilemesh.comm.runtime.transport import Message, as_bytes
 from tilemesh.comm.schedules.book import is_direct, is_shared
+from tilemesh.core.busy import Busyness
+from tilemesh.measure.busy import spread_of
 from tilemesh.measure.ranks import rank_timer
+from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer, compare
 
-SIZES = (16, 512, 2 << 10, 16 << 10, 128 << 10, 1 << 20, 16 << 20, 64 << 20)
+SIZES = (16, 256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 64 << 20)  # powers of two: so are those between
+CLOSER = 2  # how often the sizes between are halved
 PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 READING_S = 0.01
 _TAG = 7  # a user's, of this communicator alone
@@ -32,22 +38,43 @@ Say = Callable[[str], None]
 def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 64 << 20, say: Say = print) -> Fit:
     """A collective call. `seconds`: of readings for each size of each collective."""
     curves: dict[str, list[tuple[float, float]]] = {}
+    samples: list[Sample] = []
     _parts(comm, curves, seconds, most_bytes)
     curves["call"] = [(1, _call(comm, seconds))]
     for collective in COLLECTIVES:
-        for size in SIZES:
-            if size <= most_bytes:
+        measured: dict[int, dict[str, float]] = {}
+        wanted = [size for size in SIZES if size <= most_bytes]
+        for _ in range(1 + CLOSER):
+            for size in wanted:
                 say(f"{collective} {size}")
                 cell = Cell(collective, comm.size, size)
-                for name, median in times(comm, cell, seconds).items():
+                found = times(comm, cell, seconds)
+                samples += found.values()
+                measured[size] = {name: sample.median for name, sample in found.items()}
+                for name, median in measured[size].items():
                     curves.setdefault(f"{collective}/{name}", []).append((cell.payload, median))
+            wanted = between(measured)
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: Curve(tuple(dict(sorted(points)).items())) for name, points in curves.items()}
-    return Fit(comm.backend, comm.size, sync_s, fitted, when)
+    busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
+    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy)
 
 
-def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
+def between(measured: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """Sizes half way between two that have been measured and have another quickest one for ordinary arrays."""
+
+    def quickest(size: int) -> str:
+        ordinary = {name: seconds for name, seconds in measured[size].items() if not is_direct(name)}
+        return min(ordinary, key=lambda name: ordinary[name])
+
+    pairs = [(low, high) for low, high in pairwise(sorted(measured)) if high > 2 * low]
+    return [
+        1 << (low.bit_length() + high.bit_length() - 2) // 2 for low, high in pairs if quickest(low) != quickest(high)
+    ]
+
+
+def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, Sample]:
     """The library's own and every shared-memory algorithm (without an arena: every other), interleaved."""
     request = Request(cell.collective, cell.payload, "float32", "sum")
     x, out = arrays(comm, cell)
@@ -61,7 +88,7 @@ def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, float]:
     if not calls:
         return {}
     result = compare(calls, timer=timer_of(comm), repeats=9, warmup=2, seconds=seconds * len(calls), on_error="raise")
-    return {name: sample.median for name, sample in result.items()}
+    return dict(result)
 
 
 def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callable[[int], object]:

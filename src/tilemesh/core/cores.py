@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -41,6 +42,28 @@ def cgroup_quota(root: Path = _CGROUP) -> float | None:
         return quota_us / period_us if quota_us > 0 else None
     except (OSError, ValueError):
         return None
+
+
+def cores_together(masks: Iterable[str]) -> int:
+    """Cores that several processes may use together, from what each says by `cores_here`; at least 1.
+
+    Processes that share cores count them once, those on other machines count their own. A quota bounds its machine.
+    """
+    numbers: dict[str, set[int]] = {}
+    quotas: dict[str, float] = {}
+    for mask in masks:
+        host, quota, cores = mask.split(" ")
+        numbers.setdefault(host, set()).update(int(number) for number in cores.split(","))
+        quotas[host] = min(quotas.get(host, math.inf), float(quota))
+    counts = [min(len(cores), max(1, math.floor(min(quotas[host], 1e9) + 0.5))) for host, cores in numbers.items()]
+    return max(1, sum(counts))
+
+
+def cores_here() -> str:
+    """What this process may use, as text for `cores_together`: host, quota and core numbers."""
+    quota = cgroup_quota()
+    host = socket.gethostname().replace(" ", "-") or "here"
+    return f"{host} {math.inf if quota is None else quota} {','.join(map(str, visible_cores()))}"
 
 
 def threads_for(ranks: int, cores: int) -> int:

@@ -1,5 +1,9 @@
 """What calls of the kernels share: prepared runners, tuned tables, and what `auto` stands for.
 
+All that one call can change for a later one is here. What else a process keeps is the value of a function of constants:
+kernels by what they are compiled from (`launch/program.py`), interpreted modules, a GPU's properties, and the operators
+that were registered. `tests/test_layers.py` lists them.
+
 `fused_matmul(a, b, c)` takes no such argument, so there is one context that all calls use, and it can be replaced:
 `with use(Context()):`. It holds for all threads of the process, because autograd runs backward passes in threads of
 its own. Nothing here needs torch.
@@ -11,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tilemesh.kernels.tuning.table import Table
+from tilemesh.kernels.tuning.table import Table, Tables, versions
 
 MOST_RUNNERS = 1024  # of a generation
 
@@ -38,13 +42,33 @@ class Runners:
 
 
 class OperatorState:
-    """What `auto` stands for, of one operator: configurations as text, by the problem's key."""
+    """What `auto` stands for, of one operator: configurations as text, by the problem's key, and tuned tables by GPU.
 
-    def __init__(self, tables: Mapping[str, Table[Any]] | None = None) -> None:
+    given: the user's tables by GPU, instead of those on disk.
+    """
+
+    def __init__(self, given: Mapping[str, Table[Any]] | None = None) -> None:
         self.picked: dict[str, str] = {}
         self.kept: dict[str, str] = {}  # what an earlier process picked, which this one goes on with
         self.tuned: set[str] = set()  # problems that were tuned in this process
-        self.tables: dict[str, Table[Any]] = dict(tables or {})  # the user's, by GPU; loaded when first asked for
+        self._given = dict(given or {})
+        self.forget_tables()
+
+    def user_table(self, tables: Tables[Any], gpu: str) -> Table[Any]:
+        """The user's table for a GPU, read from disk when first asked for."""
+        if gpu not in self._user:
+            self._user[gpu] = tables.load(gpu, versions())
+        return self._user[gpu]
+
+    def shipped_table(self, tables: Tables[Any], gpu: str) -> Table[Any] | None:
+        """The table that travels with the package for a GPU, if there is one."""
+        if gpu not in self._shipped:
+            self._shipped[gpu] = tables.shipped(gpu)
+        return self._shipped[gpu]
+
+    def forget_tables(self) -> None:
+        self._user: dict[str, Table[Any]] = dict(self._given)
+        self._shipped: dict[str, Table[Any] | None] = {}
 
 
 class Context:
@@ -73,8 +97,8 @@ class Context:
     def forget(self) -> None:
         """Drop prepared runners and loaded tables: after tuning, or after a file of tables was edited."""
         self.runners.clear()
-        for operator, state in self._states.items():
-            state.tables = dict(self._given.get(operator, {}))
+        for state in self._states.values():
+            state.forget_tables()
 
 
 current = Context()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from tilemesh.core import calibration
+from tilemesh.core.busy import SECTION as BUSY
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
@@ -108,9 +110,16 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         memory_bytes_per_s=rates.copy_bytes_per_s or copy,
         sm_count=threads_for(ranks, cores),
     )
-    link = measured_link(calibration, ranks) or assumed_link(copy, ranks, cores)
-    words = f"{calibration.words}, measured {calibration.when}"
+    link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
+    words = _measured(calibration)
     return Local(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
+
+
+def _measured(calibration: Calibration) -> str:
+    """Which machine, when, and whether other work disturbed it."""
+    busy = Busyness.from_dict(calibration.extra.get(BUSY))
+    disturbed = "" if busy is None or not busy.is_busy else f" while it was busy ({busy.words})"
+    return f"{calibration.words}, measured {calibration.when}{disturbed}"
 
 
 def assumed_link(copy_bytes_per_s: float, ranks: int, cores: int) -> Link:
@@ -120,8 +129,9 @@ def assumed_link(copy_bytes_per_s: float, ranks: int, cores: int) -> Link:
     return Link("memory", constants.MEMORY_LINK_FRACTION * copy_bytes_per_s / 2 / ranks, latency_s)
 
 
-def measured_link(calibration: Calibration, ranks: int) -> Link | None:
-    """The link that makes the planner's all_reduce what `tilemesh bench collective --fit` measured for so many ranks.
+def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | None:
+    """The link that makes the planner's all_reduce what `tilemesh bench collective --fit` measured for so many ranks
+    on so many cores.
 
     All of them were busy then, so what ranks that share cores cost one another is in it. Of the algorithms the quickest
     counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth.
@@ -129,7 +139,7 @@ def measured_link(calibration: Calibration, ranks: int) -> Link | None:
     if ranks < 2:
         return None
     fits = calibration.extra.get(FITS)
-    found = [fits[key] for key in (f"{name}/{ranks}" for name in TRANSPORTS) if key in fits] if fits else []
+    found = [fits[key] for key in (f"{name}/{ranks}/{cores}" for name in TRANSPORTS) if key in fits] if fits else []
     try:
         # "direct" ones need arrays in memory that ranks share, which a model's are not.
         names = [name for name in found[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]
@@ -152,7 +162,7 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Lo
     device = device_for(gpus[0])
     if device is None:
         raise UsageError(f"no datasheet of '{gpus[0]}' is known here: plan for a GPU that is, such as 1xh100")
-    words = f"{calibration.words}, measured {calibration.when}"
+    words = _measured(calibration)
     return Local(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.config import check_source
-from tilemesh.launch.start import check_restarts, choose_transport
+from tilemesh.measure.busy import OtherWork
 from tilemesh.measure.machine import gpu_names
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
@@ -24,8 +23,10 @@ from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
-from tilemesh.train.config import TrainConfig, check_init, check_resumed, of_run, settled
+from tilemesh.train.check import check_job
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
+from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result
 from tilemesh.train.rows import rows
@@ -73,17 +74,21 @@ def fit(
     `command`: what environment.json says was typed; by default this process's command line.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
-    if resume is not None and (run is not None or init is not None):
-        raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
     if config is None:
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config)
-    if resume is not None:
-        check_resumed(of_run(resume), config)
-    check_init(init)
-    check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
+    check_job(
+        config,
+        run=run,
+        name=name,
+        resume=resume,
+        init=init,
+        transport=transport,
+        restarts=restarts,
+        stop_after=stop_after,
+    )
     asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
@@ -94,24 +99,6 @@ def fit(
     return _start_ranks(config, asked)
 
 
-def check(
-    config: TrainConfig, *, resume: str | Path | None, transport: str, restarts: int, stop_after: int | None
-) -> None:
-    """Refuse what no rank could do anything with, before there is a folder or a rank."""
-    member = membership()
-    if member is None:
-        choose_transport(transport)
-        check_restarts(restarts)
-    elif restarts:
-        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
-    elif config.plan.world != member.size:
-        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
-    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
-    if stop_after is not None and not done < stop_after <= config.train.steps:
-        raise UsageError(f"--stop-after {stop_after}: expected a step from {done + 1} to {config.train.steps}")
-    check_source(config.data.source)
-
-
 def _train_here(config: TrainConfig, asked: Request) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
@@ -119,6 +106,7 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
     folder = _agreed_folder(config, asked, comm)
+    others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     try:
         result = train_here(
             config,
@@ -134,6 +122,8 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
         if comm.rank == 0 and last_line(folder).get("kind") != STOPPED:
             Journal(folder).add(FAILED, last_step(folder), why=f"{type(error).__name__}: {error}")
         raise
+    if others is not None:
+        _note(folder, others)
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
@@ -152,6 +142,7 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
     transport = asked.transport
     if transport == "auto" and gpu_names() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
+    others = OtherWork()
     outcome = start(
         folder,
         config,
@@ -163,6 +154,7 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
         sink=sink_to(asked.listener),
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
+    _note(folder, others)
     sentence = outcome.sentence(config.plan.world)
     # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
     is_silent = outcome.interrupted and _summary_written_at(folder) == before
@@ -199,6 +191,12 @@ def _prepared(config: TrainConfig, asked: Request) -> Path:
         Journal(folder).add(STARTED, 0)
     asked.listener({"kind": "run", "folder": str(folder)})
     return folder
+
+
+def _note(folder: Path, others: OtherWork) -> None:
+    """How much else the machine had to do meanwhile, in the run's folder: the page says so where it was too much."""
+    with contextlib.suppress(OSError, RunError):  # the disk may be full
+        folders.write_busyness(folder, others.busyness())
 
 
 def _rows(folder: Path) -> list[Row]:

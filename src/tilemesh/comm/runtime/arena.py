@@ -31,7 +31,6 @@ from tilemesh.comm.runtime.transport import Bytes, Common, Token
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes
-from tilemesh.measure.machine import granted_cores
 
 SEGMENT_BYTES = 512 << 10  # of a large payload that passes over the stage at once: stays in the caches of all ranks
 DIRECT_SEGMENT_BYTES = 4 << 20  # of one that is read where it is: each rank reduces its share of this at once
@@ -88,8 +87,9 @@ class Arena:
         reserve: Callable[[int, int], None] | None = None,
         pause: Callable[[], object] | None = None,
         pids: bool = True,
+        cores: int = 1,
     ) -> None:
-        """`reserve(start, length)`: makes sure that the bytes exist, or raises OSError."""
+        """`reserve(start, length)`: makes sure that the bytes exist, or raises OSError. `cores`: of all its ranks."""
         self.regions = regions
         self.rank = rank
         self.ranks = regions.ranks
@@ -98,7 +98,7 @@ class Arena:
             memoryview(self.memory[: (self.ranks + 1) * LINE]),  # type: ignore[arg-type]
             rank,
             self.ranks,
-            cores=granted_cores(),
+            cores=cores,
             pids=pids,
             pause=pause,
         )
@@ -295,8 +295,13 @@ class ArenaTurn:
 # Making one ---------------------------------------------------------------------------------------------------------
 
 
-def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, use_memfd: bool = True) -> Arena | None:
-    """The arena of all these ranks, or None (on every rank alike) when they do not share memory. A collective call."""
+def open_arena(
+    rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, use_memfd: bool = True, cores: int = 1
+) -> Arena | None:
+    """The arena of all these ranks, or None (on every rank alike) when they do not share memory. A collective call.
+
+    `cores`: that the ranks may use together.
+    """
     texts = exchange(_node() if can_fence() else f"other {rank}")
     if len(set(texts)) > 1:
         return None
@@ -309,7 +314,7 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
         all_have = all(text == "yes" for text in exchange("yes" if memory is not None else "no"))
         end()
         if all_have:
-            arena = Arena(memory, regions, rank, reserve=_reserver(handle) if rank == 0 else None)
+            arena = Arena(memory, regions, rank, reserve=_reserver(handle) if rank == 0 else None, cores=cores)
             if rank == 0:
                 weakref.finalize(arena, os.close, handle)
             return arena
@@ -318,9 +323,9 @@ def open_arena(rank: int, ranks: int, exchange: Exchange, *, blocks_bytes: int, 
     return None
 
 
-def private_arena(common: Common, ranks: int, rank: int, blocks_bytes: int) -> Arena:
+def private_arena(common: Common, ranks: int, rank: int, blocks_bytes: int, cores: int) -> Arena:
     """Over memory that the ranks share anyway, because they are threads of one process."""
-    return Arena(common.memory, Regions(ranks, blocks_bytes), rank, pause=common.pause, pids=False)
+    return Arena(common.memory, Regions(ranks, blocks_bytes), rank, pause=common.pause, pids=False, cores=cores)
 
 
 def _memfd(regions: Regions, token: bytes) -> tuple[int, str, Callable[[], None]]:

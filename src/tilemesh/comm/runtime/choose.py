@@ -23,16 +23,28 @@ from tilemesh.core.units import format_bytes, format_seconds
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SETTLED_BYTES = 1 << 20  # from here on bytes decide, and a way that copies less is not slower
 UNSURE = 1.1  # predictions err by about as much
+SURE = 1.05  # how much quicker than the library's own a way of ours must have been measured to be taken instead
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
-FLAT_BYTES = 32 << 10  # up to this whoever comes last adds up for all: one meeting
-_SHARED = {
-    "all_reduce": "flat_slices",
-    "reduce_scatter": "flat",
-    "all_gather": "flat",
-    "all_to_all": "flat",
-    "broadcast": "flat",
+# Before any fit: the algorithm up to so many bytes. One of ours stands only where it was quicker than MPI's own, called
+# by us, on every machine that was measured (two and sixteen cores, arm64 and x86-64); what it copies to and from the
+# stage makes it the slower one elsewhere, which depends on caches that nobody knows yet.
+_ANY = 1 << 62
+_CROWDED: dict[str, tuple[tuple[int, str], ...]] = {  # ranks outnumber cores
+    "all_reduce": ((512, "native"), (32 << 10, "flat_one"), (512 << 10, "native"), (_ANY, "flat_slices")),
+    "reduce_scatter": ((512, "native"), (32 << 10, "flat"), (2 << 20, "native"), (_ANY, "flat")),
+    "all_gather": ((64 << 10, "flat"), (_ANY, "native")),
+    "all_to_all": ((32 << 10, "flat"), (_ANY, "native")),
+    "broadcast": ((_ANY, "flat"),),
 }
+_ROOMY: dict[str, tuple[tuple[int, str], ...]] = _CROWDED | {  # every rank has a core
+    "all_reduce": ((32 << 10, "flat"), (_ANY, "flat_slices")),
+    "reduce_scatter": ((_ANY, "flat"),),
+}
+_FLAT_READ_BYTES = 64 << 10  # by a rank with a core, in an all_reduce: beyond, the ranks had better share the additions
+_MANY = 4  # ranks from which on a rank's own block of an all_gather is little beside what it reads
+_SOCKETS = ("torch",)  # gloo sends over sockets even on one node: shared memory is quicker at every size
+
 _SMALL = {
     "all_reduce": "recursive_doubling",
     "reduce_scatter": "recursive_halving",
@@ -145,29 +157,18 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
     if transport.size == 1:
         return Choice("naive", "one rank: nothing moves")
     if fit is not None and not request.private:
-        known = predicted(request, transport, fit)
-        ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
-        # What was only simulated errs to its own favour: it does not know what ranks do to each other's caches.
-        measured = {name: ordinary[name] for name in ordinary if fit.has_measured(request.collective, name)}
-        ordinary = measured or ordinary
-        if ordinary:
-            direct = direct_way(request.collective, request.nbytes, 1)
-            there = min((seconds for one, seconds in known.items() if is_direct(one)), default=math.inf)
-            # Of two that are predicted alike the one that copies less: large readings of a fit are the least sure.
-            bound = min(ordinary.values()) * (UNSURE if request.nbytes >= SETTLED_BYTES else 1.0)
-            if there >= bound:
-                direct = None
-            if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
-                ordinary = {one: ordinary[one] for one in ordinary if is_shared(one) or one == "native"}
-            name = min(ordinary, key=lambda one: ordinary[one])
-            why = f"{format_seconds(ordinary[name])} predicted from this machine's fit"
-            return Choice(name, why, direct)
-    if transport.caps.arena and not request.private and request.collective in _SHARED:
+        choice = _fitted(request, transport, fit)
+        if choice is not None:
+            return choice
+    if transport.caps.arena and not request.private and request.collective in _CROWDED:
         direct = direct_way(request.collective, request.nbytes, transport.size)
-        name = _SHARED[request.collective]
-        if request.nbytes <= FLAT_BYTES:
-            name = "flat_one" if "flat_one" in BOOK[request.collective] else "flat"
-        return Choice(name, "through shared memory, until this machine is fitted", direct)
+        natively = transport.name not in _SOCKETS and _is_plain(request, transport)
+        name = unfitted(request.collective, request.nbytes, transport.size, transport.caps.crowded, natively=natively)
+        if name == "native":
+            why = f"{transport.name}'s own is the safe choice for this size until this machine is fitted"
+        else:
+            why = "through shared memory, until this machine is fitted"
+        return Choice(name, why, direct)
     if refuses(request, "native", transport) is None:
         return Choice("native", f"{transport.name}'s own is the safe choice until this machine is fitted")
     is_small = request.nbytes < SMALL_BYTES
@@ -176,6 +177,57 @@ def _auto(request: Request, transport: Transport, fit: Fit | None) -> Choice:
         name = _LARGE[request.collective]
     side = "below" if is_small else "from"
     return Choice(name, f"{format_bytes(request.nbytes)}, {side} {format_bytes(SMALL_BYTES)} on")
+
+
+def unfitted(collective: str, nbytes: int, ranks: int, crowded: bool, *, natively: bool = True) -> str:
+    """Of ordinary arrays, among ranks that share memory: an algorithm that is quick on any machine, or native.
+
+    `natively`: whether the library's own may be taken; where not, the one of ours for the next larger sizes is.
+    """
+    if not crowded and collective == "all_gather" and ranks >= _MANY:
+        return "flat"
+    if not crowded and collective == "all_reduce" and nbytes * ranks > _FLAT_READ_BYTES:
+        return "flat_slices"
+    table = [entry for entry in (_CROWDED if crowded else _ROOMY)[collective] if natively or entry[1] != "native"]
+    return next((name for most, name in table if nbytes <= most), table[-1][1])
+
+
+def _is_plain(request: Request, transport: Transport) -> bool:
+    """Whether the library's own serves this call as it is: what is put around it costs more passes over the data."""
+    around = widens(request.collective, request.dtype) or orders(request.collective, request.dtype, request.op)
+    return not around and refuses(request, "native", transport) is None
+
+
+def _fitted(request: Request, transport: Transport, fit: Fit) -> Choice | None:
+    """What was measured to be quickest; the library's own wherever nothing of ours is surely quicker."""
+    known = predicted(request, transport, fit)
+    if transport.caps.arena and not _is_plain(request, transport):
+        known.pop("native", None)  # measured without what is put around it here
+    ordinary = {name: seconds for name, seconds in known.items() if not is_direct(name)}
+    # What was only simulated errs to its own favour: it does not know what ranks do to each other's caches.
+    measured = {name: ordinary[name] for name in ordinary if fit.has_measured(request.collective, name)}
+    ordinary = measured or ordinary
+    if not ordinary:
+        return None
+    collective, nbytes = request.collective, request.nbytes
+
+    def beats_native(name: str, margin: float) -> bool:
+        return "native" not in known or fit.beats(collective, name, "native", nbytes, margin)
+
+    direct = direct_way(collective, nbytes, 1)
+    there = min((known[name] for name in known if is_direct(name) and beats_native(name, 1.0)), default=math.inf)
+    # Of two that are predicted alike the one that copies less: large readings of a fit are the least sure.
+    bound = min(ordinary.values()) * (UNSURE if nbytes >= SETTLED_BYTES else 1.0)
+    if there >= bound:
+        direct = None
+    if direct is not None:  # found not to be open to all, a call goes on through the arena, or natively
+        ordinary = {name: ordinary[name] for name in ordinary if is_shared(name) or name == "native"}
+    sure = {name: ordinary[name] for name in ordinary if name == "native" or beats_native(name, SURE)}
+    name = min(sure, key=lambda one: sure[one])
+    why = f"{format_seconds(sure[name])} predicted from this machine's fit"
+    if name == "native" and min(ordinary, key=lambda one: ordinary[one]) != "native":
+        why += ", and nothing of ours was surely quicker at the sizes measured around it"
+    return Choice(name, why, direct)
 
 
 # `comm.explain` -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """What collectives cost on this machine, as measured: curves of seconds over bytes, and what follows from them.
 
-A fit belongs to one machine, transport and number of ranks, and was measured with all ranks busy, because ranks that
-share cores are slowed by one another. It holds a curve for each collective of the library's own and each shared-memory
-algorithm, and curves of the parts of which all others are made: one round of messages (α and β), a reduction (γ), a
-copy, a meeting. What has no curve of its own is simulated over those. β is not one number: bandwidth falls once buffers
-leave the caches, so a curve is a line in logarithms between each two measured sizes.
+A fit belongs to one machine, transport, number of ranks and of the cores that they may use together, and was measured
+with all ranks busy, because ranks that share cores are slowed by one another. It holds a curve for each collective of
+the library's own and each shared-memory algorithm, and curves of the parts of which all others are made: one round of
+messages (α and β), a reduction (γ), a copy, a meeting. What has no curve of its own is simulated over those. β is not
+one number: bandwidth falls once buffers leave the caches, so a curve is a line in logarithms between each two measured
+sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from tilemesh.comm.schedules.book import BOOK, build, is_shared
 from tilemesh.comm.schedules.simulate import simulate
 from tilemesh.comm.schedules.topology import Flat
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import find
 from tilemesh.core.errors import RunError
 from tilemesh.measure.machine import this_machine
@@ -45,6 +47,14 @@ class Curve:
         share = math.log(nbytes / x0) / math.log(x1 / x0)
         return float(y0 * (y1 / y0) ** share)
 
+    def around(self, nbytes: float) -> tuple[float, ...]:
+        """The sizes measured on both sides of this one; itself, or the nearest, where there are no two."""
+        sizes = [size for size, _ in self.points]
+        if nbytes in sizes:
+            return (nbytes,)
+        place = bisect_right(sizes, nbytes)
+        return tuple(sizes[max(0, place - 1) : place + 1])
+
     @property
     def latency_s(self) -> float:
         """α: what the smallest costs."""
@@ -58,13 +68,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was measured for one transport and number of ranks. `curves`: by "collective/algorithm", and `PARTS`."""
+    """What was measured for one transport, number of ranks and of cores that these may use together.
+
+    `curves`: by "collective/algorithm", and `PARTS`. `busy`: how much else the machine had to do; None: nobody looked.
+    """
 
     transport: str
     ranks: int
+    cores: int
     sync_s: float
     curves: Mapping[str, Curve]
     when: str = ""
+    busy: Busyness | None = None
 
     def seconds(self, collective: str, algorithm: str, nbytes: int, node_size: int | None = None) -> float | None:
         """What a call is predicted to take; None when nothing is known that would tell."""
@@ -79,6 +94,19 @@ class Fit:
 
     def has_measured(self, collective: str, algorithm: str) -> bool:
         return f"{collective}/{algorithm}" in self.curves
+
+    def beats(self, collective: str, one: str, other: str, nbytes: int, margin: float = 1.0) -> bool:
+        """Whether one was measured to be quicker by that factor at the sizes on both sides, not only in between.
+
+        A curve has steps (a payload leaves a cache, an algorithm goes over to segments), which a line between two
+        measured sizes does not know. Where the two cross inside, neither is sure.
+        """
+        first, second = (self.curves.get(f"{collective}/{name}") for name in (one, other))
+        if first is None or second is None:
+            seconds = [self.seconds(collective, name, nbytes) for name in (one, other)]
+            return seconds[0] is not None and seconds[1] is not None and seconds[0] * margin <= seconds[1]
+        sizes = {*first.around(max(1, nbytes)), *second.around(max(1, nbytes))}
+        return all(first.seconds(size) * margin <= second.seconds(size) for size in sizes)
 
     @cached_property
     def _simulated(self) -> Any:
@@ -104,9 +132,14 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         curves = {name: [list(point) for point in curve.points] for name, curve in self.curves.items()}
-        return {"transport": self.transport, "ranks": self.ranks, "sync_s": self.sync_s, "when": self.when} | {
-            "curves": curves
-        }
+        return {
+            "transport": self.transport,
+            "ranks": self.ranks,
+            "cores": self.cores,
+            "sync_s": self.sync_s,
+            "when": self.when,
+            "curves": curves,
+        } | ({} if self.busy is None else {"busy": self.busy.to_dict()})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fit:
@@ -117,21 +150,23 @@ class Fit:
             if not made or any(x <= 0 or not 0 < y < math.inf for x, y in made):
                 raise ValueError(f"curve {name} has points that are no measurements")
             curves[str(name)] = Curve(made)
-        return cls(str(data["transport"]), int(data["ranks"]), float(data["sync_s"]), curves, str(data.get("when", "")))
+        ranks, cores, sync_s = int(data["ranks"]), int(data["cores"]), float(data["sync_s"])
+        busy = Busyness.from_dict(data.get("busy"))
+        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy)
 
 
-def key_of(transport: str, ranks: int) -> str:
-    """Under which a fit lies in a calibration's section."""
-    return f"{transport}/{ranks}"
+def key_of(transport: str, ranks: int, cores: int) -> str:
+    """Under which a fit lies in a calibration's section: ranks pinned to fewer cores have a fit of their own."""
+    return f"{transport}/{ranks}/{cores}"
 
 
-def stored_fit(transport: str, ranks: int) -> str:
+def stored_fit(transport: str, ranks: int, cores: int) -> str:
     """This machine's fit as JSON text; empty when there is none that can be read."""
     try:
         found = find(this_machine().id)
         if found is None:
             return ""
-        fit = Fit.from_dict(found.extra[SECTION][key_of(transport, ranks)])
+        fit = Fit.from_dict(found.extra[SECTION][key_of(transport, ranks, cores)])
     except (RunError, LookupError, TypeError, ValueError, AttributeError):  # damaged, or of another version: as if none
         return ""
     return json.dumps(fit.to_dict())

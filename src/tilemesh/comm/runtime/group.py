@@ -26,6 +26,7 @@ from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debug
 from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
+from tilemesh.core.cores import available_cores, cores_here, cores_together
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.machine import memory_bytes
 
@@ -62,6 +63,8 @@ class Group:
         self.turns = Turns()
         transport.names = watch.members
         self.ready = ReadyCalls()
+        is_one_process = transport.size == 1 or transport.name == "threads"
+        self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
         self.fit = self._stored_fit()
@@ -71,19 +74,20 @@ class Group:
         transport = self.transport
         common = transport.common(Regions(transport.size, _THREADS_BYTES).nbytes)
         if common is not None:
-            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES)
-        arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=memory_bytes() // 2)
+            return private_arena(common, transport.size, transport.rank, _THREADS_BYTES, self.cores)
+        blocks_bytes = memory_bytes() // 2
+        arena = open_arena(transport.rank, transport.size, self._texts, blocks_bytes=blocks_bytes, cores=self.cores)
         if arena is not None:
             arena.flags.watch = self.watch
-            transport.caps = replace(transport.caps, arena=True)
+            transport.caps = replace(transport.caps, arena=True, crowded=transport.size > self.cores)
         return arena
 
     def _stored_fit(self) -> Fit | None:
-        """The machine's fit for this many ranks, read by one of them for all: they must choose alike."""
+        """The machine's fit for as many ranks and cores, read by one rank for all: they must choose alike."""
         transport = self.transport
         if transport.size == 1 or transport.name == "threads":
             return None
-        text = self._texts(stored_fit(transport.name, transport.size) if transport.rank == 0 else "")[0]
+        text = self._texts(stored_fit(transport.name, transport.size, self.cores) if transport.rank == 0 else "")[0]
         return Fit.from_dict(json.loads(text)) if text else None
 
     def _texts(self, text: str) -> list[str]:
@@ -197,6 +201,8 @@ class Group:
         # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
         allocation = running() if self.turns.is_free else self.later(_at_once(), running)
         block = self.carry_out(allocation, (self.watch.sequence, "empty", 0))
+        if sharing.arena.live == 1:
+            self.ready.clear()  # calls made ready before did not look whether arrays lie there
         return like.back(block)
 
     def breakdown(self, call: Callable[[], object]) -> dict[str, float]:

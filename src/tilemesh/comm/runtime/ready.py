@@ -20,6 +20,7 @@ from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import fits
+from tilemesh.comm.runtime.ready_views import along_axis_0, with_views
 from tilemesh.comm.runtime.shared import ByLast
 from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_shared
@@ -29,17 +30,24 @@ RANK_MASK = (1 << RANK_BITS) - 1
 
 def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """The quick way for calls like this one, or None when there is none."""
+    if group.is_debugging or call.private or group.transport.size == 1 or call.wire is not call.like:
+        return None
+    along = along_axis_0(call, x)
+    ready = None if along is None else _of_arrays(group, *along, choice)
+    return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape))
+
+
+def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+    """The same, for numpy arrays that are split or joined along axis 0."""
     name = choice.algorithm
-    if x is None and not call.like.is_torch:
-        x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
-    if type(x) is not np.ndarray or group.is_debugging or call.private or group.transport.size == 1:
+    if type(x) is not np.ndarray or not x.flags.c_contiguous or not x.flags.aligned or not x.size:
         return None
-    if not x.flags.c_contiguous or not x.flags.aligned:
-        return None
-    if call.axis or not x.size or call.wire is not call.like:
-        return None
-    if name == "native" and (choice.direct is None or group.sharing is None):
-        return group.transport.ready_native(call, x, group.engine.pending, group.watch)
+    natively = None
+    if name == "native":
+        natively = group.transport.ready_native(call, x, group.engine.pending, group.watch)
+        # While there are no arrays of `empty` nobody asks for them; the first one clears what is ready (`Group.empty`).
+        if choice.direct is None or group.sharing is None or not group.sharing.arena.live:
+            return natively
     if group.sharing is None or not (is_shared(name) or choice.direct):
         return None
     if name == "flat_one" and choice.direct is None:
@@ -50,7 +58,7 @@ def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
     even = len(set(call.sizes)) == 1 and ufunc_of(call.op, call.like.dtype) is not None
     if name == "flat" and even and x.nbytes <= STACK_BYTES and choice.direct is None and call.collective in _SMALL:
         return _SMALL[call.collective](group, call, x)
-    return _large(group, call, x, choice)
+    return _large(group, call, x, choice, natively)
 
 
 def unowned(array: Any) -> Any:
@@ -287,10 +295,11 @@ _SMALL: dict[str, Callable[..., ReadyCall]] = {
 }
 
 
-def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall | None) -> ReadyCall | None:
     """Any shared-memory call over flat arrays, without what the first one has found out.
 
-    Where two arrays of the arena come again, not even they are looked at, only where the neighbours' lie.
+    Where the same two arrays come again, not even they are looked at, only where the neighbours' lie; and that only if
+    there are arrays of `empty` at all. `natively`: the library's own, ready, where that is the choice for other arrays.
     """
     sharing = group.sharing
     assert sharing is not None
@@ -299,7 +308,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
     pending, watch, arena = group.engine.pending, group.watch, sharing.arena
     flags, dtype, result, ranks = arena.flags, x.dtype, call.shape, arena.ranks
     shared = sharing.repeated(sharing.call(call, choice))
-    run, agreed = shared.run, shared.agreed
+    run, agreed, asks = shared.run, shared.agreed, shared.wanted is not None
     contributes = call.collective != "broadcast" or group.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average, ndarray = call.op == "avg", np.ndarray
@@ -320,6 +329,10 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
             if isinstance(way, list):
                 for step in way:
                     step()
+            elif way is None and natively is not None:
+                flags.meet()  # the places must not change while somebody still looks at them
+                watch.sequence -= 1  # it counts by itself
+                return natively(x, out)
             else:
                 shared.otherwise(way, x.reshape(-1) if contributes else nothing, out.reshape(-1))
         else:
@@ -332,10 +345,11 @@ def _large(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None
             watch.sequence += 1
             flags.doing = doing
             given, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
-            if seen != (id(x), id(out)):
-                seen = (id(x), id(out))
-            elif (found := shared.places(given, data)) is not None:
-                known_x, known_out, places = ref(x), ref(out), found
+            if asks and arena.live:
+                if seen != (id(x), id(out)):
+                    seen = (id(x), id(out))
+                elif (found := shared.places(given, data)) is not None:
+                    known_x, known_out, places = ref(x), ref(out), found
             run(given, data)
         if is_average:
             np.divide(out, ranks, out)

@@ -227,13 +227,10 @@ class RepeatedShared:
             token.wait()
 
     def places(self, given: Array, data: Array) -> tuple[int, int] | None:
-        """Where the arrays of a call lie in the arena, for `agreed`. None: not both do, or they overlap."""
-        if self.wanted is None:
+        """What `agreed` is to tell of the arrays of a call: where they lie in the arena. None: they overlap."""
+        if self.wanted is None or np.may_share_memory(given, data):
             return None
-        source, target = self.sharing._place(given, 1), self.sharing._place(data, 2)
-        if not source or not target or np.may_share_memory(given, data):
-            return None
-        return source, target
+        return self.sharing._place(given, 1), self.sharing._place(data, 2)
 
     def agreed(self, source: int, target: int) -> ArenaProgram | Fixed | None:
         """Tell the others where this rank's arrays lie; what is to be done if the direct way is open to all."""

@@ -64,7 +64,7 @@ class _Pending:
 
 class ThreadTransport:
     name = "threads"
-    caps = Caps(arena=True)
+    caps = Caps(arena=True, crowded=True)  # threads of one interpreter take turns, whatever the cores
     device = None
     tags = TAGS
 

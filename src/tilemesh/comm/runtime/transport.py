@@ -43,11 +43,14 @@ class Token(Protocol):
 class Caps:
     """What a transport has beyond messages. `native`: collectives of its library; `arena`: shared memory.
 
+    `crowded`: ranks outnumber the cores that they may use together (looked at where there is an arena).
+
     `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
     """
 
     native: frozenset[str] = frozenset()
     arena: bool = False
+    crowded: bool = False
     tells_sizes: bool = True
 
 

@@ -32,8 +32,10 @@ _MOST_KEPT = 256  # argument lists a program keeps before it starts afresh
 # Sizes from here on are 64-bit: a size rounded up to a whole tile, and a tile's last row, must not pass 2**31.
 _WIDE_SIZE = INT32_LIMIT - 4096
 
-# Kernels by everything they are compiled from: problems that differ in sizes alone share one, loaded once a GPU.
-_compiled: dict[tuple[object, ...], CompiledKernel] = {}
+# Kernels by everything they are compiled from: problems that differ in sizes alone share one, loaded once per GPU.
+# This is no state of a context: equal keys give equal kernels, nothing reads it but `compile_step`, and a kernel that
+# is loaded stays on the GPU until the process ends, so another context had better find it than load it again.
+KERNELS: dict[tuple[object, ...], CompiledKernel] = {}
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _KNOWN = ((3, 6), (3, 7))  # whose launchers take their arguments as written below
@@ -65,14 +67,14 @@ def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget 
     place = triton.runtime.driver.active.get_current_device() if target is None else target
     divisors = ((position, hint[0][1]) for position, hint in attributes.items())
     key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
-    found = _compiled.get(key)
+    found = KERNELS.get(key)
     if found is None:
         kernel = (function, signature, constants, attributes)
         if gluon:
             found = _compile_gluon(kernel, target, options)
         else:
             found = triton.compile(ASTSource(*kernel), target=target, options=options)
-        _compiled[key] = found
+        KERNELS[key] = found
     return found
 
 

@@ -18,7 +18,7 @@ from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import interpreted_default
 from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.tuning.choose import should_tune, tune_mode
-from tilemesh.kernels.tuning.table import Table, versions
+from tilemesh.kernels.tuning.table import Table
 from tilemesh.kernels.tuning.tuner import tune_now
 
 
@@ -40,21 +40,15 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     gpu = gpu_of(device_index(device))
     if implementation in TILE_KINDS:
         return default(implementation, problem, multiprocessors=gpu.multiprocessors, tma=gpu.tma)
-    tables = [user_table(gpu.name), *([table] if (table := select.TABLES.shipped(gpu.name)) else [])]
-    if may_tune(problem, tables[0]):
-        tables[0].entries[problem.key] = tune_now(TUNING, problem, device)
-        context.current.state("matmul").tuned.add(problem.key)
+    state = context.current.state("matmul")
+    own, shipped = state.user_table(select.TABLES, gpu.name), state.shipped_table(select.TABLES, gpu.name)
+    if may_tune(problem, own):
+        own.entries[problem.key] = tune_now(TUNING, problem, device)
+        state.tuned.add(problem.key)
+    tables = [own] if shipped is None else [own, shipped]
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
     return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
-
-
-def user_table(gpu: str) -> Table[Config]:
-    """The user's table for a GPU, read from disk once per context."""
-    tables = context.current.state("matmul").tables
-    if gpu not in tables:
-        tables[gpu] = select.TABLES.load(gpu, versions())
-    return tables[gpu]
 
 
 def may_tune(problem: Problem, table: Table[Config]) -> bool:

@@ -9,21 +9,16 @@ With `create_graph=True` everything is plain torch, so that it can be differenti
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from tilemesh.kernels.activations import reference as activations
-from tilemesh.kernels.launch.gpu import current_stream, device_index
-from tilemesh.kernels.launch.tensors import dtype_name
+from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.matmul.plan import gradient_plan, gradient_sums_shape
-from tilemesh.kernels.matmul.problem import Matrix
-from tilemesh.kernels.matmul.run import matrix_of
-
-if TYPE_CHECKING:
-    from tilemesh.kernels.launch.program import Program
+from tilemesh.kernels.matmul.run import matrix_at
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -45,33 +40,18 @@ def activation_gradient(
             return out, out.sum(0)
         return out, out.sum(1) if c_kind == "column" else None
     out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    places = matrix_of(grad), matrix_of(saved), matrix_of(out)
-    sums = None
+    tensors, sums = {"grad": grad, "saved": saved, "out": out}, None
     if c_kind in ("row", "column"):
-        sums = torch.empty(gradient_sums_shape(places[2], c_kind), dtype=torch.float32, device=grad.device)
-    tensors = {"grad": grad, "saved": saved, "out": out, **({"sums": sums} if sums is not None else {})}
-    if how == "interpret":
-        from tilemesh.kernels.launch import interpret
-
-        interpret.run(gradient_plan(*places, c_kind, activation), tensors, written=("out",))
-    else:
-        index = device_index(grad.device)
-        program = _program(places, c_kind, activation, dtype_name(grad.dtype), index)
-        with torch.cuda.device(index):
-            program(current_stream(index), *(tensor.data_ptr() for tensor in tensors.values()))
+        shape = gradient_sums_shape(out.shape[0], out.shape[1], c_kind)
+        tensors["sums"] = sums = torch.empty(shape, dtype=torch.float32, device=grad.device)
+    launch = call.interpreted if how == "interpret" else call.compiled
+    launch(_plan, tensors, written=("out",), c_kind=c_kind, activation=activation)
     return out, None if sums is None else sums.sum(0).to(grad.dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def _program(places: tuple[Matrix, Matrix, Matrix], c_kind: str, activation: str, dtype: str, index: int) -> Program:
-    from tilemesh.kernels.launch.program import Operand, Program
-
-    plan = gradient_plan(*places, c_kind, activation)
-    operands = {n: Operand(dtype, place.aligned) for n, place in zip(("grad", "saved", "out"), places, strict=True)}
-    operands["sums"] = Operand("float32")
-    names = ["grad", "saved", "out", *(["sums"] if plan.steps[0].arguments["sums"] is not None else [])]
-    with torch.cuda.device(index):
-        return Program(plan, operands, names)
+def _plan(places: Mapping[str, call.Place], *, c_kind: str, activation: str) -> LaunchPlan:
+    grad, saved, out = (matrix_at(places[name]) for name in ("grad", "saved", "out"))
+    return gradient_plan(grad, saved, out, c_kind, activation)
 
 
 def differentiable(

@@ -90,11 +90,11 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
     return LaunchPlan((Step(f"{PASSES}:gradient_pass", grid, arguments, constants, wide=far),))
 
 
-def gradient_sums_shape(out: Matrix, c_kind: str) -> tuple[int, int]:
+def gradient_sums_shape(rows: int, columns: int, c_kind: str) -> tuple[int, int]:
     """The partial sums `gradient_plan` leaves: (how many, length of each)."""
     if c_kind == "row":
-        return blocks(out.rows, 32), out.columns
-    return blocks(out.columns, PASS_COLUMNS), out.rows
+        return blocks(rows, 32), columns
+    return blocks(columns, PASS_COLUMNS), rows
 
 
 def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer], interpreted: bool) -> list[Step]:

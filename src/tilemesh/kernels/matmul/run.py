@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.activations import reference as activations
+from tilemesh.kernels.launch.call import Place, place_of
 from tilemesh.kernels.launch.gpu import Gpu, current_stream, device_index, gpu_of
 from tilemesh.kernels.launch.steps import Buffer, LaunchPlan
 from tilemesh.kernels.matmul.config import Config, check, default
@@ -38,13 +39,18 @@ def runs_on(gpu: Gpu, kind: str) -> bool:
 
 
 def matrix_of(tensor: Tensor) -> Matrix:
-    """How a 2-d tensor lies in memory; the stride of a dim of size 1 is never used, so it is made a good one."""
-    (rows, columns), (row_stride, column_stride) = tensor.shape, tensor.stride()
+    """How a 2-d tensor lies in memory."""
+    return matrix_at(place_of(tensor))
+
+
+def matrix_at(place: Place) -> Matrix:
+    """The same of a place; the stride of a dim of size 1 is never used, so it is made a good one."""
+    (rows, columns), (row_stride, column_stride) = place.shape, place.strides
     if rows == 1 and column_stride == 1:
         row_stride = -(-columns // 16) * 16
     elif columns == 1 and row_stride == 1:
         column_stride = -(-rows // 16) * 16
-    return Matrix(rows, columns, row_stride, column_stride, tensor.data_ptr() % 16 == 0)
+    return Matrix(rows, columns, row_stride, column_stride, place.aligned)
 
 
 def prepare(problem: Problem, config: Config, device: torch.device, *, interpret: bool = False) -> Runner:

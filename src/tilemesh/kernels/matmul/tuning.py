@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import Gpu
 from tilemesh.kernels.matmul import select
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, libraries, space
@@ -55,8 +56,9 @@ class MatmulTuning:
 
     def untuned(self, problem: Problem, gpu: Gpu) -> Config:
         """The table that travels with the package may know a better one than the grid has."""
-        tables = [table] if (table := self.tables.shipped(gpu.name)) else []
+        shipped = context.current.state("matmul").shipped_table(self.tables, gpu.name)
         rates = rates_of(device_or_nearest(gpu.name), problem.dtype, problem.precision)
+        tables = [] if shipped is None else [shipped]
         return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
 
     def built_ins(self, problem: Problem) -> list[Config]:

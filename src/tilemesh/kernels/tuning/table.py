@@ -43,7 +43,7 @@ class Table(Generic[ConfigT]):
 
 
 class Tables(Generic[ConfigT]):
-    """Where one operator's tables are, and how its configurations are written."""
+    """Where one operator's tables are, and how its configurations are written. Keeps none: `kernels.context` does."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class Tables(Generic[ConfigT]):
     ) -> None:
         self.operator, self.package = operator, package
         self.encode, self.decode = encode, decode
-        self._shipped: dict[str, Table[ConfigT] | None] = {}
 
     def path(self, gpu: str, versions: Mapping[str, str]) -> Path:
         """The user's file for this GPU and these versions: another version compiles other code, so it starts afresh."""
@@ -88,11 +87,8 @@ class Tables(Generic[ConfigT]):
 
     def shipped(self, gpu: str) -> Table[ConfigT] | None:
         """The table that travels with the package for this GPU, whatever versions made it; None without one."""
-        if gpu not in self._shipped:
-            file = resources.files(self.package).joinpath("tables", _slug(gpu) + ".json")
-            there = file.is_file()
-            self._shipped[gpu] = self.from_json(file.read_text(encoding="utf-8"), str(file)) if there else None
-        return self._shipped[gpu]
+        file = resources.files(self.package).joinpath("tables", _slug(gpu) + ".json")
+        return self.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
 
     def to_json(self, table: Table[ConfigT]) -> str:
         entries = {
