@@ -201,10 +201,10 @@ def test_what_is_launched_is_planned_once_per_signature(monkeypatch):
         def __init__(self, plan, tensors, device, constants):
             made.append((plan, constants["activation"]))
 
-        def __call__(self, addresses):
+        def launch(self, addresses):
             ran.append(addresses)
 
-    monkeypatch.setattr(call, "_Compiled", Pretended)
+    monkeypatch.setattr(call, "_compile", Pretended)
     x, scale, shift = inputs(4, 64)
 
     def launch(x, activation):

@@ -298,7 +298,7 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
     plan = tiles_plan(PROBLEM, Config("tma"), 132)
     operands = {name: Operand("float16") for name in ("a", "b", "c", "d")}
     with pytest.raises(FitError, match="shared memory 300000, this GPU has 232448"):
-        program.Program(plan, operands, list(operands))
+        program.LaunchProgram(plan, operands, list(operands))
     tried = []
 
     def prepare(problem, config, device):
