@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.config import DataConfig
-from tilemesh.data.corpus import check_tokens, open_corpus, prepare
+from tilemesh.data.corpus import check_vocabulary, open_corpus, prepare
 from tilemesh.data.order import Order
 from tilemesh.data.stream import Stream, batch
 from tilemesh.data.tokenizer import open_tokenizer
@@ -108,7 +108,7 @@ def test_a_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     again = open_corpus(DataConfig(source=str(tmp_path / "shards"), held_out=0.0))
     assert again.tokenizer.decode([0, 1]) == "one two"
     with pytest.raises(UsageError, match="the tokenizer has 4 tokens and the model's vocabulary is 3"):
-        check_tokens(corpus, 3)
+        check_vocabulary(corpus.tokenizer, 3)
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UsageError, match="not a tokenizers file"):
         open_tokenizer(tmp_path / "broken.json")

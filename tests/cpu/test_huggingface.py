@@ -316,7 +316,7 @@ def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None
         ('{"weight_map": {"wte.weight": "a-1.safetensors"}}', "a-1.safetensors does not exist"),
         ('{"weight_map": {"wte.weight": "../x.safetensors"}}', "expected files of this folder"),
         ('{"weights": {}}', "not an index"),
-        ("[", "not an index"),
+        ("[", "not JSON"),
     ):
         index.write_text(text)
         with pytest.raises(UsageError, match=words):

@@ -19,8 +19,8 @@ from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
 from tilemesh.runs.metrics import FAILED, STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
-from tilemesh.train.config import load
 from tilemesh.train.events import sink_to
+from tilemesh.train.load import load
 from tilemesh.train.progress import Shown, step_words
 from tilemesh.train.rows import TAKING_TURNS, rows
 

@@ -18,8 +18,9 @@ from tilemesh.runs.manifest import Manifest, folder_name
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS, CHOICES, SUMMARY
 from tilemesh.train import graph
-from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.config import TrainConfig
 from tilemesh.train.job import fit
+from tilemesh.train.load import load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -154,7 +155,7 @@ def test_a_step_that_cannot_be_captured_says_so(tmp_path: Path) -> None:
     """In a process of its own: what a capture that failed leaves behind is nobody else's."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from tilemesh.parallel.laid import Laid; from tilemesh.train.config import load\n"
+        "import sys; from tilemesh.parallel.laid import Laid; from tilemesh.train.load import load\n"
         "from tilemesh.train.job import fit\n"
         "loss = Laid.loss\n"
         "def waits(self, *args, **options):\n"

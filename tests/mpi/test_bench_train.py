@@ -9,7 +9,8 @@ import pytest
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.train.bench import Contender, compare
-from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.load import load
 
 SETS = (
     "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.batch=4,"

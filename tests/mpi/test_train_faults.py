@@ -26,7 +26,8 @@ from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, checkpoints
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
-from tilemesh.train.config import TrainConfig, load
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
 from tilemesh.train.start import start
 

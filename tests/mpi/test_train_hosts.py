@@ -16,7 +16,7 @@ from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
-from tilemesh.train.config import load
+from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
 
 SETS = (

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.train import config
-from tilemesh.train.config import PRESETS, load, settled
+from tilemesh.train.config import PRESETS
+from tilemesh.train.load import load, settled
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -41,7 +42,7 @@ def test_a_mesh_changes_how_the_batch_is_cut_and_not_the_batch(dp: int, tp: int)
 def test_ranks_without_a_mesh() -> None:
     assert (load(ranks=2).plan.dp, load(ranks=2).plan.tp) == (1, 2)
     assert (load(ranks=1).plan.dp, load(ranks=1).plan.tp) == (1, 1)
-    with pytest.raises(UsageError, match="--ranks 3 and a mesh of 4"):
+    with pytest.raises(UsageError, match="ranks is 3 and the mesh has 4"):
         load(ranks=3, mesh="dp=2,tp=2")
 
 
@@ -76,9 +77,9 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("train.batch=15", "does not divide among dp=2"),
         ("train.steps=0", "train.steps is 0: expected at least 1"),
         ("train.context=999", "between 1 and model.context, 128"),
-        ("data.held_out=1", "expected a fraction"),
+        ("data.held_out=1", "data.held_out is 1.0: expected at least 0 and below 1"),
         ("checkpoint.every=-1", "expected 0 or more"),
-        ("train.recompute_every=-2", "expected sqrt or 0"),
+        ("train.recompute_every=-2", "train.recompute_every is -2: expected between 0 and 10,000"),
         ("optimizer.name=adam", "did you mean 'adamw'"),
         ("optimizer.clip=nan", "expected 0 or more"),
         ("train.graph=true", "train.graph=true is for one GPU alone"),

@@ -13,7 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from tilemesh.cli import report_run
-from tilemesh.core import config as reading
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
@@ -23,9 +22,10 @@ from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, SAMPLE, SUMMARY, TRACE
-from tilemesh.train import config as configs
-from tilemesh.train.config import TrainConfig
-from tilemesh.train.job import check, fit
+from tilemesh.train.check import check_job
+from tilemesh.train.config import DEFAULT_PRESET, TrainConfig
+from tilemesh.train.job import fit
+from tilemesh.train.load import load
 from tilemesh.train.progress import Shown
 from tilemesh.train.result import RanksFailedError, Result
 
@@ -89,7 +89,7 @@ def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
     return fit(
         config,
         run=asked.run,
-        name=Path(asked.config or configs.DEFAULT_PRESET).stem,
+        name=Path(asked.config or DEFAULT_PRESET).stem,
         resume=asked.resume,
         init=asked.init,
         transport=asked.transport,
@@ -108,34 +108,25 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         if ranks is not None and ranks != member.size:
             raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
         ranks = member.size if asked.mesh is None and asked.plan is None and asked.resume is None else None
-    gpus = 0 if "train.device=cpu" in ",".join(asked.sets) else len(gpu_names())
-    if asked.resume is None:
-        return configs.load(
-            asked.config, sets=asked.sets, mesh=asked.mesh, plan=asked.plan, ranks=ranks, gpus=gpus, init=asked.init
-        )
-    for name in ("config", "run", "init"):
-        if getattr(asked, name) is not None:
-            raise UsageError(f"--resume goes on with a run as it is: leave {name} out")
-    before = configs.of_run(asked.resume)
-    made = before
-    if asked.sets:
-        # The run's own values as a preset: settings over them are checked and converted as anywhere.
-        made = reading.load(TrainConfig, preset="run", presets={"run": before}, sets=asked.sets)
-        configs.check_resumed(before, made)
-    if asked.mesh is not None or asked.plan is not None:
-        axes = configs.load(mesh=asked.mesh, plan=asked.plan).plan
-        plan = dataclasses.replace(
-            made.plan, dp=axes.dp, tp=axes.tp, pp=axes.pp, sequence_parallel=made.plan.sequence_parallel and axes.tp > 1
-        )
-        made = configs.replace(made, plan=plan)
-    return configs.settled(made)
+    return load(
+        asked.config,
+        sets=asked.sets,
+        mesh=asked.mesh,
+        plan=asked.plan,
+        ranks=ranks,
+        gpus=len(gpu_names()),
+        init=asked.init,
+        resume=asked.resume,
+    )
 
 
 def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
     """Inside mpiexec, srun or torchrun: this process is the rank it already is."""
-    check(
+    check_job(
         config,
+        run=asked.run,
         resume=asked.resume,
+        init=asked.init,
         transport=asked.transport,
         restarts=asked.restarts,
         stop_after=asked.stop_after,

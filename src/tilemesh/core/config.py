@@ -8,7 +8,6 @@ Literal, tuple[...], any of these `| None`, and nested dataclasses. Nothing is r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import tomllib
@@ -18,12 +17,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tilemesh.core.errors import UsageError, nearest, unknown
+from tilemesh.core.ranges import LARGEST_WHOLE, shown
 from tilemesh.core.toml import toml_value
 
 T = TypeVar("T")
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+_TOO_LARGE = "a whole number below 2**63"
+_DIGITS = 40  # with signs and underscores; Python refuses to read numbers of thousands of digits
 _NEXT_KEY = re.compile(r"\s*[A-Za-z_][\w.-]*\s*=")
 
 
@@ -32,7 +34,7 @@ class _Text(str):
 
 
 class _MismatchError(Exception):
-    """A value that the annotation does not admit."""
+    """A value that the annotation does not admit; with what was expected, where the annotation does not say it."""
 
 
 def load(
@@ -57,7 +59,7 @@ def load(
         layer = chosen if isinstance(chosen, Mapping) else to_dict(chosen)
         _merge(given, _check(cls, layer, f"preset {preset}"))
     if file is not None:
-        _merge(given, _check(cls, _read_toml(Path(file)), str(file)))
+        _merge(given, _check(cls, read_toml(file), str(file)))
     for key, text in split_sets(sets):
         *sections, last = key.split(".")
         layer = {last: _Text(text)}
@@ -94,12 +96,28 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     """The data in a TOML text; a syntax error is one line that begins with the source and line."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
+    except RecursionError:
+        raise UsageError(f"{source}: not valid TOML: nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError is one; so is what Python says of a number with thousands of digits
+        message = str(error).partition(";")[0]
         place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
         line = int(place[1]) if place else text.count("\n") + 1
         what = re.sub(r" \(at [^()]*\)$", "", message)
         raise UsageError(f"{source}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}") from None
+
+
+def read_toml(file: str | Path) -> dict[str, Any]:
+    """The data in a TOML file."""
+    path = Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"configuration file '{path}' does not exist") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"configuration file '{path}' is not UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"configuration file '{path}' cannot be read: {error.strerror}") from None
+    return parse_toml(text, str(path))
 
 
 def split_sets(texts: Iterable[str]) -> list[tuple[str, str]]:
@@ -115,18 +133,6 @@ def split_sets(texts: Iterable[str]) -> list[tuple[str, str]]:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"configuration file '{path}' does not exist") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"configuration file '{path}' is not UTF-8 text") from None
-    except OSError as error:
-        raise UsageError(f"configuration file '{path}' cannot be read: {error.strerror}") from None
-    return parse_toml(text, str(path))
 
 
 def _check(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -155,10 +161,11 @@ def _check_section(cls: type[Any], data: Mapping[str, Any], prefix: str, root: t
             continue
         try:
             checked[key] = _convert(hints[key], value)
-        except _MismatchError:
-            close = nearest(str(value), _options(hints[key]))
+        except _MismatchError as error:
+            close = nearest(_shown(value).strip("'"), _options(hints[key]))
             hint = f"; did you mean '{close}'?" if close else ""
-            raise UsageError(f"{path} is {_shown(value)}, expected {_words(hints[key])}{hint}") from None
+            expected = str(error) or _words(hints[key])
+            raise UsageError(f"{path} is {_shown(value)}, expected {expected}{hint}") from None
     return checked
 
 
@@ -179,8 +186,12 @@ def _convert(hint: Any, value: Any) -> Any:
         raise _MismatchError
     if hint not in _WORDS:
         raise TypeError(f"a configuration field cannot be {hint!r}")
+    if isinstance(value, (str, Path)) and not _is_utf8(str(value)):
+        raise _MismatchError("UTF-8 text")
     if isinstance(value, _Text):
         return _convert_text(hint, value)
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        raise _MismatchError(_TOO_LARGE)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is Path and isinstance(value, (str, Path)):
@@ -194,6 +205,8 @@ def _convert_text(hint: Any, text: _Text) -> Any:
     if hint is bool and text.lower() in _BOOLS:
         return _BOOLS[text.lower()]
     if hint is int and re.fullmatch(r"[+-]?\d+(_\d+)*", text, re.ASCII):
+        if len(text) > _DIGITS or abs(int(text)) > LARGEST_WHOLE:
+            raise _MismatchError(_TOO_LARGE)
         return int(text)
     if hint is float:
         try:
@@ -205,17 +218,25 @@ def _convert_text(hint: Any, text: _Text) -> Any:
     raise _MismatchError
 
 
+def _is_utf8(text: str) -> bool:
+    """Whether a text can be written to a file; the command line hands on other bytes as half characters."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _convert_union(hint: Any, value: Any) -> Any:
     members = get_args(hint)
     # The word "none" means None, unless it is itself one of the choices.
     says_none = isinstance(value, str) and value.lower() == "none" and "none" not in _options(hint)
     if types.NoneType in members and (value is None or says_none):
         return None
+    reason = ""
     for member in members:
         if member is not types.NoneType:
-            with contextlib.suppress(_MismatchError):
+            try:
                 return _convert(member, value)
-    raise _MismatchError
+            except _MismatchError as error:
+                reason = reason or str(error)
+    raise _MismatchError(reason)
 
 
 def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -235,7 +256,7 @@ def _unquoted(text: str) -> str:
         return str(text)
     try:
         return str(tomllib.loads(f"value = {text}")["value"])
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         raise _MismatchError from None
 
 
@@ -383,4 +404,4 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, (str, Path)) else str(value)
+    return shown(str(value) if isinstance(value, Path) else value)

@@ -12,12 +12,15 @@ from typing import Any, Literal, get_args
 
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import Range
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 
+_COUNTS = Range(1, 2**31 - 1)
+"""Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
 _COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
@@ -58,10 +61,8 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "microbatch", "accumulation", "interleave"):
-            _whole(name, getattr(self, name), least=1)
-        _whole("zero", self.zero, least=0)
-        if self.zero > 3:
-            raise UsageError(f"zero is {self.zero}: expected a stage from 0 to 3")
+            _COUNTS.check(name, getattr(self, name), whole=True)
+        Range(0, 3).check("zero", self.zero, whole=True)
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
         choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
@@ -86,7 +87,7 @@ class ParallelPlan:
     def _check_chunks(self) -> None:
         chunks = self.pp * self.interleave
         for layers in self.chunk_layers:
-            _whole("a number in chunk_layers", layers, least=1)
+            _COUNTS.check("a number in chunk_layers", layers, whole=True)
         if self.chunk_layers and len(self.chunk_layers) != chunks:
             named = f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
             raise UsageError(
@@ -138,8 +139,3 @@ class ParallelPlan:
     def from_toml(cls, text: str, source: str = "plan") -> ParallelPlan:
         """The plan in a TOML text; `source` names it in errors. From a file: `config.load(ParallelPlan, file=path)`."""
         return config.from_dict(cls, config.parse_toml(text, source), source)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} is {value!r}: expected a whole number of at least {least}")

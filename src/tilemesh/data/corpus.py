@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.config import DataConfig
+from tilemesh.data.config import DataConfig, has_shards, source_path
 from tilemesh.data.documents import documents
-from tilemesh.data.shards import SHARD_TOKENS, has_shards, open_shards, shards_tokenizer, write_shards
+from tilemesh.data.shards import SHARD_TOKENS, open_shards, shards_tokenizer, write_shards
 from tilemesh.data.stream import Corpus, Stream, cut_end
 from tilemesh.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -22,7 +22,7 @@ _ENOUGH_DOCUMENTS = 50  # to hold whole ones out; below, the end of the text is 
 
 def open_corpus(data: DataConfig) -> Corpus:
     """The tokens of a source; text is read and tokenised here, shards are only mapped."""
-    folder = Path(data.source).expanduser()
+    folder = source_path(data.source)
     if has_shards(folder):
         return open_shards(folder, data)
     tokenizer = open_tokenizer(data.tokenizer)
@@ -33,17 +33,18 @@ def open_corpus(data: DataConfig) -> Corpus:
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """What a source's tokens mean, without reading it: text from a checkpoint needs no training data."""
-    folder = Path(data.source).expanduser()
+    folder = source_path(data.source)
     if has_shards(folder):
         return shards_tokenizer(folder, data)
     return open_tokenizer(data.tokenizer)
 
 
-def check_tokens(corpus: Corpus, vocabulary: int) -> None:
-    if corpus.tokenizer.vocabulary > vocabulary:
+def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
+    """Refuse a model that has no row for some token."""
+    if tokenizer.vocabulary > vocabulary:
         raise UsageError(
-            f"the tokenizer has {corpus.tokenizer.vocabulary} tokens and the model's vocabulary is {vocabulary}: "
-            f"set model.vocabulary={corpus.tokenizer.vocabulary}"
+            f"the tokenizer has {tokenizer.vocabulary} tokens and the model's vocabulary is {vocabulary}: "
+            f"set model.vocabulary={tokenizer.vocabulary}"
         )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.config import STDLIB, no_source
+from tilemesh.core.errors import RunError
+from tilemesh.data.config import STDLIB, files_like, no_files, no_source, require_text, source_path
 
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
 
 def documents(source: str, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
@@ -19,27 +18,25 @@ def documents(source: str, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
         root = Path(sysconfig.get_path("stdlib"))
         yield from _files(root, "*.py", skip=_NOT_LIBRARY)
         return
-    path = Path(source).expanduser()
+    path = source_path(source)
     if path.is_file():
+        require_text(path)
         yield path.name, _read(path)
         return
     if not path.is_dir():
         raise no_source(source)
     found = False
-    for one in _files(path, pattern, skip=set()):
+    for document in _files(path, pattern):
         found = True
-        yield one
+        yield document
     if not found:
-        raise UsageError(f"data.source '{source}' has no text file named like '{pattern}': set data.pattern")
+        raise no_files(source, pattern)
 
 
-def _files(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, bytes]]:
+def _files(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, bytes]]:
     """Text files below a folder by relative name; binary ones (a zero byte at the beginning) are passed over."""
-    names = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in skip and not name.startswith("."))
-        names += [Path(folder, name) for name in files if Path(name).match(pattern) and not name.startswith(".")]
-    for path in sorted(names, key=lambda one: one.relative_to(root).as_posix()):
+    for path in sorted(files_like(root, pattern, skip), key=lambda path: path.relative_to(root).as_posix()):
+        require_text(path)
         content = _read(path)
         if b"\0" not in content[:4096]:
             yield path.relative_to(root).as_posix(), content

@@ -14,27 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.config import DataConfig
+from tilemesh.core.files import naming, read_json_object
+from tilemesh.core.ranges import Range, shown
+from tilemesh.data.config import SHARD_SUFFIX, DataConfig
 from tilemesh.data.stream import Corpus, Stream, cut_end
 from tilemesh.data.tokenizer import Tokenizer, Unknown, open_tokenizer
 
-SHARD_SUFFIX = ".bin"
 META_FILE = "meta.json"
 HELD_OUT_PREFIX = "heldout"
 SHARD_TOKENS = 1 << 26
+_VOCABULARY = Range(0, 2**32)
 _DTYPES: dict[str, Any] = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
-
-
-def has_shards(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.glob("*" + SHARD_SUFFIX))
 
 
 def open_shards(folder: Path, data: DataConfig) -> Corpus:
     """Memory-mapped `.bin` files: with `meta.json` what it says, else 16-bit tokens as others write them."""
     meta = _read_meta(folder)
     dtype = meta.get("dtype", "uint16")
-    if dtype not in _DTYPES:
-        raise UsageError(f"{folder / META_FILE}: dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
     paths = sorted(folder.glob("*" + SHARD_SUFFIX))
     maps = {path: _mapped(path, _DTYPES[dtype]) for path in paths}
     held = [tokens for path, tokens in maps.items() if path.name.startswith((HELD_OUT_PREFIX, "val"))]
@@ -59,7 +55,8 @@ def write_shards(corpus: Corpus, data: DataConfig, target: Path, shard_tokens: i
         "end": corpus.tokenizer.end, "source": data.source, "files": {},
     }  # fmt: skip
     if data.tokenizer is not None:
-        (target / "tokenizer.json").write_bytes(data.tokenizer.read_bytes())
+        with naming(target / "tokenizer.json"):
+            (target / "tokenizer.json").write_bytes(data.tokenizer.read_bytes())
         meta["tokenizer"] = "tokenizer.json"
     for prefix, stream in (("train", corpus.train), (HELD_OUT_PREFIX, corpus.held_out)):
         for number, piece in enumerate(_pieces(stream, shard_tokens)):
@@ -69,7 +66,8 @@ def write_shards(corpus: Corpus, data: DataConfig, target: Path, shard_tokens: i
             except OSError as error:
                 raise RunError(f"{target / name} cannot be written: {error.strerror or error}") from None
             meta["files"][name] = len(piece)
-    (target / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
+    with naming(target / META_FILE):
+        (target / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
 
@@ -89,15 +87,17 @@ def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
+    """What is said of the shards; nothing where nobody said anything."""
     path = folder / META_FILE
     if not path.exists():
         return {}
-    try:
-        meta = json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
-    if not isinstance(meta, dict):
-        raise UsageError(f"{path} holds a {type(meta).__name__}: expected a JSON object")
+    meta = read_json_object(path)
+    dtype, name, vocabulary = meta.get("dtype", "uint16"), meta.get("tokenizer"), meta.get("vocabulary", 0)
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise UsageError(f"{path}: dtype is {shown(dtype)}: expected one of {', '.join(_DTYPES)}")
+    if name is not None and (not isinstance(name, str) or Path(name).name != name):
+        raise UsageError(f"{path}: tokenizer is {shown(name)}: expected bytes, or the name of a file in this folder")
+    _VOCABULARY.check(f"{path}: vocabulary", vocabulary, whole=True)
     return meta
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import Range, shown
 
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlace = Literal["pre", "post"]
@@ -19,6 +20,15 @@ Positions = Literal["learned", "rotary"]
 Activation = Literal["relu", "gelu", "swiglu"]
 
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
+
+
+# Far beyond any model that was trained, and small enough that everything computed from them is quick and finite.
+SIZES = {
+    "layers": Range(1, 10_000), "width": Range(1, 10_000_000), "heads": Range(1, 1_000_000),
+    "vocabulary": Range(1, 1_000_000_000), "context": Range(1, 1_000_000_000), "kv_heads": Range(0, 1_000_000),
+    "mlp_width": Range(0, 100_000_000),
+}  # fmt: skip
+_NUMBERS = {"dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True)}
 
 
 VOCABULARY_MULTIPLE = 64
@@ -52,16 +62,17 @@ class ModelConfig:
     rotary_base: float = 10_000.0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocabulary", "context"):
-            _whole(name, getattr(self, name), least=1)
-        for name in ("kv_heads", "mlp_width"):
-            _whole(name, getattr(self, name), least=0)
+        for name, sizes in SIZES.items():
+            sizes.check(f"model.{name}", getattr(self, name), whole=True)
+        for name in ("biases", "tied"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"model.{name} is {shown(getattr(self, name))}: expected true or false")
+        for name, numbers in _NUMBERS.items():
+            numbers.check(f"model.{name}", getattr(self, name))
         choices = {"norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation}
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise unknown(name, str(getattr(self, name)), get_args(choice))
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout is {self.dropout}: expected at least 0 and below 1")
         # Frozen, yet whoever reads the config should meet a number and never "0 means".
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or _default_mlp_width(self.width, self.activation))
@@ -187,13 +198,19 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig(**PRESETS[name])
 
 
+def why_not_tp(model: ModelConfig, tp: int) -> str | None:
+    """Why tp ranks cannot share this model's layers; None when they can."""
+    if model.heads % tp:
+        return f"tp is {tp}: {model.heads} heads are not divisible by it"
+    if model.mlp_width % tp:
+        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
+    return None
+
+
 def _default_mlp_width(width: int, activation: str) -> int:
     if activation != "swiglu":
         return 4 * width
     least = -(-8 * width // 3)
     return -(-least // _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"model.{name} is {value!r}: expected a whole number of at least {least}")

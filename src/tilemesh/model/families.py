@@ -11,14 +11,15 @@ GPT-2 keeps its matrices transposed (inputs first) and q, k, v in one. Llama's a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.model.config import ModelConfig
+from tilemesh.core.files import read_json_object
+from tilemesh.core.ranges import shown
+from tilemesh.model.config import SIZES, ModelConfig
 
 CONFIG = "config.json"
 
@@ -64,8 +65,8 @@ _GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "r
 
 def _read_gpt2(found: Mapping[str, Any], source: str) -> dict[str, Any]:
     activation = found.get("activation_function", "gelu_new")
-    if activation not in _GPT2_ACTIVATIONS:
-        raise unknown(f"activation_function in {source}", str(activation), _GPT2_ACTIVATIONS)
+    if not isinstance(activation, str) or activation not in _GPT2_ACTIVATIONS:
+        raise unknown(f"activation_function in {source}", activation, _GPT2_ACTIVATIONS)
     dropout = found.get("resid_pdrop", 0.1)
     if found.get("embd_pdrop", 0.1) != dropout:
         raise UsageError(
@@ -104,16 +105,21 @@ def _gpt2_body(config: ModelConfig) -> list[Entry]:
 
 
 def _read_llama(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    # transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both.
-    rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    scaling = rotary.get("rope_type", rotary.get("type", "default"))
-    if scaling != "default":
-        raise UsageError(f"{source}: rotary positions scaled by '{scaling}': only unscaled ones are supported")
+    base = found.get("rope_theta", 10_000.0)
+    # transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both; a file may have all three.
+    for key in ("rope_scaling", "rope_parameters"):
+        rotary = found.get(key) or {}
+        if not isinstance(rotary, Mapping):
+            raise UsageError(f"{source}: {key} is {shown(rotary)}: expected an object")
+        scaling = rotary.get("rope_type", rotary.get("type", "default"))
+        if scaling != "default":
+            raise UsageError(f"{source}: {key}: positions scaled by {shown(scaling)}: only unscaled are read")
+        base = rotary.get("rope_theta", base)
     heads, width = found["num_attention_heads"], found["hidden_size"]
     head_width = found.get("head_dim") or width // heads
-    if head_width * heads != width:
+    if not isinstance(head_width, int) or head_width * heads != width:
         raise UsageError(
-            f"{source}: head_dim is {head_width}: expected hidden_size / num_attention_heads = {width / heads}"
+            f"{source}: head_dim is {shown(head_width)}: expected hidden_size / num_attention_heads = {width / heads}"
         )
     biases = found.get("attention_bias", False)
     if found.get("mlp_bias", False) != biases:
@@ -122,7 +128,7 @@ def _read_llama(found: Mapping[str, Any], source: str) -> dict[str, Any]:
         "kv_heads": found.get("num_key_value_heads") or 0, "norm": "rmsnorm", "positions": "rotary",
         "activation": "swiglu", "biases": biases, "tied": found.get("tie_word_embeddings", False),
         "dropout": found.get("resid_pdrop", 0.0), "norm_epsilon": found.get("rms_norm_eps", 1e-6),
-        "rotary_base": rotary.get("rope_theta", found.get("rope_theta", 10_000.0)),
+        "rotary_base": base,
     }  # fmt: skip
 
 
@@ -199,30 +205,28 @@ def read_config(folder: str | Path) -> ModelConfig:
     """The model that a folder's config.json describes."""
     path = Path(folder) / CONFIG
     try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
+        found = read_json_object(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} holds a {type(found).__name__}: expected a JSON object")
     return from_json(found, str(path))
 
 
 def from_json(found: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
     """A config.json's content as `ModelConfig`; what our model would compute differently is refused."""
     kind = found.get("model_type")
-    if kind not in FAMILIES:
-        raise unknown("model_type", str(kind), FAMILIES)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise unknown("model_type", kind, FAMILIES)
     family = FAMILIES[kind]
     for key, value in family.expects.items():
         if found.get(key, value) != value:
-            raise UsageError(f"{source}: {key} is {found[key]!r}: only {value!r} is supported")
-    for key in family.sizes.values():
-        if not isinstance(found.get(key), int) or found[key] < 1:
-            raise UsageError(f"{source}: {key} is {found.get(key)!r}: expected a whole number of at least 1")
+            raise UsageError(f"{source}: {key} is {shown(found[key])}: only {value!r} is supported")
+    for ours, key in family.sizes.items():
+        SIZES[ours].check(f"{source}: {key}", found.get(key), whole=True)
     sizes = {ours: found[theirs] for ours, theirs in family.sizes.items()}
-    return ModelConfig(**sizes, **family.read(found, source))
+    try:
+        return ModelConfig(**sizes, **family.read(found, source))
+    except UsageError as error:
+        raise UsageError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
 
 
 def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:

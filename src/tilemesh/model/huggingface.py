@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import naming, read_json_object
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families import CONFIG, FAMILIES, entries, family_of, read_config, to_json
 from tilemesh.model.transformer import Transformer
@@ -70,12 +71,19 @@ def save_parameters(config: ModelConfig, parameters: Mapping[str, Tensor], folde
         if whole.device.type == "meta":
             raise UsageError(f"{entry.ours[0]} is on the meta device and has no values: initialise or load the model")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
     # First under other names: a full disk or a crash leaves no half-written file under a name that is read.
     dtype = str(parameters["token_embedding.weight"].dtype).removeprefix("torch.")
     text = json.dumps(to_json(config, dtype), indent=2, sort_keys=True) + "\n"
-    save_file(tensors, folder / (WEIGHTS + ".new"), metadata={"format": "pt"})
-    (folder / (CONFIG + ".new")).write_text(text)
+    try:
+        save_file(tensors, folder / (WEIGHTS + ".new"), metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, mostly
+        raise RunError(f"{folder / WEIGHTS} cannot be written: {error}") from None
+    with naming(folder / CONFIG):
+        (folder / (CONFIG + ".new")).write_text(text)
     for name in (WEIGHTS, CONFIG):
         os.replace(folder / (name + ".new"), folder / name)
 
@@ -168,12 +176,12 @@ def _files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
     except FileNotFoundError:
         pickled = [path.name for path in sorted(folder.glob("*.bin"))]
         hint = f"; {pickled[0]} is pickled and never opened: save the model again with safetensors" if pickled else ""
         raise UsageError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder / INDEX} is not an index of safetensors files: {error!r}") from None
     outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if outside:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.cache import DenseCache, KeyValueCache
+
+COLDEST, HOTTEST = 1e-6, 1e6  # beyond them logits divided by the temperature are infinite, or all alike
 
 Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
@@ -35,8 +37,8 @@ def sample(
         raise UsageError("an empty prompt: give at least one character")
     if tokens < 0:
         raise UsageError(f"{tokens} tokens were asked for: expected 0 or more")
-    if not temperature >= 0:
-        raise UsageError(f"temperature is {temperature}: expected 0 or more")
+    if not 0 <= temperature <= HOTTEST or 0 < temperature < COLDEST:
+        raise UsageError(f"temperature is {temperature}: expected 0, or between {COLDEST:g} and {HOTTEST:g}")
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
     cache = DenseCache(1, context, device)
@@ -47,6 +49,10 @@ def sample(
         with torch.no_grad():
             found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
         scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
+        if not bool(torch.isfinite(scores).all()):
+            raise RunError(
+                "the model's logits are NaN or infinite, so there is no text to draw: was the rate too high?"
+            )
         if temperature == 0:
             token = int(scores.argmax())
         else:

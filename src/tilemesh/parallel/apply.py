@@ -17,7 +17,7 @@ from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, why_not_tp
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
@@ -123,12 +123,9 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     if plan.zero > 1:
         raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
     if isinstance(model, Transformer):
-        tp, config = mesh.tp.size, model.config
-        for what, count in (("heads", config.heads), ("the MLP's width", config.mlp_width)):
-            if count % tp:
-                raise UsageError(f"tp is {tp} and {what} {count}: not divisible; set tp to a divisor of it")
-        if config.kv_heads % tp and tp % config.kv_heads:
-            raise UsageError(f"tp is {tp} and kv_heads {config.kv_heads}: one must be a multiple of the other")
+        reason = why_not_tp(model.config, mesh.tp.size)
+        if reason:
+            raise UsageError(f"{reason}; set another tp")
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from tilemesh.core.plan import Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
-from tilemesh.model.config import ModelConfig, count_parameters
+from tilemesh.model.config import ModelConfig, count_parameters, why_not_tp
 from tilemesh.plan import memory
 from tilemesh.plan.flops import forward_flops, recomputed_flops
 from tilemesh.plan.layout import Layout
-from tilemesh.plan.shards import why_not
 
 
 class Row(NamedTuple):
@@ -197,7 +196,7 @@ def activation_section(model: ModelConfig, context: int, layout: Layout, by: mem
 def recipes_section(model: ModelConfig, context: int, layout: Layout, tp: int = 8) -> Section:
     """What a layer keeps under every recipe: attention, recomputation, tensor and sequence parallelism."""
     sbd = layout.microbatch * context * model.width
-    whole = why_not(model, tp) is None
+    whole = why_not_tp(model, tp) is None
     rows = []
     recipes: tuple[tuple[Attention, Recompute], ...] = (
         ("materialized", "none"),

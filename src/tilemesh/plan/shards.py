@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, why_not_tp
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,9 @@ def vocabulary_per_rank(model: ModelConfig, tp: int) -> int:
 
 def require_divisible(model: ModelConfig, tp: int) -> None:
     """Refuse a tp that cannot split this model, with the reason."""
-    problem = why_not(model, tp)
+    problem = why_not_tp(model, tp)
     if problem:
         raise UsageError(problem)
-
-
-def why_not(model: ModelConfig, tp: int) -> str | None:
-    """Why tp ranks cannot share this model's layers; None when they can."""
-    if model.heads % tp:
-        return f"tp is {tp}: {model.heads} heads are not divisible by it"
-    if model.mlp_width % tp:
-        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
-    if model.kv_heads % tp and tp % model.kv_heads:
-        return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
-    return None
 
 
 def shard_parameters(model: ModelConfig, tp: int) -> Shards:

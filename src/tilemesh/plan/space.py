@@ -15,8 +15,8 @@ from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.model.config import why_not_tp
 from tilemesh.plan.layout import Candidate
-from tilemesh.plan.shards import why_not
 from tilemesh.plan.step import Estimator
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -115,7 +115,7 @@ def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, dp) that use the whole cluster and can hold the model's shape."""
     world, node = estimator.cluster.world, estimator.cluster.node.count
     for tp in [pins.tp] if pins.tp else divisors(world):
-        if world % tp or why_not(estimator.model, tp) or (pins.tp is None and tp > TP_NODES * node):
+        if world % tp or why_not_tp(estimator.model, tp) or (pins.tp is None and tp > TP_NODES * node):
             continue
         if pins.sequence_parallel and tp == 1:
             continue
@@ -189,7 +189,7 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
     """Why no layout exists under these pins, in the order a reader would check."""
     model, world = estimator.model, estimator.cluster.world
     tp, pp = pins.tp or 1, pins.pp or 1
-    if pins.tp and (reason := why_not(model, pins.tp)):
+    if pins.tp and (reason := why_not_tp(model, pins.tp)):
         return reason
     if pins.sequence_parallel and pins.tp == 1:
         return "sequence_parallel splits the sequence over tp ranks and tp is 1"

@@ -17,7 +17,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
-from tilemesh.model.config import ModelConfig
+from tilemesh.model.config import ModelConfig, why_not_tp
 from tilemesh.plan import constants, host
 from tilemesh.plan.clock import Chunks, Clock
 from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
@@ -26,7 +26,7 @@ from tilemesh.plan.layout import Layout
 from tilemesh.plan.memory import Memory
 from tilemesh.plan.passes import Code
 from tilemesh.plan.room import Room, usable_bytes
-from tilemesh.plan.shards import stage_parameters, why_not
+from tilemesh.plan.shards import stage_parameters
 from tilemesh.plan.stages import cut, spread
 from tilemesh.plan.work import speed_of
 
@@ -188,7 +188,7 @@ class Estimator:
             )
         if plan.chunk_layers and sum(plan.chunk_layers) != self.model.layers:
             return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {self.model.layers}"
-        return why_not(self.model, plan.tp)
+        return why_not_tp(self.model, plan.tp)
 
     # ---- two answers -------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
-    from tilemesh.train.config import load as load_config
     from tilemesh.train.job import fit
+    from tilemesh.train.load import load as load_config
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import RanksFailedError, Result
     from tilemesh.train.sampling import generate
@@ -24,7 +24,7 @@ _WHERE = {
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
     "fit": ("tilemesh.train.job", "fit"),
     "generate": ("tilemesh.train.sampling", "generate"),
-    "load_config": ("tilemesh.train.config", "load"),
+    "load_config": ("tilemesh.train.load", "load"),
 }
 
 __all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "fit", "generate", "load_config"]

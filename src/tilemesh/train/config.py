@@ -1,26 +1,22 @@
 """Everything a training run is, as one frozen value: what the run folder keeps and a resumed run starts from.
 
-The one idea: nothing decides a run's numbers but this value and the data. `settled` fills in what follows from
-something else (how the batch is cut for a mesh, the context), so that what is written down is what is done. No torch
-here: the command line reads this file on the way to `--help`.
+The one idea: nothing decides a run's numbers but this value and the data. `load.py` makes one of a preset, a file and
+settings; `check.py` says what it may be. No torch here: the command line reads this file on the way to `--help`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tilemesh.core import config
-from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -194,102 +190,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# ---- building --------------------------------------------------------------------------------------------------
-
-
-def load(
-    name: str | None = None,
-    *,
-    sets: Sequence[str] = (),
-    mesh: str | None = None,
-    plan: str | Path | None = None,
-    ranks: int | None = None,
-    gpus: int = 0,
-    init: str | Path | None = None,
-) -> TrainConfig:
-    """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
-
-    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
-    `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
-    there is one rank a GPU.
-    `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
-    """
-    is_default = name is None
-    name = name or DEFAULT_PRESET
-    if name.endswith(".toml"):
-        made = config.load(TrainConfig, file=name, sets=sets)
-        if made.train.batch and not _says(name, sets, "plan", "microbatch"):
-            # Nobody asked for small pieces: a replica takes its rows at once. `settled` cuts this to what they are.
-            made = replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch, accumulation=1))
-    else:
-        if name in MODELS and name not in PRESETS:
-            raise UsageError(
-                f"training has no preset for the model '{name}', which only the planner knows: known are "
-                f"{', '.join(PRESETS)}; for another model write a TOML file with a [model] section"
-            )
-        made = config.load(TrainConfig, preset=name, presets=PRESETS, sets=sets)
-    pairs = config.split_sets(sets)
-    told = {key for key, _ in pairs}
-    check_init(init)
-    if init is not None and is_default and not any(key.startswith("model.") for key in told):
-        made = _of_folder(made, Path(init), told)
-    if plan is not None:
-        if mesh is not None:
-            raise UsageError("--mesh and --plan both say how ranks are laid out: give one of them")
-        over = [f"{key.removeprefix('plan.')}={text}" for key, text in pairs if key.startswith("plan.")]
-        laid = config.load(ParallelPlan, file=plan, sets=over)
-        batch = made.train.batch if "train.batch" in told else laid.batch
-        made = replace(made, plan=laid, train=dataclasses.replace(made.train, batch=batch))
-    elif mesh is not None:
-        made = replace(made, plan=_meshed(made.plan, mesh))
-    elif ranks is not None or (gpus and not any(key.startswith("plan.") for key in told)):
-        made = replace(made, plan=_default_mesh(made.plan, ranks or gpus, gpus, told))
-    if ranks is not None and ranks != made.plan.world:
-        raise UsageError(f"--ranks {ranks} and a mesh of {made.plan.world} ({made.plan.describe()}): make them agree")
-    return settled(made)
-
-
-def settled(made: TrainConfig) -> TrainConfig:
-    """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
-    plan, batch = made.plan, made.batch
-    if batch % plan.dp:
-        raise UsageError(
-            f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
-        )
-    rows = batch // plan.dp
-    if plan.microbatch * plan.accumulation != rows:
-        # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
-        micro = max(size for size in range(1, min(plan.microbatch, rows) + 1) if rows % size == 0)
-        plan = dataclasses.replace(plan, microbatch=micro, accumulation=rows // micro)
-    loop = dataclasses.replace(made.train, batch=batch, context=made.context)
-    result = replace(made, plan=plan, train=loop)
-    _check(result)
-    return result
-
-
-def replace(made: TrainConfig, **sections: Any) -> TrainConfig:
-    """A copy with some sections changed."""
-    return dataclasses.replace(made, **sections)
-
-
-def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
-    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
-    ours = config.to_dict(here)
-    return [
-        f"{name} is {value} there and {ours[name]} here"
-        for name, value in config.to_dict(there).items()
-        if value != ours[name] and name not in ("dropout", "context")
-    ]
-
-
-def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
-    """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
-    different = [f"model.{words}" for words in unlike(before.model, made.model)]
-    if before.optimizer.name != made.optimizer.name:
-        different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
-    if different:
-        told = "; ".join(different)
-        raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+# ---- as text ---------------------------------------------------------------------------------------------------
 
 
 def of_run(folder: str | Path) -> TrainConfig:
@@ -301,83 +202,11 @@ def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 
 
-def _says(file: str, sets: Sequence[str], section: str, key: str) -> bool:
-    """Whether a TOML file or a setting over it names this key."""
-    told = config.parse_toml(Path(file).read_text(encoding="utf-8"), file).get(section, {})
-    return key in told or any(name == f"{section}.{key}" for name, _ in config.split_sets(sets))
-
-
-def _of_folder(made: TrainConfig, folder: Path, told: set[str]) -> TrainConfig:
-    """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
-    made = replace(made, model=read_config(folder))
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and "data.tokenizer" not in told:
-        made = replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))
-    return made
-
-
-def _meshed(plan: ParallelPlan, mesh: str) -> ParallelPlan:
-    """The plan with axes from "dp=2,tp=2"; what is not named is 1."""
-    axes: dict[str, Any] = {"dp": 1, "tp": 1, "pp": 1}
-    for key, text in config.split_sets([mesh]):
-        if key not in axes or not text.isdigit() or int(text) < 1:
-            raise UsageError(f"--mesh {mesh}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)")
-        axes[key] = int(text)
-    sequence = plan.sequence_parallel and axes["tp"] > 1
-    return dataclasses.replace(plan, **axes, sequence_parallel=sequence)
-
-
-def _default_mesh(plan: ParallelPlan, ranks: int, gpus: int, told: set[str]) -> ParallelPlan:
-    """So many ranks without a word on their mesh: one a GPU as replicas, else the plan's tp where it divides them."""
-    tp = 1 if gpus and "plan.tp" not in told else math.gcd(plan.tp, ranks)
-    changes: dict[str, Any] = {
-        "tp": tp,
-        "dp": ranks // tp,
-        "pp": 1,
-        "sequence_parallel": plan.sequence_parallel and tp > 1,
-    }
-    if gpus and "plan.precision" not in told:
-        changes["precision"] = "bf16" if plan.precision == "fp32" else plan.precision
-    return dataclasses.replace(plan, **changes)
-
-
-def _check(made: TrainConfig) -> None:
-    loop = made.train
-    if made.plan.zero:
-        raise UsageError(
-            f"plan.zero is {made.plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
-            "plan with `tilemesh plan … --fix zero=0`"
-        )
-    if made.plan.pp > 1:
-        raise UsageError(f"plan.pp is {made.plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
-    if loop.graph and not made.may_replay:
-        raise UsageError(NO_GRAPH)
-    if made.plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
-        )
-    positive = {"train.steps": loop.steps, "checkpoint.keep": made.checkpoint.keep, "train.batch": loop.batch}
-    for name, value in positive.items():
-        if value < 1:
-            raise UsageError(f"{name} is {value}: expected at least 1")
-    counts = {
-        "checkpoint.every": made.checkpoint.every, "evaluate.every": made.evaluate.every,
-        "optimizer.warmup": made.optimizer.warmup, "train.trace_steps": made.train.trace_steps,
-        "evaluate.sequences": made.evaluate.sequences, "sample.tokens": made.sample.tokens,
-        "optimizer.clip": made.optimizer.clip, "optimizer.lr": made.optimizer.lr,
-    }  # fmt: skip
-    for name, number in counts.items():
-        if not number >= 0:
-            raise UsageError(f"{name} is {number}: expected 0 or more")
-    if not 0 <= made.data.held_out < 1:
-        raise UsageError(f"data.held_out is {made.data.held_out}: expected a fraction, at least 0 and below 1")
-    if not 1 <= made.context <= made.model.context:
-        raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")
-    if isinstance(loop.recompute_every, int) and loop.recompute_every < 0:
-        raise UsageError(f"train.recompute_every is {loop.recompute_every}: expected sqrt or 0 and more layers")
-
-
-def check_init(init: str | Path | None) -> None:
-    """Refuse a folder to begin from that holds no Hugging Face model."""
-    if init is not None and not (Path(init) / "config.json").is_file():
-        raise UsageError(f"--init {init}: no config.json there; expected a folder as `save_pretrained` writes it")
+def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    ours = config.to_dict(here)
+    return [
+        f"{name} is {value} there and {ours[name]} here"
+        for name, value in config.to_dict(there).items()
+        if value != ours[name] and name not in ("dropout", "context")
+    ]

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.config import check_source
-from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
@@ -24,8 +22,10 @@ from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
-from tilemesh.train.config import TrainConfig, check_init, check_resumed, of_run, settled
+from tilemesh.train.check import check_job
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
+from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
 from tilemesh.train.result import RanksFailedError, Result
 from tilemesh.train.rows import rows
@@ -73,17 +73,21 @@ def fit(
     `command`: what environment.json says was typed; by default this process's command line.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
-    if resume is not None and (run is not None or init is not None):
-        raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
     if config is None:
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
     config = settled(config)
-    if resume is not None:
-        check_resumed(of_run(resume), config)
-    check_init(init)
-    check(config, resume=resume, transport=transport, restarts=restarts, stop_after=stop_after)
+    check_job(
+        config,
+        run=run,
+        name=name,
+        resume=resume,
+        init=init,
+        transport=transport,
+        restarts=restarts,
+        stop_after=stop_after,
+    )
     asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
@@ -92,24 +96,6 @@ def fit(
     if membership() is not None or in_process:
         return _train_here(config, asked)
     return _start_ranks(config, asked)
-
-
-def check(
-    config: TrainConfig, *, resume: str | Path | None, transport: str, restarts: int, stop_after: int | None
-) -> None:
-    """Refuse what no rank could do anything with, before there is a folder or a rank."""
-    member = membership()
-    if member is None:
-        choose_transport(transport)
-        check_restarts(restarts)
-    elif restarts:
-        raise UsageError(f"--restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
-    elif config.plan.world != member.size:
-        raise UsageError(f"a mesh of {config.plan.world} ranks in a job of {member.size}: make --mesh agree")
-    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
-    if stop_after is not None and not done < stop_after <= config.train.steps:
-        raise UsageError(f"--stop-after {stop_after}: expected a step from {done + 1} to {config.train.steps}")
-    check_source(config.data.source)
 
 
 def _train_here(config: TrainConfig, asked: Request) -> Result:

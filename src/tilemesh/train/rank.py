@@ -27,7 +27,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.data.corpus import check_tokens, open_corpus
+from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.context import default_context
@@ -117,7 +117,7 @@ def train_here(
         torch.cuda.reset_peak_memory_stats(device)
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
-    check_tokens(corpus, config.model.vocabulary)
+    check_vocabulary(corpus.tokenizer, config.model.vocabulary)
     agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
     status.at("step 0: laying the model")
     trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)
@@ -129,11 +129,11 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    earlier = read_small(folder, CHOICES)
+    earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
-    default_context().keep_to("matmul", earlier.get("matmul", {}))
+    default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     writer = checkpoint.Writer(
@@ -170,6 +170,18 @@ def train_here(
     result = _finish(loop, corpus, recorder, journal, baseline, began)
     stepper.close()
     return result
+
+
+def earlier_choices(folder: Path, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
+    found, made = read_small(folder, CHOICES), {}
+    for part in ("collectives", "matmul"):
+        table = found.get(part, {})
+        is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
+        if not is_sound:
+            say(f"{CHOICES}: {part} is no table of names; they are chosen afresh, and sums may round otherwise")
+        made[part] = table if is_sound else {}
+    return made
 
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:
@@ -293,7 +305,10 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
-        text = _sample(loop, corpus)
+        try:
+            text = _sample(loop, corpus)
+        except RunError as error:  # what was trained stays, whatever it can write
+            loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))

@@ -1,0 +1,36 @@
+"""Reading and writing single files such that an error names the file, whichever system call it comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import UsageError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that a user named."""
+    try:
+        with naming(path):
+            found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UsageError(f"{path} is not JSON that can be read: nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no JSON, or a number with thousands of digits
+        raise UsageError(f"{path} is not JSON: {str(error).partition(';')[0]}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} holds a {type(found).__name__}: expected a JSON object")
+    return found
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Let an OSError from inside name this file: a full disk is noticed by a write, which knows only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, (str, bytes)) or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,0 +1,72 @@
+"""Which numbers a setting may have, as values: a configuration and a function's argument are refused in the same words.
+
+A range never contains NaN, and infinity only where it says so: a comparison with NaN is false.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tilemesh.core.errors import UsageError
+
+LARGEST_WHOLE = 2**63 - 1
+"""The largest whole number of a configuration: that of TOML, of int64 tensors and of seeds."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`; `above` and `below` say that the end itself is not one of them."""
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        low = value > self.least if self.above else value >= self.least
+        high = value < self.most if self.below or self.most == math.inf else value <= self.most
+        return bool(low and high)
+
+    @property
+    def words(self) -> str:
+        """What is expected, to be read after "expected"."""
+        if self.most == math.inf:
+            if self.above:
+                return f"a number above {self.least:g}"
+            return "0 or more" if self.least == 0 else f"at least {self.least:g}"
+        if not self.above and not self.below:
+            return f"between {self.least:,} and {self.most:,}"
+        low = f"above {self.least:g}" if self.above else f"at least {self.least:g}"
+        return f"{low} and {'below' if self.below else 'at most'} {self.most:,}"
+
+    def check(self, name: str, value: object, whole: bool = False) -> None:
+        """Refuse what is no number (`whole`: no whole number), and numbers outside."""
+        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not is_number or value not in self:
+            kind = "a whole number, " if whole else "" if is_number else "a number, "
+            raise UsageError(f"{name} is {shown(value)}: expected {kind}{self.words}")
+
+
+SEED = Range(0, LARGEST_WHOLE)
+TEMPERATURE = Range(0)
+SAMPLED_TOKENS = Range(0, 1_000_000)
+
+
+def check_sampling(tokens: int, temperature: float, seed: int, prefix: str = "") -> None:
+    """Refuse what no text can be drawn with; `prefix` stands before the names."""
+    SAMPLED_TOKENS.check(f"{prefix}tokens", tokens, whole=True)
+    TEMPERATURE.check(f"{prefix}temperature", temperature)
+    SEED.check("seed", seed, whole=True)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: text in quotes, and nothing longer than a line."""
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        return f"a whole number of {value.bit_length()} bits"  # thousands of digits, which Python may refuse to print
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+_SHOWN = 120

@@ -1,0 +1,198 @@
+"""What a training configuration may be, and what a job may ask for: the one place that refuses, before anything exists.
+
+Three questions. `check_values`: is every value of its type and in its range, and do the values agree with each other
+(the mesh with the model, the sample with its settings)? It looks at nothing but the configuration. `check_machine`:
+does this machine have what it names (GPU, text, tokenizer)? `check_job`: does the rest of what `fit` was asked for
+agree with it? `load` and `fit` call them, so a command and a Python program are refused in the same words, before there
+is a run's folder or a rank. Sections that others use too (model, data, plan) check themselves where they are made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core import config
+from tilemesh.core.context import membership
+from tilemesh.core.cores import available_cores
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
+from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.launch.start import check_restarts, choose_transport
+from tilemesh.measure.machine import gpu_names
+from tilemesh.model.config import why_not_tp
+from tilemesh.model.families import read_config
+from tilemesh.runs import folder as folders
+from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run, unlike
+
+_COUNT = Range(1)
+_COUNT_OR_NONE = Range(0)
+_FRACTION = Range(0, 1, below=True)
+
+RANGES: dict[str, Range] = {
+    "train.steps": _COUNT,
+    "train.batch": Range(1, 2**31 - 1),  # the length of an array; the plan's counts have the same limit
+    "train.seed": SEED,
+    "train.timeout_s": Range(0, 1e9, above=True),
+    "train.trace_steps": _COUNT_OR_NONE,
+    "train.recompute_every": Range(0, 10_000),
+    "optimizer.lr": Range(0),
+    "optimizer.lr_end": Range(0),
+    "optimizer.warmup": _COUNT_OR_NONE,
+    "optimizer.betas": _FRACTION,
+    "optimizer.epsilon": Range(0),
+    "optimizer.momentum": _FRACTION,
+    "optimizer.weight_decay": Range(0),
+    "optimizer.clip": Range(0),
+    "checkpoint.every": _COUNT_OR_NONE,
+    "checkpoint.keep": _COUNT,
+    "evaluate.every": _COUNT_OR_NONE,
+    "evaluate.sequences": Range(0, 2**31 - 1),
+    "sample.tokens": SAMPLED_TOKENS,
+    "sample.temperature": TEMPERATURE,
+}
+"""Of every number in training's own sections; `train.context` depends on the model. A test finds what is missing."""
+
+_RANKS_PER_CORE = 16
+_FEWEST_REFUSED = 64
+"""Each rank is a process that imports torch: with more per core than that (and more in all) a start takes minutes, or
+all memory. A job that something else starts (mpiexec, srun) may have any number."""
+
+
+def check_types(made: TrainConfig) -> None:
+    """Refuse what is no configuration, and values of other types than it says: a dataclass takes anything."""
+    if not isinstance(made, TrainConfig):
+        raise UsageError(
+            f"config is {shown(made)}: expected a TrainConfig, which tilemesh.train.load_config makes of a preset's "
+            "name or a TOML file"
+        )
+    config.from_dict(TrainConfig, config.to_dict(made))
+
+
+def check_values(made: TrainConfig) -> None:
+    """Refuse values that cannot be, alone or together. Pure: this machine is not looked at."""
+    for path, numbers in RANGES.items():
+        section, _, name = path.partition(".")
+        value = getattr(getattr(made, section), name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)):  # not "sqrt", not None
+                numbers.check(path, number)
+    if not 1 <= made.context <= made.model.context:
+        raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")
+    if made.sample.tokens and not made.sample.prompt:
+        raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
+    _check_plan(made)
+    if made.train.graph and not made.may_replay:
+        raise UsageError(NO_GRAPH)
+
+
+def _check_plan(made: TrainConfig) -> None:
+    plan = made.plan
+    if plan.zero:
+        raise UsageError(
+            f"plan.zero is {plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
+            "plan with `tilemesh plan … --fix zero=0`"
+        )
+    if plan.pp > 1:
+        raise UsageError(f"plan.pp is {plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
+    if plan.recompute == "selective":
+        raise UsageError(
+            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
+        )
+    reason = why_not_tp(made.model, plan.tp)
+    if reason:
+        raise UsageError(f"plan.{reason}; set plan.tp (or the mesh's tp) to a number that divides it")
+
+
+def check_machine(made: TrainConfig) -> None:
+    """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
+    if made.train.device == "cuda" and not gpu_names():
+        raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
+    most = max(_FEWEST_REFUSED, _RANKS_PER_CORE * available_cores())
+    if membership() is None and made.plan.world > most:
+        raise UsageError(
+            f"a plan of {made.plan.world} ranks (dp {made.plan.dp} x tp {made.plan.tp}) on a machine with "
+            f"{available_cores()} cores: at most {most} are started here; set plan.dp and plan.tp lower, or start them "
+            "with mpiexec or srun"
+        )
+    check_source(made.data)
+    if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
+        from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
+
+        check_vocabulary(tokenizer_of(made.data), made.model.vocabulary)
+    elif made.model.vocabulary < _BYTES:
+        raise UsageError(
+            f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
+            f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
+        )
+
+
+_BYTES = 256
+
+
+def check_init(init: str | Path | None, made: TrainConfig | None = None) -> None:
+    """Refuse a folder to begin from that holds no Hugging Face model, or another model than the configuration's."""
+    if init is None:
+        return
+    if not str(init) or not (Path(init) / "config.json").is_file():
+        raise UsageError(f"init '{init}': no config.json there; expected a folder as `save_pretrained` writes it")
+    different = [] if made is None else unlike(read_config(init), made.model)
+    if different:
+        raise UsageError(f"init '{init}' holds another model: {'; '.join(different)}")
+
+
+def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
+    """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
+    different = [f"model.{words}" for words in unlike(before.model, made.model)]
+    if before.optimizer.name != made.optimizer.name:
+        different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    if different:
+        told = "; ".join(different)
+        raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+
+
+def check_job(
+    made: TrainConfig,
+    *,
+    run: str | Path | None = None,
+    name: str = "run",
+    resume: str | Path | None = None,
+    init: str | Path | None = None,
+    transport: str = "auto",
+    restarts: int = 0,
+    stop_after: int | None = None,
+) -> None:
+    """Refuse what no rank could do anything with, before there is a folder or a rank. `made` is settled."""
+    if resume is not None:
+        if run is not None or init is not None:
+            raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
+        check_resumed(of_run(resume), made)
+    if run is not None and not str(run):
+        raise UsageError("run is empty: expected a folder to write, or leave it out for a new one under runs/")
+    if not name or Path(name).name != name:
+        raise UsageError(f"name is {shown(name)}: expected a part of a folder's name, without /")
+    check_init(init, made)
+    _check_start(made, transport, restarts)
+    done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
+    if stop_after is not None:
+        _require_whole("stop_after", stop_after)
+        if not done < stop_after <= made.train.steps:
+            raise UsageError(f"stop_after is {stop_after}: expected a step from {done + 1} to {made.train.steps}")
+    check_machine(made)
+
+
+def _check_start(made: TrainConfig, transport: str, restarts: int) -> None:
+    member = membership()
+    _require_whole("restarts", restarts)
+    if member is None:
+        choose_transport(transport)
+        check_restarts(restarts)
+    elif restarts:
+        raise UsageError(f"restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
+    elif made.plan.world != member.size:
+        raise UsageError(f"a mesh of {made.plan.world} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
+
+
+def _require_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name} is {shown(value)}: expected a whole number")

@@ -1,0 +1,256 @@
+"""A training configuration from what people write: a preset's name or a TOML file, settings, a mesh, a plan, or a run.
+
+The one idea: whatever the command line can say about a run is an argument of `load`, so that a command and a Python
+program get the same configuration and the same refusals. `settled` leaves nothing open (how the batch is cut for the
+mesh, the context), so that what is written down is what is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core import config
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.ranges import shown
+from tilemesh.model.config import PRESETS as MODELS
+from tilemesh.model.families import read_config
+from tilemesh.train.check import RANGES, check_init, check_resumed, check_types, check_values
+from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
+
+_BYTES = {"model": {"vocabulary": 256}}
+"""Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """What a preset, a file or a run says before the mesh is looked at, and which keys were named, and where."""
+
+    made: TrainConfig
+    told: frozenset[str]
+    """By settings."""
+    written: frozenset[str]
+    """By the file."""
+
+    def says(self, key: str) -> bool:
+        return key in self.told or key in self.written
+
+    def plan(self, **changes: Any) -> _Start:
+        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=_changed(self.made.plan, **changes)))
+
+
+def load(
+    name: str | None = None,
+    *,
+    sets: Sequence[str] = (),
+    mesh: str | None = None,
+    plan: str | Path | None = None,
+    ranks: int | None = None,
+    gpus: int = 0,
+    init: str | Path | None = None,
+    resume: str | Path | None = None,
+) -> TrainConfig:
+    """The run that a preset's name or a TOML file describes, with settings over it and its batch cut for the mesh.
+
+    `mesh`: "dp=2,tp=2". `plan`: a file of `tilemesh plan --save`; it also says the batch, and `sets` go over it.
+    `ranks`: how many there are, where neither says so. `gpus`: how many this machine has; without a word on the mesh
+    there is one rank a GPU, unless train.device is cpu.
+    `init`: a Hugging Face folder to begin from; where nothing else says what the model is, it is that one's.
+    `resume`: a run's folder instead of a name, to go on with what it is. Settings, a mesh or a plan go over that; its
+    batch stays unless train.batch is set, and its model and its optimizer's kind cannot change.
+    """
+    _refuse_empty(name=name, mesh=mesh, plan=plan, init=init, resume=resume)
+    start = _resumed(resume, name, init, sets) if resume is not None else _named(name, sets, init)
+    if plan is not None:
+        if mesh is not None:
+            raise UsageError("mesh and plan both say how ranks are laid out: give one of them")
+        start = _planned(start, plan, sets, keep_batch=resume is not None)
+    elif mesh is not None:
+        start = start.plan(**_axes(mesh))
+    elif resume is None:
+        gpus = 0 if start.made.train.device == "cpu" else gpus
+        if ranks is not None or (gpus and not any(key.startswith("plan.") for key in start.told)):
+            start = _spread(start, ranks if ranks is not None else gpus, gpus)
+    world = start.made.plan.world
+    if ranks is not None and ranks != world:
+        whose = "the run" if resume is not None and mesh is None and plan is None else "the mesh"
+        shape = f"dp={start.made.plan.dp},tp={start.made.plan.tp}"
+        raise UsageError(f"ranks is {ranks} and {whose} has {world} ({shape}): say with mesh how they are laid out")
+    is_moved = plan is not None or mesh is not None or ranks is not None or gpus > 0
+    made = settled(_cut_as_said(start, is_moved))
+    if resume is not None:
+        check_resumed(of_run(resume), made)
+    return made
+
+
+def settled(made: TrainConfig) -> TrainConfig:
+    """The same run with nothing left open: batch, context and the plan's microbatches agree, or it is refused."""
+    check_types(made)
+    made = _cut(made, keep_accumulation=made.plan.accumulation > 1)
+    made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=made.batch, context=made.context))
+    check_values(made)
+    return made
+
+
+# ---- where it begins -------------------------------------------------------------------------------------------
+
+
+def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _Start:
+    """A preset or a file, with settings over it."""
+    told = frozenset(key for key, _ in config.split_sets(sets))
+    written: frozenset[str] = frozenset()
+    chosen = name or DEFAULT_PRESET
+    if chosen.endswith(".toml"):
+        data = config.read_toml(chosen)
+        sections = {section: keys for section, keys in data.items() if isinstance(keys, dict)}
+        written = frozenset(f"{section}.{key}" for section, keys in sections.items() for key in keys)
+        below = "bytes" if "data.tokenizer" not in told | written else None
+        made = config.load(TrainConfig, file=chosen, preset=below, presets={"bytes": _BYTES}, sets=sets)
+    else:
+        if chosen in MODELS and chosen not in PRESETS:
+            raise UsageError(
+                f"training has no preset for the model '{chosen}', which only the planner knows: known are "
+                f"{', '.join(PRESETS)}; for another model write a TOML file with a [model] section"
+            )
+        made = config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
+    check_init(init)
+    if init is not None and name is None and not any(key.startswith("model.") for key in told):
+        made = _of_folder(made, Path(init), told)
+    return _Start(made, told, written)
+
+
+def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets: Sequence[str]) -> _Start:
+    """A run's own values, with settings over them."""
+    for argument, value in (("a configuration", name), ("init", init)):
+        if value is not None:
+            raise UsageError(f"resume goes on with a run as it is: leave {argument} out")
+    before = of_run(resume)
+    # As a preset: settings over them are checked and converted as anywhere.
+    made = config.load(TrainConfig, preset="run", presets={"run": before}, sets=sets)
+    return _Start(made, frozenset(key for key, _ in config.split_sets(sets)), frozenset())
+
+
+def _of_folder(made: TrainConfig, folder: Path, told: frozenset[str]) -> TrainConfig:
+    """The run with the model of a Hugging Face folder, and its tokenizer where it has one and none was named."""
+    made = dataclasses.replace(made, model=read_config(folder))
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and "data.tokenizer" not in told:
+        made = dataclasses.replace(made, data=dataclasses.replace(made.data, tokenizer=tokenizer))
+    return made
+
+
+def _refuse_empty(**given: str | Path | None) -> None:
+    for argument, value in given.items():
+        if value is not None and not str(value).strip():
+            raise UsageError(f"{argument} is empty: name one, or leave it out")
+
+
+# ---- the mesh --------------------------------------------------------------------------------------------------
+
+
+def _axes(mesh: str) -> dict[str, int]:
+    """Sizes of the axes in "dp=2,tp=2"; what is not named is 1."""
+    axes = {"dp": 1, "tp": 1, "pp": 1}
+    for key, text in config.split_sets([mesh]):
+        if key not in axes or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+            raise UsageError(f"mesh {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)")
+        axes[key] = int(text)
+    return axes
+
+
+def _planned(start: _Start, file: str | Path, sets: Sequence[str], keep_batch: bool) -> _Start:
+    """The layout of a plan's file, with settings over it."""
+    found = config.read_toml(file)
+    if not found:
+        raise UsageError(f"plan '{file}' is empty: expected a file of `tilemesh plan … --save`")
+    over = [f"{key.removeprefix('plan.')}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
+    laid = config.load(ParallelPlan, file=file, sets=over)
+    made = start.made
+    if not keep_batch and "train.batch" not in start.told:
+        made = dataclasses.replace(made, train=dataclasses.replace(made.train, batch=laid.batch))
+    return dataclasses.replace(start, made=dataclasses.replace(made, plan=laid))
+
+
+def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
+    """So many ranks without a word on their mesh: one a GPU as replicas, else the plan's tp where it divides them."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"ranks is {shown(ranks)}: expected at least 1")
+    plan = start.made.plan
+    tp = 1 if gpus and "plan.tp" not in start.told else math.gcd(plan.tp, ranks)
+    changes: dict[str, Any] = {"tp": tp, "dp": ranks // tp, "pp": 1}
+    if gpus and "plan.precision" not in start.told:
+        changes["precision"] = "bf16" if plan.precision == "fp32" else plan.precision
+    return start.plan(**changes)
+
+
+def _changed(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+    """A plan with other axes; sequence parallelism ends with tensor parallelism."""
+    tp = changes.get("tp", plan.tp)
+    return dataclasses.replace(plan, **changes, sequence_parallel=plan.sequence_parallel and tp > 1)
+
+
+# ---- the batch -------------------------------------------------------------------------------------------------
+
+
+def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
+    """Cut the batch as the settings say, or the file if neither mesh nor batch were changed after it; else anew."""
+    made = start.made
+    is_moved = is_moved or "train.batch" in start.told or "plan.dp" in start.told
+    keep_accumulation = "plan.accumulation" in start.told or (start.says("plan.accumulation") and not is_moved)
+    says_size = "plan.microbatch" in start.told or (start.says("plan.microbatch") and not is_moved)
+    if not made.train.batch:
+        return made
+    RANGES["train.batch"].check("train.batch", made.train.batch)
+    if start.written and not start.says("plan.microbatch"):
+        # Nobody asked for small pieces: a replica takes its rows at once.
+        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, microbatch=made.train.batch))
+    rows = made.train.batch // made.plan.dp
+    if keep_accumulation and not says_size:
+        if rows % made.plan.accumulation:
+            raise UsageError(
+                f"plan.accumulation is {made.plan.accumulation} and a replica has {rows} sequences in a step "
+                f"(train.batch {made.train.batch}, dp {made.plan.dp}): set a number that divides them"
+            )
+        size = max(1, rows // made.plan.accumulation)
+        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, microbatch=size))
+    elif "plan.microbatch" in start.told and not keep_accumulation and rows % made.plan.microbatch:
+        raise UsageError(
+            f"plan.microbatch is {made.plan.microbatch} and a replica has {rows} sequences in a step (train.batch "
+            f"{made.train.batch}, dp {made.plan.dp}): set a number that divides them, such as "
+            f"{_largest_divisor(max(1, rows), made.plan.microbatch)}"
+        )
+    return _cut(made, keep_accumulation)
+
+
+def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
+    """The plan's microbatches such that they make up the batch; `keep_accumulation`: refuse to change their number."""
+    plan, batch = made.plan, made.batch
+    RANGES["train.batch"].check("train.batch", batch, whole=True)
+    if batch % plan.dp:
+        raise UsageError(
+            f"train.batch {batch} does not divide among dp={plan.dp} replicas: set a multiple of {plan.dp}"
+        )
+    rows = batch // plan.dp
+    if plan.microbatch * plan.accumulation == rows:
+        return made
+    if keep_accumulation:
+        raise UsageError(
+            f"plan.microbatch {plan.microbatch} x plan.accumulation {plan.accumulation} x plan.dp {plan.dp} is "
+            f"{plan.batch} sequences and train.batch is {batch}: make them agree, or leave plan.accumulation out"
+        )
+    # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
+    size = _largest_divisor(rows, plan.microbatch)
+    return dataclasses.replace(made, plan=dataclasses.replace(plan, microbatch=size, accumulation=rows // size))
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`, in about sqrt(number) steps."""
+    if most >= number:
+        return number
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return max(size for half in small for size in (half, number // half) if size <= most)
