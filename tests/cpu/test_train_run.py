@@ -35,7 +35,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.gradients import Step, read
+from tilemesh.parallel.gradients import GradientStep, read
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, join, take
 from tilemesh.plan.step import predict
@@ -396,11 +396,11 @@ class PlayedGraphs:
     def __init__(self, log: list[str], fails: bool = False) -> None:
         self.log, self.fails = log, fails
 
-    def run(self, body: Callable[[], Step]) -> Step:
+    def run(self, body: Callable[[], GradientStep]) -> GradientStep:
         self.log.append("run")
         return body()
 
-    def capture(self, body: Callable[[], Step]) -> PlayedGraphs:
+    def capture(self, body: Callable[[], GradientStep]) -> PlayedGraphs:
         self.log.append("capture")
         if self.fails:
             raise RunError("cannot be captured in a CUDA graph: RuntimeError: something was waited for")
@@ -416,8 +416,8 @@ class TestStepGraph:
     def steps(self, count: int, log: list[str], **options: Any) -> list[float]:
         loss = torch.zeros(())
 
-        def body() -> Step:
-            return Step(loss.add_(1.0), 8, loss)
+        def body() -> GradientStep:
+            return GradientStep(loss.add_(1.0), 8, loss)
 
         fails = options.pop("fails", False)
         told = options.pop("told", lambda now: None)
@@ -557,13 +557,13 @@ class TestAlone:
             self.steps(text, True, "train.graph=true")
 
     def test_the_host_is_a_few_steps_ahead_and_no_more(self) -> None:
-        class Step:
+        class GradientStep:
             done = False
 
             def synchronize(self) -> None:
                 self.done = True
 
-        pace, steps = Pace(), [Step() for _ in range(3 * AHEAD)]
+        pace, steps = Pace(), [GradientStep() for _ in range(3 * AHEAD)]
         for number, step in enumerate(steps, 1):
             pace(step)
             assert [one.done for one in steps] == [at < number - AHEAD for at in range(len(steps))]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FitRequest:
     """What `fit` was asked for, besides the configuration."""
 
     run: str | Path | None = None
@@ -88,7 +88,7 @@ def fit(
         restarts=restarts,
         stop_after=stop_after,
     )
-    asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
     elif in_process and config.plan.world > 1 and membership() is None:
@@ -98,7 +98,7 @@ def fit(
     return _start_ranks(config, asked)
 
 
-def _train_here(config: TrainConfig, asked: Request) -> Result:
+def _train_here(config: TrainConfig, asked: FitRequest) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
     from tilemesh.train.rank import train_here
@@ -123,7 +123,7 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, asked: Request, comm: Communicator) -> Path:
+def _agreed_folder(config: TrainConfig, asked: FitRequest, comm: Communicator) -> Path:
     """The folder that rank 0 has made, on every rank."""
     if comm.size == 1:
         return _prepared(config, asked)
@@ -132,7 +132,7 @@ def _agreed_folder(config: TrainConfig, asked: Request, comm: Communicator) -> P
     return Path(tell(comm, str(_prepared(config, asked).resolve()) if comm.rank == 0 else ""))
 
 
-def _start_ranks(config: TrainConfig, asked: Request) -> Result:
+def _start_ranks(config: TrainConfig, asked: FitRequest) -> Result:
     folder = _prepared(config, asked)
     before = _summary_written_at(folder)
     transport = asked.transport
@@ -171,7 +171,7 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
 # ---- what is written before and after --------------------------------------------------------------------------
 
 
-def _prepared(config: TrainConfig, asked: Request) -> Path:
+def _prepared(config: TrainConfig, asked: FitRequest) -> Path:
     """The run's folder with what is known before it begins: configuration, prediction, environment."""
     if asked.resume is None:
         folder = folders.new_run(TRAIN, config.to_toml(), asked.run, asked.name)
