@@ -273,18 +273,20 @@ def test_dump_looks_like_what_a_person_writes() -> None:
     )
 
 
-models = st.builds(Model, st.integers(), st.integers(), st.sampled_from(["relu", "gelu"]), st.floats(allow_nan=False))
+# What a TOML reader must hold, and more is refused.
+WHOLE = st.integers(-(2**63), 2**63 - 1)
+models = st.builds(Model, WHOLE, WHOLE, st.sampled_from(["relu", "gelu"]), st.floats(allow_nan=False))
 paths = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(Path)
 datas = st.builds(
     Data,
     paths,
-    st.lists(st.integers()).map(tuple),
+    st.lists(WHOLE).map(tuple),
     st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
 )
 trains = st.builds(
     Train,
     name=st.text(),
-    seed=st.none() | st.integers(),
+    seed=st.none() | WHOLE,
     note=st.none() | st.text().filter(lambda text: text.lower() != "none"),
     compile=st.booleans(),
     model=models,
@@ -352,3 +354,8 @@ def test_an_annotation_that_is_not_supported_is_a_bug_of_the_class() -> None:
 @dataclass(frozen=True)
 class Unsupported:
     anything: bytes = b""
+
+
+def test_a_file_without_an_end_is_no_configuration() -> None:
+    with pytest.raises(UsageError, match="'/dev/zero' is larger than any configuration: 16 MiB"):
+        load(Train, file="/dev/zero")
