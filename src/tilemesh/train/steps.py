@@ -22,7 +22,7 @@ from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid
 from tilemesh.train.config import NO_GRAPH, TrainConfig
 from tilemesh.train.graph import StepGraph
-from tilemesh.train.memory import Saved, storage_bytes
+from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.pace import Pace
 from tilemesh.train.record import DATA, Recorder
@@ -176,7 +176,7 @@ class Stepper:
         if self.activations_bytes is not None or self.config.train.compile:
             yield
             return
-        with Saved(self.laid.module.parameters()) as saved:
+        with SavedBytes(self.laid.module.parameters()) as saved:
             yield
         self.activations_bytes = saved.peak
 
