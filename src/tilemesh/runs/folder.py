@@ -147,6 +147,8 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
         raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text: was it damaged, or written by another program?") from None
     require_kind(folder, kind)
     return text, str(path)
 
