@@ -26,7 +26,7 @@ from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import call, interpret
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.program import Operand, _typed, compile_step
-from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, LaunchStep, Pointer
+from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, Pointer, Step
 from tilemesh.kernels.scale_shift import kernel, reference
 from tilemesh.kernels.scale_shift.cost import cost
 
@@ -248,7 +248,7 @@ def compiles_for_an_h200(plan, places, **constants):
 
 def test_a_number_is_as_precise_as_the_tensors_beside_it():
     """A float argument of a step is given at each launch: other values share the kernel."""
-    step = LaunchStep("module:function", (1, 1), {"x": Pointer("x"), "scale": 0.1}, {})
+    step = Step("module:function", (1, 1), {"x": Pointer("x"), "scale": 0.1}, {})
     for dtype, kind in (("bfloat16", "fp32"), ("float32", "fp32"), ("float64", "fp64")):
         others = {"not_given": Operand("float64")}
         assert _typed(step, "scale", {"x": Operand(dtype), **others}) == (kind, None, 1)
@@ -516,7 +516,7 @@ def test_a_reference_that_cannot_be_an_operator_is_refused(reference, words):
 
 @pytest.mark.parametrize(("pointer", "written"), [("z", "y"), ("y", "z")])
 def test_a_plan_that_names_no_tensor_is_refused(pointer, written):
-    step = LaunchStep("tilemesh.kernels.scale_shift.kernel:forward_pass", (1, 1), {"y": Pointer(pointer)}, {})
+    step = Step("tilemesh.kernels.scale_shift.kernel:forward_pass", (1, 1), {"y": Pointer(pointer)}, {})
     with pytest.raises(UsageError, match=r"unknown tensor in .* 'z': .*known are x, y"):
         interpret.run(LaunchPlan((step,)), {"x": torch.ones(2), "y": torch.ones(2)}, (written,))
 

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 from tilemesh.core.errors import RunError
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, LaunchStep, Pointer, is_double
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Descriptor, FitError, LaunchPlan, Pointer, Step, is_double
 
 _TYPES = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64",
@@ -49,7 +49,7 @@ class Operand:
     aligned: bool = True
 
 
-def compile_step(step: LaunchStep, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
+def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
     """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
     function = _function(step.kernel)
     gluon = function.is_gluon()
@@ -107,9 +107,7 @@ def _shared_layout(rows: int, columns: int, dtype: str) -> str:
     return repr(gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, dtype)))
 
 
-def _typed(
-    step: LaunchStep, name: str, operands: Mapping[str, Operand], gluon: bool = False
-) -> tuple[str, object, int]:
+def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool = False) -> tuple[str, object, int]:
     """Type, constant value and known divisor of one argument; the number 1 and None are compiled in.
 
     The divisor is what lets loads be wide: a row of 3000 16-bit elements starts 16-byte aligned although 3000 is only a
@@ -157,7 +155,7 @@ class LaunchProgram:
 class _Prepared:
     """One compiled launch, its argument list filled but for addresses."""
 
-    def __init__(self, step: LaunchStep, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
+    def __init__(self, step: Step, operands: Mapping[str, Operand], names: tuple[str, ...]) -> None:
         if _VERSION not in _KNOWN:
             raise FitError(
                 f"kernel {step.function}: Triton {triton.__version__} may launch unlike 3.6 and 3.7, which "

@@ -39,7 +39,7 @@ Argument = Pointer | Descriptor | int | float | None
 
 
 @dataclass(frozen=True)
-class LaunchStep:
+class Step:
     """One launch. Arguments are by name; `wide` makes every stride 64-bit, which makes all index math so.
 
     kernel: the Triton function, as `package.module:function`. A stride is an argument whose name is one letter, an
@@ -73,7 +73,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    steps: tuple[LaunchStep, ...]
+    steps: tuple[Step, ...]
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ def check_names(plan: LaunchPlan, tensors: Iterable[str], written: Iterable[str]
             raise unknown("tensor in written=", name, known)
 
 
-def is_double(step: LaunchStep, dtypes: Mapping[str, str]) -> bool:
+def is_double(step: Step, dtypes: Mapping[str, str]) -> bool:
     """Whether a launch is given a float64 tensor: its `float` arguments are then float64 too, else float32.
 
     dtypes: of the tensors and buffers, by name.

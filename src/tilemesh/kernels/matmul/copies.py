@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tilemesh.kernels.launch.steps import INT32_LIMIT, Argument, Buffer, LaunchStep, Pointer, blocks
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Argument, Buffer, Pointer, Step, blocks
 from tilemesh.kernels.matmul.problem import Matrix, Problem
 
 COPY_PASS = "tilemesh.kernels.matmul.passes:copy_pass"
@@ -28,7 +28,7 @@ _NAMES = (
 def aligned_copies(
     problem: Problem,
     names: Sequence[str],
-    steps: list[LaunchStep],
+    steps: list[Step],
     buffers: dict[str, Buffer],
     sides: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, tuple[str, Matrix]]:
@@ -65,7 +65,7 @@ def aligned_copies(
     }  # fmt: skip
     arguments["blocks"] = counts[0]
     # Wide stores would put unaligned reads several words apart from thread to thread; without, they are neighbours.
-    steps.append(LaunchStep(COPY_PASS, (sum(counts), 1), arguments, constants, wide=wide, hints=near))
+    steps.append(Step(COPY_PASS, (sum(counts), 1), arguments, constants, wide=wide, hints=near))
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilemesh.kernels.launch.steps import Buffer, LaunchPlan, LaunchStep, blocks
+from tilemesh.kernels.launch.steps import Buffer, LaunchPlan, Step, blocks
 from tilemesh.kernels.matmul.copies import ALIGNMENT_BYTES, aligned_copies
 from tilemesh.kernels.matmul.plan import epilogue_plan
 from tilemesh.kernels.matmul.problem import Matrix, Problem
@@ -47,7 +47,7 @@ def padded_plan(problem: Problem) -> PaddedPlan:
         n = blocks(n, group) * group
     if len(names) == 2:
         k = blocks(k, group) * group
-    steps: list[LaunchStep] = []
+    steps: list[Step] = []
     buffers: dict[str, Buffer] = {}
     copies = aligned_copies(problem, names, steps, buffers, {"a": (m, k), "b": (k, n)})
     a, b = copies.get("a", ("a", problem.a)), copies.get("b", ("b", problem.b))

@@ -15,8 +15,8 @@ from tilemesh.kernels.launch.steps import (
     Buffer,
     Descriptor,
     LaunchPlan,
-    LaunchStep,
     Pointer,
+    Step,
     blocks,
 )
 from tilemesh.kernels.matmul.config import Config
@@ -33,7 +33,7 @@ REDUCE_ELEMENTS = 1024  # of a tile that one program of the second split-K kerne
 
 def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interpreted: bool = False) -> LaunchPlan:
     """The launches of one tile kernel. Interpreted, products are taken in float32 and nothing is launched early."""
-    steps: list[LaunchStep] = []
+    steps: list[Step] = []
     buffers: dict[str, Buffer] = {}
     if config.uses_tma:
         size = problem.element_bytes
@@ -46,7 +46,7 @@ def tiles_plan(problem: Problem, config: Config, multiprocessors: int, *, interp
     return LaunchPlan(_chained(steps) if config.chained and not interpreted else tuple(steps), buffers)
 
 
-def _chained(steps: list[LaunchStep]) -> tuple[LaunchStep, ...]:
+def _chained(steps: list[Step]) -> tuple[Step, ...]:
     """Each step lets the next be launched while it runs, and waits for the one before it.
 
     The first is launched plainly: early, it is 0.6 µs faster behind our own kernel but as much slower behind another's.
@@ -69,7 +69,7 @@ def epilogue_plan(problem: Problem, product: Matrix) -> LaunchPlan:
     constants = {"ROWS": PASS_ROWS, "COLUMNS": PASS_COLUMNS, "C_KIND": problem.c_kind}
     constants |= {"ACTIVATION": problem.activation, "KEEP": problem.keep}
     wide = problem.wide or product.reach >= INT32_LIMIT
-    return LaunchPlan((LaunchStep(f"{PASSES}:epilogue_pass", grid, arguments, constants, wide=wide, hints=alike),))
+    return LaunchPlan((Step(f"{PASSES}:epilogue_pass", grid, arguments, constants, wide=wide, hints=alike),))
 
 
 def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activation: str) -> LaunchPlan:
@@ -87,7 +87,7 @@ def gradient_plan(grad: Matrix, saved: Matrix, out: Matrix, c_kind: str, activat
     kind = c_kind if c_kind in ("row", "column") else "none"
     constants = {"ROWS": tall, "COLUMNS": wide, "C_KIND": kind, "ACTIVATION": activation}
     far = any(matrix.reach >= INT32_LIMIT for matrix in (grad, saved, out))
-    return LaunchPlan((LaunchStep(f"{PASSES}:gradient_pass", grid, arguments, constants, wide=far),))
+    return LaunchPlan((Step(f"{PASSES}:gradient_pass", grid, arguments, constants, wide=far),))
 
 
 def gradient_sums_shape(rows: int, columns: int, c_kind: str) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def gradient_sums_shape(rows: int, columns: int, c_kind: str) -> tuple[int, int]
     return blocks(columns, PASS_COLUMNS), rows
 
 
-def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer], interpreted: bool) -> list[LaunchStep]:
+def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer], interpreted: bool) -> list[Step]:
     tiles = blocks(problem.m, config.block_m) * blocks(problem.n, config.block_n)
     split = config.split_k if config.kind == "split" else 1
     arguments: dict[str, Argument] = {"a": Pointer("a"), "b": Pointer("b"), **_c_d_z(problem)}
@@ -112,7 +112,7 @@ def _pointer_steps(problem: Problem, config: Config, buffers: dict[str, Buffer],
         arguments |= {"work": Pointer("work"), "c": None, "z": None, "c_m": 0, "c_n": 0}
         constants |= {"C_KIND": "none", "C_FIRST": False, "KEEP": False}
         steps.append(_reduce_step(problem, config, 0, tiles))
-    tile_step = LaunchStep(
+    tile_step = Step(
         f"{TILES}:pointer_tiles", (tiles, split), arguments, constants, config.warps, config.stages, problem.wide
     )
     return [tile_step, *steps]
@@ -125,7 +125,7 @@ def _tma_steps(
     operands: Mapping[str, tuple[str, Matrix]],
     buffers: dict[str, Buffer],
     interpreted: bool,
-) -> list[LaunchStep]:
+) -> list[Step]:
     tiles = blocks(problem.m, config.block_m) * blocks(problem.n, config.block_n)
     size = problem.element_bytes
     through = config.tma_epilogue and config.kind != "split"
@@ -150,7 +150,7 @@ def _tma_steps(
     rest = tiles % multiprocessors if config.tail and tiles > multiprocessors else 0
     constants["EARLY"] = False
     one = {"SPLIT": 1, "FOLLOWS": False, "C_EARLY": config.c_early and problem.c_kind != "none"}
-    whole = LaunchStep(f"{TILES}:tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
+    whole = Step(f"{TILES}:tma_tiles", (tiles - rest, 1), arguments | {"work": None, "tile0": 0}, constants | one,
                  config.warps, config.stages, problem.wide, varying=_varying(problem, config))  # fmt: skip
     if config.kind == "split":
         return _cut(whole, problem, config, 0, tiles, buffers, False)
@@ -168,7 +168,7 @@ def _tma_steps(
     return [main] + (_cut(whole, problem, config, tiles - rest, rest, buffers, follows) if rest else [])
 
 
-def _pingpong_step(whole: LaunchStep, problem: Problem, config: Config, tiles: int, multiprocessors: int) -> LaunchStep:
+def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, multiprocessors: int) -> Step:
     """C and D move by TMA, a group's tile at once; `whole` has everything else."""
     part = (config.block_m // 2 if config.paired else config.block_m, config.block_n)
     c_tma = problem.c_kind == "full"
@@ -192,14 +192,14 @@ def _pingpong_step(whole: LaunchStep, problem: Problem, config: Config, tiles: i
 
 
 def _cut(
-    whole: LaunchStep,
+    whole: Step,
     problem: Problem,
     config: Config,
     tile0: int,
     tiles: int,
     buffers: dict[str, Buffer],
     follows: bool,
-) -> list[LaunchStep]:
+) -> list[Step]:
     """Tiles tile0.. cut along K over `split_k` programs each, and the pass that sums and finishes them.
 
     After a main kernel (tile0 > 0) the cut tiles depend on nothing it writes, so they start on multiprocessors it
@@ -222,7 +222,7 @@ def _prefetches(problem: Problem, config: Config) -> bool:
     return problem.c_kind == "full" and problem.element_bytes == 2 and c is not None and c.column_stride == 1
 
 
-def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int) -> LaunchStep:
+def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int) -> Step:
     rows = max(1, min(config.block_m, REDUCE_ELEMENTS // config.block_n))
     arguments: dict[str, Argument] = {"work": Pointer("work"), **_c_d_z(problem)}
     arguments |= {"M": problem.m, "N": problem.n, "tile0": tile0}
@@ -231,7 +231,7 @@ def _reduce_step(problem: Problem, config: Config, tile0: int, tiles: int) -> La
         "ROWS": rows, "C_KIND": problem.c_kind, "ACTIVATION": problem.activation, "KEEP": problem.keep,
         "EARLY": False,
     }  # fmt: skip
-    return LaunchStep(
+    return Step(
         f"{PASSES}:reduce_tiles", (tiles, config.block_m // rows), arguments, constants, 4, 1, problem.wide,
         varying=_varying(problem, config),
     )  # fmt: skip

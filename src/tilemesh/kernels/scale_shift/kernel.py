@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilemesh.kernels.activations.kernel import activate, slope
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import LaunchPlan, LaunchStep, Pointer, blocks
+from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step, blocks
 
 ROWS, COLUMNS = 4, 512
 TALL, NARROW = 32, 64  # of the backward pass: fewer partial rows to add afterwards
@@ -77,7 +77,7 @@ def forward_plan(places: Mapping[str, Place], *, activation: str) -> LaunchPlan:
     }  # fmt: skip
     constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "ACTIVATION": activation, "WIDE": x.dtype == "float64"}
     grid = (blocks(m, ROWS) * blocks(n, COLUMNS), 1)
-    return LaunchPlan((LaunchStep(f"{__name__}:forward_pass", grid, arguments, constants, wide=x.wide or y.wide),))
+    return LaunchPlan((Step(f"{__name__}:forward_pass", grid, arguments, constants, wide=x.wide or y.wide),))
 
 
 def backward_plan(places: Mapping[str, Place], *, activation: str) -> LaunchPlan:
@@ -91,7 +91,7 @@ def backward_plan(places: Mapping[str, Place], *, activation: str) -> LaunchPlan
     constants = {"ROWS": TALL, "COLUMNS": NARROW, "ACTIVATION": activation, "WIDE": x.dtype == "float64"}
     grid = (blocks(m, TALL) * blocks(n, NARROW), 1)
     wide = any(place.wide for place in places.values())
-    return LaunchPlan((LaunchStep(f"{__name__}:backward_pass", grid, arguments, constants, wide=wide),))
+    return LaunchPlan((Step(f"{__name__}:backward_pass", grid, arguments, constants, wide=wide),))
 
 
 def forward(launch: Any, x: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
