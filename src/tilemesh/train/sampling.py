@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import check_sampling
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.cache import DenseCache, KeyValueCache
@@ -40,10 +41,7 @@ def sample(
     """
     if not prompt:
         raise UsageError("an empty prompt: give at least one character")
-    if tokens < 0:
-        raise UsageError(f"{tokens} tokens were asked for: expected 0 or more")
-    if not temperature >= 0:
-        raise UsageError(f"temperature is {temperature}: expected 0 or more")
+    check_sampling(tokens, temperature, seed)
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
     cache = DenseCache(1, context, device)
@@ -57,7 +55,8 @@ def sample(
         if temperature == 0:
             token = int(scores.argmax())
         else:
-            shares = torch.softmax(scores / temperature, dim=0)
+            # The largest is 0 before the division: a tiny temperature gives -inf beside it, never inf - inf.
+            shares = torch.softmax((scores - scores.max()) / temperature, dim=0)
             token = int(torch.multinomial(shares, 1, generator=generator))
         whole.append(token)
         pending = [token]
@@ -75,6 +74,7 @@ def generate(
     device: str = "cpu",
 ) -> str:
     """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
+    check_sampling(tokens, temperature, seed)  # before gigabytes are read
     config, reader = of_run(run), open_checkpoint(run, step)
     model = read_model(config.model, reader, device)
     tokenizer = tokenizer_of(config.data)
