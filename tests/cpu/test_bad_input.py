@@ -160,6 +160,12 @@ OPTIONS = [
     (["plan", "llama-3-8b", "--set", f"model.layers={MANY_DIGITS}"], "expected a whole number below 2**63"),
     (["plan", "llama-3-8b", "--set", "model.dropout=nan"], "model.dropout is nan"),
     (["plan", "", "--cluster", "8xh100"], "unknown model ''"),
+    (["plan", "tiny", "--cluster", "²xh100"], "cluster '²xh100' is not understood"),
+    (["plan", "tiny", "--cluster", f"{MANY_DIGITS}xh100"], "is not understood: write 64xh100"),
+    (["plan", "tiny", "--cluster", "8xh100", "--batch", "1" + "0" * 18], "batch is 1000000000000000000: expected"),
+    (["plan", "tiny", "--batch-tokens", MANY_DIGITS], "is too large: write one below 2**63"),
+    (["plan", "tiny", "--batch-tokens", "²"], "count '²' is not a number with a unit"),
+    (["plan", "tiny", "--cluster", "8xh100", "--fix", f"tp={MANY_DIGITS}"], "expected a whole number below 2**63"),
     (
         ["data", "prepare", "stdlib", "out", "--held-out", "-1"],
         "data.held_out is -1.0: expected at least 0 and below 1",
