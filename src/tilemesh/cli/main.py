@@ -116,7 +116,9 @@ def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | Non
     if isinstance(error, RunError):
         return str(error), 1
     if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours
-        return f"{error.filename or 'writing output'}: {error.strerror or error}", 1
+        # A write knows only a descriptor, which says nothing to anybody.
+        where = error.filename if isinstance(error.filename, (str, bytes)) else "writing output"
+        return f"{os.fsdecode(where)}: {error.strerror or error}", 1
     if isinstance(error, _LibraryUsageError):
         return _usage_sentence(error, arguments), 2
     if isinstance(error, _LibraryError):

@@ -129,7 +129,7 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    earlier = read_small(folder, CHOICES)
+    earlier = {operator: _texts(table) for operator, table in read_small(folder, CHOICES).items()}
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
@@ -316,8 +316,9 @@ def _sample(loop: Loop, corpus: Corpus) -> str:
     config, tokenizer = loop.config, corpus.tokenizer
     try:
         prompt = encode_prompt(tokenizer, config.sample.prompt)
-    except UsageError:  # shards from elsewhere: begin as a document does
-        prompt = [int(corpus.train.sample(0, 1)[0])]
+    except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
+        prompt = []
+    prompt = prompt or [int(corpus.train.sample(0, 1)[0])]  # begin as a document does
     tokens = sample(
         lambda x, cache: loop.laid.logits(x, cache=cache),
         prompt,
@@ -356,6 +357,12 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
         f"{config.plan.describe()}; {mesh.comm.backend} between ranks, each on {where}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
     )
+
+
+def _texts(table: Any) -> dict[str, str]:
+    """What an earlier run picked, by kind of call; nothing of what a damaged file says instead."""
+    known = table.items() if isinstance(table, dict) else ()
+    return {name: picked for name, picked in known if isinstance(picked, str)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tilemesh.core.ranges import check_sampling
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.read import read_model, read_weights
@@ -23,6 +24,7 @@ def generate(
     device: str = "cpu",
 ) -> str:
     """What a run's checkpoint (the newest sound one, or that of a step) writes after a prompt."""
+    check_sampling(tokens, temperature, seed)  # before gigabytes are read
     config, reader = of_run(run), open_checkpoint(run, step)
     model = read_model(config.model, reader, device)
     tokenizer = tokenizer_of(config.data)
