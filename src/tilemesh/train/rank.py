@@ -129,7 +129,8 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    earlier = {operator: _texts(table) for operator, table in read_small(folder, CHOICES).items()}
+    earlier = read_small(folder, CHOICES)
+    earlier |= {table: _texts(earlier.get(table)) for table in ("collectives", "matmul")}
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)

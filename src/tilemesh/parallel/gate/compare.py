@@ -146,7 +146,7 @@ class Gate:
         other = apart(self.trace(case, parts, pieces), self.trace(case))
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
-        # So may a CPU whose matrix products happen to add up both orders alike. Weights are float32 in either precision.
+        # So may products be that a CPU happens to add up alike in both orders. Weights are float32 in either precision.
         chain = norm_error(OPERATIONS * MODELS[case.model].layers, torch.float32)
         return Apart(
             ORDER_FACTOR * max(other.loss, least),
