@@ -56,7 +56,7 @@ from tilemesh.train.memory import Saved, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
 from tilemesh.train.plain import make_plain, suit_gpu
-from tilemesh.train.rank import lay_model, train_here
+from tilemesh.train.rank import earlier_choices, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.result import Result
 from tilemesh.train.rows import rows
@@ -250,6 +250,15 @@ class TestFiles:
         trained(config, folder, resume=True)
         assert read_object(folder / "choices.json")["collectives"].items() >= ours.items()
 
+    @pytest.mark.parametrize("table", [None, [1], "x", {"key": 3}, {"key": None}])
+    def test_choices_of_wrong_types_are_made_afresh_and_said(self, table: object, tmp_path: Path) -> None:
+        (tmp_path / "choices.json").write_text(json.dumps({"collectives": table, "matmul": {"a": "kind=torch"}}))
+        said: list[str] = []
+        assert earlier_choices(tmp_path, said.append) == {"collectives": {}, "matmul": {"a": "kind=torch"}}
+        assert said == [
+            "choices.json: collectives is no table of names; they are chosen afresh, and sums may round otherwise"
+        ]
+
     def test_rows_of_a_run_that_was_too_short_to_be_timed(self, whole: Path) -> None:
         found = read_object(whole / "summary.json") | {"step_time_s": None}
         found["shares"] = {"compute": 1.0, "exchange": 0.0, "data": 0.0, "idle": 0.0}
@@ -261,6 +270,22 @@ class TestFiles:
         nothing = dataclasses.replace(made[-1], measured=Sample(0.0, 0.0, 0.0, 1))
         assert (nothing.prediction_error, nothing.of_limit) == (None, None)
 
+    def test_predicted_and_measured_utilisation_are_of_one_peak(
+        self, whole: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The planner's own fraction may be of another peak (one core's, all cores'): its step time is what counts."""
+        monkeypatch.setattr("tilemesh.train.rows.calibrated_peak", lambda found: (1e9, ""))
+        step = {"median": 0.1, "p20": 0.1, "p80": 0.1, "n": 3}
+        found = {**read_object(whole / "summary.json"), "step_time_s": step}
+        made = {row.name: row for row in rows(found, {"step_time_s": 0.2, "mfu": 0.9, "hfu": 0.9})}
+        for name in ("throughput", "MFU", "HFU"):
+            assert made[name].prediction_error == pytest.approx(-0.5)
+
+    def test_the_memory_of_a_rank_has_no_limit_to_be_a_percentage_of(self, whole: Path) -> None:
+        memory = next(row for row in rows(read_object(whole / "summary.json"), {}) if row.name == "peak memory a rank")
+        assert (memory.limit, memory.of_limit) == (None, None)
+        assert "optimizer states alone take" in memory.missing["limit"]
+
     def test_utilisation_of_a_gpu_is_of_its_datasheet_as_the_planners_is(self, whole: Path) -> None:
         found = read_object(whole / "summary.json")
         model, plan = ModelConfig(**found["model"]), ParallelPlan(microbatch=8, precision="bf16")
@@ -268,11 +293,11 @@ class TestFiles:
         step = {"median": planned.step_time_s, "p20": planned.step_time_s, "p80": planned.step_time_s, "n": 3}
         found |= {"device": "cuda", "cluster": "1xh200", "world": 1, "plan": plan.to_dict(), "step_time_s": step}
         found |= {"batch": plan.batch, "machine": "no calibration of this"}
-        made = {row.name: row for row in rows(found, {"mfu": planned.mfu, "hfu": planned.hfu})}
-        for name in ("MFU", "HFU"):
+        made = {row.name: row for row in rows(found, {"step_time_s": planned.step_time_s})}
+        for name, told in (("MFU", planned.mfu), ("HFU", planned.hfu)):
             measured = made[name].measured
             assert measured is not None
-            assert measured.median == pytest.approx(made[name].predicted)
+            assert measured.median == pytest.approx(made[name].predicted) == pytest.approx(told)
 
     def test_only_the_newest_stay(self, text: str, tmp_path: Path) -> None:
         trained(made(text, "dp=1", "checkpoint.every=1,checkpoint.keep=2"), tmp_path / "run")
@@ -293,8 +318,9 @@ class TestFiles:
         ("asked", "words"),
         [
             ({"prompt": ""}, "an empty prompt"),
-            ({"tokens": -1}, "-1 tokens were asked for: expected 0 or more"),
+            ({"tokens": -1}, "tokens is -1: expected a whole number, between 0"),
             ({"temperature": -0.5}, "temperature is -0.5: expected 0 or more"),
+            ({"temperature": float("nan")}, "temperature is nan: expected 0 or more"),
         ],
     )
     def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:

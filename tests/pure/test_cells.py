@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tilemesh.comm.cells import Cell, crossovers, parse_ranks, parse_sizes
+from tilemesh.comm.cells import Cell, cells_of, crossovers, parse_ranks, parse_sizes
 from tilemesh.comm.chart import svg
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
@@ -27,6 +27,12 @@ def test_sizes_and_ranks() -> None:
     for wrong in ("two", "0", "2,,4"):
         with pytest.raises(UsageError, match="--ranks"):
             parse_ranks(wrong)
+
+
+def test_every_size_that_is_announced_is_measured_once() -> None:
+    """Four bytes are one number: all_reduce sends them as they are, an all_gather of 8 ranks needs a number of each."""
+    assert [cell.payload for cell in cells_of("all_reduce", 8, [1, 4, 16], "ordinary")] == [4, 16]
+    assert [cell.payload for cell in cells_of("all_gather", 8, [4, 16, 64], "ordinary")] == [32, 64]
 
 
 def test_a_cell_has_as_much_for_every_rank() -> None:

@@ -14,7 +14,14 @@ def bench_collective(
     collectives: Annotated[
         list[str] | None, typer.Argument(metavar="[COLLECTIVE]...", help="Which; all of five.")
     ] = None,
-    ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks, with commas between.")] = "2,4,8",
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            "--ranks",
+            help="Numbers of ranks, with commas between. [default: 2,4,8; --draw: 8; --simulate: 64,1024,16384]",
+            show_default=False,
+        ),
+    ] = None,
     sizes: Annotated[
         str, typer.Option("--sizes", help="4B..64MiB (powers of four), or sizes with commas between.")
     ] = "4B..64MiB",
@@ -51,11 +58,22 @@ def bench_collective(
     asked = [name for name, given in (("--draw", draw), ("--simulate", simulate), ("--fit", fit)) if given]
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)}: each is a run of its own, give one of them")
+    mode = asked[0] if asked else "a measurement"
+    for name, given, modes in (
+        ("--svg", svg, ("--draw",)),
+        ("--json", json, ("a measurement",)),
+        ("--chart", chart, ("a measurement",)),
+        ("--html", html, ("a measurement", "--draw")),
+    ):
+        if given is not None and mode not in modes:
+            raise UsageError(f"{name} with {mode}: it belongs to {' or '.join(modes)}; leave it out")
     if draw is not None:
-        run.draw_schedule(collectives or ["all_reduce"], draw, ranks, root, node_size, svg, html)
+        run.draw_schedule(collectives or ["all_reduce"], draw, ranks or "8", root, node_size, svg, html)
     elif simulate is not None:
-        run.simulate_scale(collectives or ["all_reduce"], simulate, ranks, sizes, node_size, algorithms)
+        counts = ranks or "64,1024,16384"
+        run.simulate_scale(collectives or ["all_reduce"], simulate, counts, sizes, node_size, algorithms)
     elif fit:
-        run.fit_machine(ranks, sizes, transport, quick)
+        run.fit_machine(ranks or "2,4,8", sizes, transport, quick)
     else:
-        run.measure(collectives, ranks, sizes, transport, algorithms, quick=quick, json=json, chart=chart, html=html)
+        counts = ranks or "2,4,8"
+        run.measure(collectives, counts, sizes, transport, algorithms, quick=quick, json=json, chart=chart, html=html)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tilemesh.cli.targets import check_targets
 from tilemesh.comm.bench_job import Job
 from tilemesh.comm.cells import COLLECTIVES, crossovers, parse_ranks, parse_sizes
 from tilemesh.comm.runtime.fit import SECTION, Fit, key_of
@@ -27,6 +28,7 @@ from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.launch import call
+from tilemesh.launch.job import check_ranks
 from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.machine import command, stamp, this_machine
 from tilemesh.measure.row import Row, write_rows
@@ -34,6 +36,7 @@ from tilemesh.measure.row import Row, write_rows
 TRANSPORTS = {"auto": "auto", "mpi": "mpi", "gloo": "torch", "nccl": "torch"}
 PARTS = ("set-up", "copy", "wire", "reduce", "wait")
 TOPOLOGIES = ("flat", "ring", "two-level")
+MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
 AT_SCALE = ("ring", "tree", "hierarchical")  # what is simulated unless named
 
 # Without these the library's large collectives lose a third of their time to fresh pages at each call.
@@ -61,9 +64,13 @@ def measure(
     chosen = ("none",) if names == "none" else _named(names)
     if chart is not None and not chart.endswith(".svg"):
         raise UsageError(f"chart '{chart}': expected a file that ends in .svg")
+    check_targets(json=json, chart=chart, html=html)
+    counts = parse_ranks(ranks)
+    for count in counts:
+        check_ranks(count)
     repeats, seconds = (5, 0.1) if quick else (15, 0.5)
     rows: list[Row] = []
-    for count in parse_ranks(ranks):
+    for count in counts:
         job = Job(
             command=command(),
             collectives=tuple(wanted),
@@ -102,9 +109,12 @@ def _named(names: str) -> tuple[str, ...]:
 def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
     """Measure, show and store fits; what was stored before for other ranks or transports stays."""
     most = max(parse_sizes(sizes))
-    for count in parse_ranks(ranks):
+    counts = parse_ranks(ranks)
+    for count in counts:
+        check_ranks(count)
         if count < 2:
             raise UsageError(f"--fit with {count} rank: expected at least 2, since one has nobody to talk to")
+    for count in counts:
         job = Job(command=command(), sizes=(most,), fit=True, seconds=0.1 if quick else 0.4)
         fit, _ = again_while_busy(partial(_fit_ranks, job, count, transport), _warn)
         _print_fit(fit)
@@ -134,7 +144,8 @@ def draw_schedule(
 ) -> None:
     if len(collectives) != 1:
         raise UsageError(f"--draw with {len(collectives)} collectives: expected one")
-    counts = parse_ranks("8" if ranks == "2,4,8" else ranks)
+    check_targets(svg=svg, html=html)
+    counts = parse_ranks(ranks, MOST_DRAWN)
     if len(counts) != 1:
         raise UsageError(f"--draw with --ranks {ranks}: expected one number of ranks")
     schedule = build(collectives[0], algorithm, counts[0], root, node_size=node_size)
@@ -158,8 +169,11 @@ def simulate_scale(
     """Predicted seconds over sizes, of ring, tree and hierarchical unless named, and where the quickest changes."""
     if topology not in TOPOLOGIES:
         raise unknown("topology", topology, TOPOLOGIES)
-    counts = parse_ranks("64,1024,16384" if ranks == "2,4,8" else ranks)
+    counts = parse_ranks(ranks, MOST_SIMULATED)
+    if node_size is not None and node_size < 1:
+        raise UsageError(f"--node-size {node_size}: expected at least 1")
     size_of_node = node_size or NODE
+    print(assumptions(topology, size_of_node))
     for collective in collectives:
         known = [name for name in _named(names) or AT_SCALE if name in algorithms(collective)]
         if not known:
@@ -183,6 +197,21 @@ def simulate_scale(
             for pair in combinations(known, 2):
                 for last, first, one, other in crossovers({name: times[name] for name in pair}):
                     print(f"  {one} is overtaken by {other} between {format_bytes(last)} and {format_bytes(first)}")
+
+
+def assumptions(topology: str, node_size: int) -> str:
+    """What a simulation takes the machine to be: latency (α), bytes a second on a wire (β) and in memory (γ)."""
+
+    def wire(words: str, found: Wire) -> str:
+        return f"{words} α {format_seconds(found.latency_s)}, β {format_rate(found.bytes_per_s, 'B/s')}"
+
+    wires = [wire("each message", INFINIBAND)]
+    if topology == "two-level":
+        wires = [wire(f"inside nodes of {node_size}", NVLINK), wire("between nodes", INFINIBAND)]
+    return (
+        f"assumed, not measured: {'; '.join(wires)}; γ {format_rate(GPU.reduce_bytes_per_s, 'B/s')} reduced, "
+        f"{format_rate(GPU.copy_bytes_per_s, 'B/s')} copied, {format_seconds(GPU.sync_s)} a barrier"
+    )
 
 
 def topology_of(name: str, ranks: int, node_size: int = NODE) -> Topology:
@@ -275,8 +304,10 @@ def _table(rows: Sequence[Row]) -> list[str]:
                 f"{'native/ours':>12}{'algorithm':>12}{'bus':>11}{'sent':>10}  set-up copy wire reduce wait | others"
             )
         lines.append(_cell(int(str(key[4])), cell))
-    reasons = {why for row in rows for column, why in row.missing.items() if column in ("predicted", "limit", "native")}
-    lines += ["", *(f"a missing figure: {why}" for why in sorted(reasons))]
+    # The columns of the table are those of auto's rows.
+    shown = [row for row in rows if row.case.get("algorithm") == "auto"]
+    reasons = {(column, row.missing[column]) for row in shown for column in _EXPLAINED if column in row.missing}
+    lines += ["", *(f"{column} is missing: {why}" for column, why in sorted(reasons))]
     for row in rows:
         if row.name == "overlap" and row.measured is not None:
             lines.append(
@@ -284,6 +315,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
                 f"by {row.case['algorithm']} on {row.case['ranks']} ranks hidden behind compute"
             )
     return lines
+
+
+_EXPLAINED = ("predicted", "limit", "native")
 
 
 def _cell(size: int, cell: dict[str, Row]) -> str:

@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tilemesh.core.errors import UsageError
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import UsageError, unknown
+
+MOST_TOKENS = 1 << 20  # per rank and step: a benchmark that would take hours says so at once
 
 
 def bench_exchange(
@@ -30,9 +33,8 @@ def bench_exchange(
         "model": model, "rows": rows, "tokens": tokens, "bucket_bytes": bucket_bytes, "algorithm": algorithm,
         "repeats": repeats,
     }  # fmt: skip
-    config_of(model)
-    if ranks < 2:
-        raise UsageError(f"--ranks {ranks}: an exchange needs at least 2")
+    _check(ranks, transport, given)
+    check_targets(json=json_file)
     found = call(
         "tilemesh.cli.bench_exchange:on_a_rank", ranks, transport=transport,
         sink=lambda rank, stream, line: print(f"[{rank}] {line.decode(errors='replace')}", file=sys.stderr), **given,
@@ -41,6 +43,31 @@ def bench_exchange(
     print_rows(made)
     if json_file is not None:
         write_rows(made, json_file)
+
+
+def _check(ranks: int, transport: str, given: dict[str, Any]) -> None:
+    """Refuse what cannot be before any rank is started."""
+    from tilemesh.comm.schedules.book import algorithms
+    from tilemesh.launch.job import check_ranks
+    from tilemesh.launch.start import choose_transport
+
+    config = config_of(given["model"])
+    if ranks < 2:
+        raise UsageError(f"--ranks {ranks}: an exchange needs at least 2")
+    check_ranks(ranks)
+    choose_transport(transport)
+    for name in ("rows", "bucket_bytes", "repeats"):
+        if not 1 <= given[name] < 1 << 40:
+            raise UsageError(f"--{name.replace('_', '-')} {given[name]}: expected at least 1, and a number that fits")
+    if not 1 <= given["tokens"] <= config.context:
+        raise UsageError(f"--tokens {given['tokens']}: expected 1 to {config.context}, the model's context")
+    if given["rows"] * given["tokens"] > MOST_TOKENS:
+        raise UsageError(
+            f"--rows {given['rows']} --tokens {given['tokens']}: expected at most {MOST_TOKENS:,} tokens per rank"
+        )
+    known = ("auto", "native", *algorithms("all_reduce"))
+    if given["algorithm"] not in known:
+        raise unknown("algorithm", given["algorithm"], known)
 
 
 def config_of(name: str) -> Any:

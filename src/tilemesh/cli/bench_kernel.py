@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from tilemesh.cli.targets import check_targets
+
 
 def bench_kernel(
     operator: Annotated[str, typer.Argument(help="Which operator, as in matmul or scale_shift.")] = "matmul",
@@ -57,6 +59,7 @@ def bench_kernel(
             form.problem(shape, settled)
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected at least 1")
+    check_targets(json=json, chart=chart, html=html)
     if chart is not None:  # what cannot be written or read is told before minutes of measuring
         from tilemesh.kernels.bench.chart import check_path
 

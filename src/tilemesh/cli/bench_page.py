@@ -44,10 +44,13 @@ def read_trials(path: str) -> list[Trial]:
     except Unread as why:
         raise UsageError(f"'{path}' cannot be read: {why}") from None
     made = []
-    for one in lines:
-        config, seconds = one.get("config"), one.get("seconds")
-        if isinstance(config, dict) and "problem" in one:
-            made.append(Trial(str(one["problem"]), config, float(seconds) if seconds is not None else math.inf))
+    for number, trial in enumerate(lines, start=1):
+        config, seconds = trial.get("config"), trial.get("seconds")
+        if not isinstance(config, dict) or "problem" not in trial:
+            continue
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float))):
+            raise UsageError(f"'{path}', trial {number}: seconds is {str(seconds)[:80]!r}, expected a number or null")
+        made.append(Trial(str(trial["problem"]), config, math.inf if seconds is None else float(seconds)))
     if not made:
         raise UsageError(f"'{path}' holds nothing that a tuner tried: expected what `tilemesh tune --json` writes")
     return made

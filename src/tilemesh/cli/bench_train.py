@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tilemesh.cli.targets import check_targets
 
 
 def bench_train(
@@ -25,6 +28,7 @@ def bench_train(
     from rich.console import Console
 
     from tilemesh.core.errors import UsageError, unknown
+    from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import gpu_names
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
@@ -44,6 +48,10 @@ def bench_train(
         raise UsageError(f"--blocks {blocks} --steps {steps}: expected at least 1 of each")
     if gpus and transport == "auto":
         transport = "torch"
+    choose_transport(transport)
+    check_targets(json=json)
+    if profile is not None and os.path.lexists(profile) and not profile.is_dir():
+        raise UsageError(f"--profile {profile}: expected a folder, and this is a file")
     predicted = predict_run(made, gpus)  # before anything is measured
     found = compare(
         made,

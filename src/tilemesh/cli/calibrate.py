@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.busy import SECTION, Busyness, replaces
 from tilemesh.core.calibration import Calibration, find
 from tilemesh.core.errors import RunError, UsageError
@@ -26,6 +27,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure this machine's matmul peak, memory bandwidth and launch cost, and store them."""
+    check_targets(json=json)
     if if_missing and _is_known():
         return
     # Standard output belongs to the rows when they go there; people read the other one.

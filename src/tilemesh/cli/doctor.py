@@ -22,8 +22,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.context import outside_any_job
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import RunError
 from tilemesh.core.units import format_bytes
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
@@ -60,6 +61,7 @@ def doctor(
     """Say what this machine has, try what should work, and name what is missing. Exit code 0: the main job can run."""
     # With --json - standard output is for a program to read; people get theirs on standard error.
     console = Console(stderr=json == "-", highlight=False)
+    check_targets(json=json)
     have = inventory()
     console.print("[bold]This machine has[/]")
     for name, words in have.items():
@@ -87,7 +89,7 @@ def _write(target: str, text: str) -> None:
     try:
         Path(target).write_text(text)
     except OSError as error:
-        raise UsageError(f"--json {target} cannot be written: {error.strerror}") from None
+        raise RunError(f"--json {target} cannot be written: {error.strerror}") from None
 
 
 def judge(findings: list[Finding]) -> tuple[bool, str]:

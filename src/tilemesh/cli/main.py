@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show µ gets a ?, not a traceback
+    for name in ("COLUMNS", "LINES"):  # rich, typer and Python each stumble over another value that is no number
+        if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "80")):
+            del os.environ[name]
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         code = app(arguments, prog_name="tilemesh", standalone_mode=False)
@@ -97,9 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = explain(error, arguments)
         if known is None or debug:
             raise
-        print(f"tilemesh: {' '.join(known[0].split())}", file=sys.stderr)
+        print(f"tilemesh: {one_line(known[0])}", file=sys.stderr)
         return known[1]
     return code if isinstance(code, int) else 0
+
+
+def one_line(message: str) -> str:
+    """A message as it is printed: one line, in which a word that fills a screen (5,000 digits, say) is cut."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:60]}… ({len(word[0])} characters)", " ".join(message.split()))
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
@@ -116,9 +125,12 @@ def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | Non
     if isinstance(error, RunError):
         return str(error), 1
     if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours
-        # A write knows only a descriptor, which says nothing to anybody.
-        where = error.filename if isinstance(error.filename, (str, bytes)) else "writing output"
-        return f"{os.fsdecode(where)}: {error.strerror or error}", 1
+        # A failed write does not know its file, or only a descriptor: commands name it, so what is left is the output.
+        is_named = isinstance(error.filename, (str, bytes))
+        where = f"file {os.fsdecode(error.filename)}" if is_named else "standard output"
+        return f"{where} cannot be read or written: {error.strerror or error}", 1
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error or 'what was asked for does not fit into this machine'}", 1
     if isinstance(error, _LibraryUsageError):
         return _usage_sentence(error, arguments), 2
     if isinstance(error, _LibraryError):

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import tilemesh
 from tilemesh.cli.plan_grade import grade_runs
+from tilemesh.cli.targets import check_targets
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
@@ -65,6 +66,7 @@ def run(asked: Asked) -> None:
     """Answer: print, write, or raise."""
     # Standard output belongs to the figures when they go there; people read the other one.
     console = _console(stderr=asked.json == "-")
+    check_targets(save=asked.save, json=asked.json, html=asked.html)
     if asked.grade:
         _grade(asked, console)
         return
@@ -171,10 +173,8 @@ def load_model(name: str, sets: Sequence[str]) -> ModelConfig:
 
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(
-            stderr=stderr, highlight=False, markup=False, width=int(os.environ.get("COLUMNS", PIPE_WIDTH))
-        )
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=stderr, highlight=False, markup=False, width=PIPE_WIDTH)
     return console
 
 

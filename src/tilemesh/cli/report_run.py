@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tilemesh.cli.targets import check_targets
 from tilemesh.core.config import from_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for, parse_cluster
@@ -27,6 +28,7 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
     """Write the page asked for; where it is."""
     if len(what) > 2:
         raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
+    check_targets(html=html)
     if all(Path(one).is_file() for one in what):
         return [_rows_page(what, html)]
     found = [run.read(one) for one in what]

@@ -26,9 +26,11 @@ def train(
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
     """Train a Transformer over ranks, watch it, lose nothing, and see where the time went."""
+    from tilemesh.cli.targets import check_targets
     from tilemesh.cli.train_run import Asked
     from tilemesh.cli.train_run import run as run_training
 
+    check_targets(json=json)  # not after hours of training
     asked = Asked(
         config=config,
         ranks=ranks,

@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from tilemesh.cli.targets import check_targets
+
 
 def tune(
     shapes: Annotated[
@@ -57,6 +59,7 @@ def tune(
     for problem in problems:
         if reason := tuning.refusal(problem):
             raise UsageError(f"{problem.key}: {reason}")
+    check_targets(json=json, html=html)
     if not torch.cuda.is_available():
         raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())

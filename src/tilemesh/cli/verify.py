@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import RunError, UsageError, unknown
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -55,6 +56,7 @@ def verify(
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
     _require(options)
+    check_targets(json=json_file)
     table = Table(json_file)
     if membership() is not None:  # inside mpiexec, srun or torchrun: this is one of the ranks
         from tilemesh.comm import connect
@@ -111,6 +113,11 @@ def _require(options: Options) -> None:
     cases(options.ranks, options.models, options.precision)
     if options.device not in ("cpu", "cuda"):
         raise unknown("device", options.device, ("cpu", "cuda"))
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch sees no NVIDIA GPU here; leave --device out to compare on the CPU")
     if options.plant:
         from tilemesh.parallel.gate.plant import PLANTS
 
@@ -190,7 +197,11 @@ class Table:
             if str(self.file) == "-":
                 print(text, end="")
             else:
-                self.file.write_text(text, encoding="utf-8")
+                try:
+                    self.file.parent.mkdir(parents=True, exist_ok=True)
+                    self.file.write_text(text, encoding="utf-8")
+                except OSError as error:
+                    raise RunError(f"--json {self.file} cannot be written: {error.strerror}") from None
         verdict = "every layout computes what one process computes" if not self.failed else f"{self.failed} FAIL"
         print(f"{len(self.lines)} cases: {verdict}")
 

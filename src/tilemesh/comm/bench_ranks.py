@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.bench_job import Job
-from tilemesh.comm.cells import Cell
+from tilemesh.comm.cells import Cell, cells_of
 from tilemesh.comm.connection import connect
 from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
 from tilemesh.comm.peer_calls import peer_call
@@ -53,9 +53,9 @@ def measure(fields: dict[str, Any]) -> list[str]:
         # Ordinary arrays first: once there are arrays of `empty`, large calls look whose is where.
         for buffers in job.buffers:
             for collective in job.collectives:
-                for size in job.sizes:
-                    say(f"{collective} {size} bytes, {buffers}")
-                    lines += [row.to_json() for row in bench.cell(Cell(collective, comm.size, size, buffers))]
+                for cell in cells_of(collective, comm.size, job.sizes, buffers):
+                    say(f"{collective} {cell.payload} bytes, {buffers}")
+                    lines += [row.to_json() for row in bench.cell(cell)]
         if job.overlap:
             lines += [row.to_json() for row in bench.overlaps()]
     return lines
@@ -138,7 +138,11 @@ class Bench:
         limit, why = cell.limit_s(self.calibration, self.cache_bytes)
         absent = dict(missing)
         if predicted is None:
-            absent["predicted"] = "a peer" if name == "native" else "not fitted: run with --fit first"
+            absent["predicted"] = (
+                "the library's own collective is measured, never predicted"
+                if name == "native"
+                else "not fitted: run with --fit first"
+            )
         if limit is None:
             absent["limit"] = why
         if name == "native" or "native" not in result:

@@ -11,6 +11,7 @@ from tilemesh.core.units import format_bytes, parse_bytes
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 ITEM = 4  # float32
+MOST_BYTES = 1 << 50  # beyond it seconds and bandwidths are no longer numbers
 STEP = 4  # from size to size of a range
 
 
@@ -25,8 +26,9 @@ class Cell:
 
     @property
     def elements(self) -> int:
-        """Of the whole payload: at least one, and as many for every rank."""
-        return -(-max(1, self.nbytes // ITEM) // self.ranks) * self.ranks
+        """Of the whole payload: at least one; where each rank has a block of its own, as many for every rank."""
+        blocks = 1 if self.collective in ("all_reduce", "broadcast") else self.ranks
+        return -(-max(1, self.nbytes // ITEM) // blocks) * blocks
 
     @property
     def payload(self) -> int:
@@ -72,29 +74,46 @@ class Cell:
         return self.read_bytes / read + self.written_bytes / write, ""
 
 
+def cells_of(collective: str, ranks: int, sizes: Sequence[int], buffers: str) -> list[Cell]:
+    """The cells to measure for these sizes: several that come to the same payload (1 B and 4 B do) are one."""
+    cells = [Cell(collective, ranks, size, buffers) for size in sizes]
+    return list({cell.payload: cell for cell in reversed(cells)}.values())[::-1]
+
+
 def parse_sizes(text: str) -> list[int]:
     """`4B..64MiB` (by powers of four), or sizes with commas between."""
+    shown = text if len(text) < 100 else f"{text[:100]}…"
     if ".." in text:
-        low, high = (parse_bytes(part) for part in text.split("..", 1))
+        low, high = (_size(part, shown) for part in text.split("..", 1))
         if not 0 < low <= high:
             raise UsageError(f"--sizes {text}: expected the smaller size first, such as 4B..64MiB")
         sizes = [low]
         while sizes[-1] * STEP <= high:
             sizes.append(sizes[-1] * STEP)
         return sizes if sizes[-1] == high else [*sizes, high]
-    sizes = [parse_bytes(part) for part in text.split(",") if part.strip()]
+    sizes = [_size(part, shown) for part in text.split(",") if part.strip()]
     if not sizes or min(sizes) < 1:
         raise UsageError(f"--sizes {text}: expected sizes such as 1KiB,1MiB or a range such as 4B..64MiB")
     return sizes
 
 
-def parse_ranks(text: str) -> list[int]:
+def _size(text: str, among: str) -> int:
+    size = parse_bytes(text)
+    if size > MOST_BYTES:
+        raise UsageError(f"--sizes {among}: expected at most {format_bytes(MOST_BYTES)}")
+    return size
+
+
+def parse_ranks(text: str, most: int | None = None) -> list[int]:
+    """Numbers of ranks; `most`: what this can be done for."""
     try:
         ranks = [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--ranks {text}: expected whole numbers with commas between, such as 2,4,8") from None
     if min(ranks) < 1:
         raise UsageError(f"--ranks {text}: expected at least 1")
+    if most is not None and max(ranks) > most:
+        raise UsageError(f"--ranks {text}: expected at most {most:,} ranks here")
     return ranks
 
 

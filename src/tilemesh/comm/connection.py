@@ -27,6 +27,7 @@ from tilemesh.core.errors import UsageError, unknown
 
 _LAST_S = 0.5  # for what is still under way when the program ends
 TRANSPORTS = ("auto", "mpi", "torch", "alone")
+MOST_THREADS = 4096
 
 T = TypeVar("T")
 
@@ -70,8 +71,8 @@ def run_threads(
     `node_size`: how many ranks the hierarchical schedules take for one node.
     """
     ranks = whole(ranks, "ranks")
-    if ranks < 1:
-        raise UsageError(f"{ranks} ranks: expected at least 1")
+    if not 1 <= ranks <= MOST_THREADS:
+        raise UsageError(f"{ranks} ranks: expected 1 to {MOST_THREADS} threads of this process")
     if not callable(main):
         raise UsageError(f"main is {main!r}: expected a function of a communicator")
     timeout_s = seconds(timeout_s, "timeout_s")

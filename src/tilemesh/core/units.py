@@ -56,6 +56,7 @@ def parse_count(text: str) -> int:
 
 def format_bytes(n: float) -> str:
     """A memory size: 67108864 is "64 MiB"."""
+    n = _as_float(n)
     if not math.isfinite(n):
         return f"{n} B"
     number, name = _scaled(n, 1024, _BINARY)
@@ -64,6 +65,7 @@ def format_bytes(n: float) -> str:
 
 def format_count(n: float) -> str:
     """A count, short: 4000000 is "4M", 1180000000 is "1.18G", 512 is "512"."""
+    n = _as_float(n)
     if not math.isfinite(n):
         return str(n)
     number, prefix = _scaled(n, 1000, _DECIMAL)
@@ -74,6 +76,7 @@ def format_rate(x: float, unit: str) -> str:
     """A rate: 7.89e14 "FLOP/s" is "789 TFLOP/s"; a unit that is a word keeps it whole, "541k tokens/s"."""
     if not unit.startswith(("B/", "FLOP")):
         return f"{format_count(x)} {unit}"
+    x = _as_float(x)
     if not math.isfinite(x):
         return f"{x} {unit}"
     number, prefix = _scaled(x, 1000, _DECIMAL)
@@ -82,6 +85,7 @@ def format_rate(x: float, unit: str) -> str:
 
 def format_seconds(s: float) -> str:
     """A duration in the unit that reads best: "12.3 µs", "1.42 s", "3.5 h", "12 d"."""
+    s = _as_float(s)
     if not math.isfinite(s) or s == 0:
         return f"{s:g} s"
     size = abs(s)
@@ -109,6 +113,14 @@ def _bounded(value: Decimal, text: str, kind: str) -> int:
     if value > LARGEST_WHOLE:
         raise UsageError(f"{kind} {shown(text)} is too large: write one below 2**63")
     return int(value.to_integral_value())
+
+
+def _as_float(x: float) -> float:
+    """An integer too large for a float is infinite: nobody reads 400 digits."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _scaled(x: float, base: int, names: tuple[str, ...]) -> tuple[str, str]:

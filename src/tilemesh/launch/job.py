@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from tilemesh.core.context import VERDICT_FILE, membership
+from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import GONE, LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
@@ -32,6 +33,7 @@ from tilemesh.launch.folder import job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
 from tilemesh.launch.rank import INTERRUPTED_CODE, die_with_parent, run_command
 
+MOST_RANKS, RANKS_PER_CORE = 256, 16  # on one machine: more is a slip of the finger, and would take all its memory
 _TICK_S = 0.05
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEPT_BYTES = 1 << 16
@@ -395,6 +397,11 @@ def check_ranks(ranks: int) -> None:
     """Each rank needs a few descriptors of ours; raise the soft limit, or say that the hard one is too low."""
     if ranks < 1:
         raise UsageError(f"--ranks {ranks}: expected at least 1")
+    most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
+    if ranks > most:
+        raise UsageError(
+            f"--ranks {ranks}: expected at most {most} on this machine, which has {available_cores()} cores"
+        )
     needed = 5 * ranks + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= soft or soft == resource.RLIM_INFINITY:

@@ -201,9 +201,14 @@ def commit(package: Path = _PACKAGE) -> str | None:
     return head if changes == "" else f"{head}-dirty"
 
 
+def _as_text(word: str) -> str:
+    """Bytes that are no UTF-8 come from the shell as half surrogates, which no file can hold."""
+    return word.encode(errors="replace").decode()
+
+
 def command(argv: Sequence[str] | None = None, original: Sequence[str] | None = None) -> str:
     """The shell line that started this process, without the paths of this machine's interpreter."""
-    argv = sys.argv if argv is None else argv
+    argv = [_as_text(word) for word in (sys.argv if argv is None else argv)]
     original = sys.orig_argv if original is None else original
     program, arguments = (argv[0], list(argv[1:])) if argv else ("", [])
     if Path(program).stem == "tilemesh" and program.endswith(("tilemesh", ".exe")):

@@ -120,6 +120,8 @@ class Row:
             body = json.loads(line)
         except json.JSONDecodeError as error:
             raise UsageError(f"not a row: {error.msg} at column {error.colno} of {line[:80]!r}") from None
+        except ValueError:  # Python reads no integer of more than 4,300 digits
+            raise UsageError(f"not a row: a number of too many digits in {line[:80]!r}") from None
         except RecursionError:
             raise UsageError(f"not a row: nested beyond all use: {line[:80]!r}") from None
         if not isinstance(body, dict):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import check_sampling
 from tilemesh.model.cache import DenseCache, KeyValueCache
 
@@ -45,6 +45,10 @@ def sample(
         with torch.no_grad():
             found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
         scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
+        if not bool(torch.isfinite(scores).all()):
+            raise RunError(
+                "the model's logits are NaN or infinite, so there is no text to draw: was the rate too high?"
+            )
         if temperature == 0:
             token = int(scores.argmax())
         else:

@@ -183,6 +183,9 @@ def split_data(x: Any, y: Any, dp_size: int, dp_index: int) -> tuple[Any, Any]:
     """This replica's rows of a batch: contiguous blocks along axis 0, views, no two differing by more than one."""
     if dp_size < 1 or not 0 <= dp_index < dp_size:
         raise UsageError(f"replica {dp_index} of {dp_size}: expected an index from 0 and below the size")
+    for name, given in (("x", x), ("y", y)):
+        if not hasattr(given, "shape"):
+            raise UsageError(f"{name} is {type(given).__name__}: expected an array or a tensor with rows along axis 0")
     if len(x.shape) == 0 or len(y.shape) == 0 or x.shape[0] != y.shape[0]:
         raise UsageError(
             f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}: expected as many rows along axis 0 in both"

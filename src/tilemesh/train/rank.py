@@ -129,12 +129,11 @@ def train_here(
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
     mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
-    earlier = read_small(folder, CHOICES)
-    earlier |= {table: _texts(earlier.get(table)) for table in ("collectives", "matmul")}
+    earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
-    default_context().keep_to("matmul", earlier.get("matmul", {}))
+    default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
     writer = checkpoint.Writer(
@@ -171,6 +170,18 @@ def train_here(
     result = _finish(loop, corpus, recorder, journal, baseline, began)
     stepper.close()
     return result
+
+
+def earlier_choices(folder: Path, say: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """What `auto` picked in an earlier part of this run; what is no table of names is picked afresh, and said."""
+    found, made = read_small(folder, CHOICES), {}
+    for part in ("collectives", "matmul"):
+        table = found.get(part, {})
+        is_sound = isinstance(table, dict) and all(isinstance(name, str) for name in table.values())
+        if not is_sound:
+            say(f"{CHOICES}: {part} is no table of names; they are chosen afresh, and sums may round otherwise")
+        made[part] = table if is_sound else {}
+    return made
 
 
 def keep_collectives(mesh: Mesh, choices: Choices) -> None:
@@ -294,7 +305,10 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
     recorder.at("writing a sample")
     text = None
     if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
-        text = _sample(loop, corpus)
+        try:
+            text = _sample(loop, corpus)
+        except RunError as error:  # what was trained stays, whatever it can write
+            loop.writer.say(f"no sample: {error}")
     recorder.at("summary")
     predicted = read_small(loop.folder, PREDICTED) if comm.rank == 0 else {}
     found = summary.gather(loop, recorder, baseline, began, limit_s=predicted.get("limit_s"))
@@ -358,12 +372,6 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
         f"{config.plan.describe()}; {mesh.comm.backend} between ranks, each on {where}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"
     )
-
-
-def _texts(table: Any) -> dict[str, str]:
-    """What an earlier run picked, by kind of call; nothing of what a damaged file says instead."""
-    known = table.items() if isinstance(table, dict) else ()
-    return {name: picked for name, picked in known if isinstance(picked, str)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

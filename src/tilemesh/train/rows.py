@@ -8,6 +8,7 @@ from typing import Any
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -63,14 +64,16 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
     pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
     memory = max(peak - baseline for peak, baseline in pairs)
-    told = None if predicted.get("step_time_s") is None else tokens / predicted["step_time_s"]
-    predicted = {**predicted, "tokens_per_s": told}
+    told_s, whole = predicted.get("step_time_s"), _datasheet_peak(found) or peak
+    predicted = {**predicted, "tokens_per_s": told_s and tokens / told_s}
     made = [
         row("step time", "s", "step_time_s", step, limit_s, {}),
         row("throughput", "tokens/s", "tokens_per_s", step and step.rate(tokens), limit_s and tokens / limit_s, {}),
     ]
-    whole = _datasheet_peak(found) or peak
     for name, key, count in (("MFU", "mfu", flops), ("HFU", "hfu", done_flops)):
+        # Of the same peak as what was measured: the planner's own fraction is of the peak of the cores that it counts,
+        # which on a CPU with fewer ranks than cores is another one.
+        predicted[key] = None if told_s is None or whole is None else count / (told_s * whole)
         value = None if step is None or whole is None else step.rate(count).scaled(1 / whole)
         made.append(row(name, "fraction", key, value, None if peak is None or whole is None else peak / whole, {}))
         if value is None and step is not None:
@@ -83,7 +86,10 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
                 {"limit": "depends on the layout"} | ({"predicted": TAKING_TURNS} if shares_cores else {}),
             )
         )  # fmt: skip
-    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), _least_bytes(model, plan), {}))
+    # What a layout must keep is no limit that a run could come close to: activations and temporaries come on top.
+    kept = format_bytes(_least_bytes(model, plan))
+    least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
+    made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
 
 

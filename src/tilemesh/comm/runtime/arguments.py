@@ -15,6 +15,9 @@ from tilemesh.comm.runtime.transport import Array
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 
+_LARGEST = 1e308
+_MOST_ELEMENTS = 1 << 48
+
 
 def whole(value: Any, what: str) -> int:
     try:
@@ -41,14 +44,14 @@ def seconds(value: Any, what: str) -> float:
     """A time above 0; infinity is one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not value > 0:
         raise UsageError(f"{what} {value!r}: expected a number of seconds above 0")
-    return float(value)
+    return float(value) if value < _LARGEST else math.inf  # an integer of 400 digits is no float
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     lengths = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     shape = tuple(whole(length, "shape") for length in lengths)
-    if any(length < 0 for length in shape):
-        raise UsageError(f"shape {shape}: expected lengths of 0 or more")
+    if any(length < 0 for length in shape) or math.prod(shape) >= _MOST_ELEMENTS:
+        raise UsageError(f"shape {shape}: expected lengths of 0 or more, and below 2^48 elements in all")
     return shape
 
 

@@ -406,7 +406,11 @@ class Communicator(Inspected):
 
     def max_over_ranks(self, values: list[float]) -> list[float]:
         """The largest of each number over all ranks, for whoever agrees on timings."""
-        return [float(value) for value in self.all_reduce(np.array(values, np.float64), "max")]
+        try:
+            given = np.array(values, np.float64)
+        except (OverflowError, TypeError, ValueError):
+            raise UsageError(f"values {values!r}: expected a list of numbers") from None
+        return [float(value) for value in self.all_reduce(given, "max")]
 
     def abort(self, reason: str) -> None:
         """End the whole job, now."""

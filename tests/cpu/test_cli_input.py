@@ -1,0 +1,151 @@
+"""Commands that measure refuse what cannot be before anything starts, in one line; and say what they assumed."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilemesh.cli.bench_collective_run import _table
+from tilemesh.cli.main import explain, main, one_line
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.launch import start
+from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
+from tilemesh.model.sampling import sample
+
+
+@pytest.fixture(autouse=True)
+def no_rank_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(start, "processes", refuse)
+    monkeypatch.chdir(tmp_path)
+
+
+DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench", "kernel", "--shapes", "²x2x2"], "shape '²x2x2' is not understood"),
+        (["tune", "²x1x1"], "shape '²x1x1' is not understood"),
+        (["bench", "kernel", "--shapes", f"1x1x{DIGITS}"], "is not understood"),
+        (["bench", "kernel", "--repeats", DIGITS], "invalid value for '--repeats'"),
+        (["bench", "collective", "--ranks", DIGITS], "expected whole numbers"),
+        (["bench", "collective", "--sizes", DIGITS], "expected at most 1 PiB"),
+        (["bench", "collective", "--ranks", "1000000"], "expected at most"),
+        (["bench", "collective", "--simulate", "flat", "--ranks", "1000000"], "expected at most 65,536 ranks"),
+        (["bench", "collective", "--simulate", "flat", "--ranks", str(2**64)], "expected at most 65,536 ranks"),
+        (["bench", "collective", "--simulate", "two-level", "--node-size", "0"], "--node-size 0: expected at least 1"),
+        (["bench", "collective", "--simulate", "flat", "--json", "x.jsonl"], "--json with --simulate"),
+        (["bench", "collective", "--svg", "x.svg"], "--svg with a measurement: it belongs to --draw"),
+        (["bench", "exchange", "--rows", "-1"], "--rows -1: expected at least 1"),
+        (["bench", "exchange", "--rows", "0"], "--rows 0: expected at least 1"),
+        (["bench", "exchange", "--rows", "1000000"], "tokens per rank"),
+        (["bench", "exchange", "--tokens", "0"], "--tokens 0: expected 1 to 256"),
+        (["bench", "exchange", "--tokens", "257"], "--tokens 257: expected 1 to 256"),
+        (["bench", "exchange", "--bucket-bytes", "0"], "--bucket-bytes 0: expected at least 1"),
+        (["bench", "exchange", "--repeats", "0"], "--repeats 0: expected at least 1"),
+        (["bench", "exchange", "--algorithm", "rings"], "did you mean 'ring'?"),
+        (["bench", "exchange", "--transport", "x"], "unknown transport 'x'"),
+        (["bench", "train", "--transport", "x"], "unknown transport 'x'"),
+        (["bench", "train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["bench", "exchange", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["bench", "collective", "--json", "."], "it is a folder"),
+        (["train", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["verify", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["doctor", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["calibrate", "--json", "/proc/x"], "--json /proc/x cannot be written"),
+        (["launch", "--ranks", "1000000", "--", "true"], "--ranks 1000000: expected at most"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tilemesh: ")
+    assert said in line
+    assert len(line) < 1000
+
+
+def test_verify_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["verify", "--device", "cuda"]) == 2
+    assert "torch sees no NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["", "0", "-1", "²", "wide", "9" * 5000])
+def test_a_width_that_is_no_number_is_passed_over(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, columns)
+    assert main(["plan", "tiny"]) == 0
+
+
+@pytest.mark.parametrize("path", ["", "folder", "/proc/x", "file/below", "n" * 300, "loop", "nul\0byte"])
+def test_where_nothing_can_be_written(path: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match=r"--json .*cannot be written"):
+        check_targets(json=path)
+
+
+def test_what_can_be_written_is_neither_made_nor_changed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("as it was")
+    check_targets(json=kept, html=tmp_path / "new", chart=str(tmp_path / "folders" / "on the way" / "new"), save="-")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert kept.read_text() == "as it was"
+
+
+def test_errors_of_the_machine_name_the_file() -> None:
+    found = explain(IsADirectoryError(errno.EISDIR, "Is a directory", "7"), [])
+    assert found == ("file 7 cannot be read or written: Is a directory", 1)
+    assert explain(OSError(errno.ENOSPC, "No space left on device"), []) == (
+        "standard output cannot be read or written: No space left on device",
+        1,
+    )
+
+
+def test_a_message_is_one_line_of_bearable_length() -> None:
+    assert one_line("two\nlines") == "two lines"
+    assert one_line(f"count {DIGITS} is") == f"count {'9' * 60}… (5000 characters) is"
+
+
+def test_a_simulation_takes_the_ranks_it_was_given_and_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "collective", "--simulate", "two-level", "--ranks", "2,4,8", "--sizes", "1KiB"]) == 0
+    out = capsys.readouterr().out
+    for count in (2, 4, 8):
+        assert f"all_reduce, {count} ranks" in out
+    assert "inside nodes of 8 α 1 µs, β 450 GB/s; between nodes α 3 µs, β 50 GB/s; γ 1 TB/s reduced" in out
+
+
+def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
+    def made(algorithm: str, missing: dict[str, str]) -> Row:
+        case = {
+            "algorithm": algorithm, "bytes": 4, "ranks": 2, "cores": 2, "transport": "mpi", "buffers": "ordinary",
+            "oversubscribed": False, "picked": "flat", "sent_bytes": 4, "algorithm_bytes_per_s": 1.0,
+            "bus_bytes_per_s": 1.0,
+        }  # fmt: skip
+        return Row(
+            name="all_reduce", case=case, unit="s", predicted=None, measured=Sample(1.0, 1.0, 1.0, 1), limit=None,
+            missing={"peers": "none", "limit": "not calibrated", **missing}, machine="", versions={}, commit=None,
+            command="",
+        )  # fmt: skip
+
+    lines = _table([made("auto", {"predicted": "not fitted"}), made("native", {"predicted": "never predicted"})])
+    assert [line for line in lines if "missing" in line] == [
+        "limit is missing: not calibrated",
+        "predicted is missing: not fitted",
+    ]
+    assert any(line.strip().startswith("4 B") for line in lines)
+
+
+def test_a_model_whose_logits_are_nan_writes_nothing() -> None:
+    with pytest.raises(RunError, match="NaN or infinite"):
+        sample(lambda tokens, cache: torch.full((1, 1, 4), float("nan")), [1], 1, context=4)

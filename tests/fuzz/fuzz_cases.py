@@ -1,0 +1,382 @@
+"""Every case of the fuzzer, found by looking at what there is: commands, options, configuration keys, run folders.
+
+A case is one hostile value (or a pair of them) in an otherwise sound and cheap call. Commands and their options come
+from the tree that typer makes, keys from the dataclasses, files from a finished run: what is added later is covered
+without a change here. A command whose sound call `BASES` does not know gets its values all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import hostile
+
+VALUES_OF_AN_OPTION = 8
+VALUES_OF_A_KEY = 7
+PAIRS_OF_A_COMMAND = 6
+# What goes on for as long as it was asked to is sent a Ctrl-C: cases by how their names begin.
+UNTIL_INTERRUPTED = (
+    "watch: ",
+    "generate: --tokens is ",
+    "train: train.steps is ",
+    "train: sample.tokens is ",
+    "python: train.generate where tokens is ",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`name` says what is done, and repeats it: `python tests/fuzz/fuzz_again.py NAME`."""
+
+    name: str
+    words: tuple[str, ...] = ()  # of a command line
+    function: str = ""  # or of a Python function, as in fuzz_functions.py
+    edit: tuple[str, str] = ("", "")  # a file of the playground and what is done to it first
+    environ: Mapping[str, str] = field(default_factory=dict)
+    must_refuse: bool = False  # whether it may neither begin its work nor end with exit code 0
+    starts_ranks: bool = False  # whether ranks are really started, instead of stopping there
+
+    @property
+    def group(self) -> str:
+        """What a sample takes its share of."""
+        return self.name.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A sound, cheap call of a command: options with their values, then the arguments."""
+
+    options: Mapping[str, str | None] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    def words(self, command: str, changed: Mapping[str, str | None], arguments: tuple[str, ...] | None = None) -> Any:
+        said: list[str] = []
+        for name, value in {**self.options, **changed}.items():
+            said += [name] if value is None else [name, value]
+        given = self.arguments if arguments is None else arguments
+        return (*command.split(), *said, *(("--",) if given else ()), *given)
+
+
+_STEP = "train.steps=1,checkpoint.every=0,evaluate.every=0"
+BASES: Mapping[str, tuple[Base, ...]] = {
+    "calibrate": (Base({"--quick": None, "--no-save": None}),),
+    "launch": (Base({"--ranks": "2", "--transport": "torch"}, ("script.py",)),),
+    "plan": (
+        Base({"--cluster": "2xh100", "--batch": "4"}, ("model.toml",)),
+        Base({"--grade": "run"}),
+    ),
+    "tune": (Base({"--dtype": "float16"}, ("16x16x16",)),),
+    "train": (
+        Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),
+        Base({"--resume": "run", "--set": "train.steps=3"}),
+    ),
+    "generate": (Base({"--prompt": "a", "--tokens": "2"}, ("run",)),),
+    "export": (Base({}, ("run", "written")),),
+    "data prepare": (Base({}, ("text.txt", "written")),),
+    "verify": (Base({"--ranks": "1", "--transport": "threads", "--models": "gpt"}),),
+    "report": (Base({"--html": "page.html"}, ("run",)), Base({"--html": "page.html"}, ("rows.jsonl",))),
+    "watch": (Base({}, ("run",)),),
+    "bench kernel": (Base({"--shapes": "16x16x16", "--no-compile": None, "--repeats": "1"}),),
+    "bench collective": (
+        Base({"--ranks": "2", "--sizes": "4B", "--quick": None, "--algorithms": "none"}, ("all_reduce",)),
+        Base({"--simulate": "flat", "--ranks": "4", "--sizes": "1KiB"}, ("all_reduce",)),
+        Base({"--draw": "ring", "--ranks": "4"}, ("all_reduce",)),
+    ),
+    "bench exchange": (Base({"--rows": "1", "--tokens": "8", "--repeats": "1", "--transport": "torch"}),),
+    "bench train": (
+        Base({"--set": _STEP, "--mesh": "dp=1", "--peers": "eager", "--blocks": "1", "--steps": "1"}, ("tiny.toml",)),
+    ),
+}
+
+
+def all_cases(playground: Path) -> dict[str, Case]:
+    """By name; `playground` holds the run whose files are damaged."""
+    import fuzz_functions
+
+    found: dict[str, Case] = {}
+    for cases in (
+        command_cases(),
+        pair_cases(),
+        key_cases(),
+        file_cases(playground),
+        environment_cases(),
+        rank_cases(),
+        fuzz_functions.cases(),
+    ):
+        for case in cases:
+            found.setdefault(case.name, case)
+    return found
+
+
+# ---- commands and options --------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, Any]:
+    """Every command that typer knows, by the words that call it."""
+    import typer
+
+    from tilemesh.cli.main import app
+
+    def below(command: Any, words: str) -> Iterator[tuple[str, Any]]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from below(inner, f"{words} {name}".strip())
+        if not hasattr(command, "commands"):
+            yield words, command
+
+    return dict(below(typer.main.get_command(app), ""))
+
+
+def values_for(command: Any, parameter: Any) -> Mapping[str, str]:
+    """Hostile values for an option or argument, by what it should be."""
+    kind = str(get_type_hints(command.callback)[parameter.name])
+    if "int" in kind or "float" in kind:
+        return hostile.NUMBERS
+    metavar = str(parameter.metavar or "")
+    is_path = (
+        "Path" in kind
+        or _called(parameter) in hostile.WRITTEN
+        or any(word in metavar for word in ("FILE", "FOLDER", "RUN", ".toml", ".jsonl", "SOURCE"))
+    )
+    return hostile.PATHS if is_path else hostile.WORDS
+
+
+def parameters(command: Any) -> list[Any]:
+    """Those that take a value."""
+    return [one for one in command.params if not getattr(one, "is_flag", False) and one.name != "help"]
+
+
+def command_cases() -> Iterator[Case]:
+    for name, command in commands().items():
+        for number, base in enumerate(BASES.get(name, (Base(),))):
+            suffix = f" ({number + 1})" if number else ""
+            yield Case(f"{name}: sound{suffix}", base.words(name, {}))
+            for parameter in parameters(command):
+                values = values_for(command, parameter)
+                called = _called(parameter)
+                always = hostile.UNWRITABLE if called in hostile.WRITTEN else ()
+                chosen = hostile.some([*values], VALUES_OF_AN_OPTION, f"{name}{called}{number}")
+                for label in dict.fromkeys((*always, *chosen)):
+                    words = _with(base, name, parameter, values[label])
+                    yield Case(f"{name}: {called} is {label}{suffix}", words, must_refuse=label in always)
+
+
+def pair_cases() -> Iterator[Case]:
+    for name, command in commands().items():
+        choose = random.Random(f"{hostile.SEED}{name}")
+        options = [one for one in parameters(command) if _is_option(one)]
+        base = BASES.get(name, (Base(),))[0]
+        for _ in range(PAIRS_OF_A_COMMAND if len(options) > 1 else 0):
+            pair = choose.sample(options, 2)
+            labels = [choose.choice([*values_for(command, one)]) for one in pair]
+            changed = {_called(one): values_for(command, one)[label] for one, label in zip(pair, labels, strict=True)}
+            said = " and ".join(f"{_called(one)} is {label}" for one, label in zip(pair, labels, strict=True))
+            yield Case(f"{name}: {said}", base.words(name, changed))
+
+
+def _is_option(parameter: Any) -> bool:
+    return any(name.startswith("-") for name in parameter.opts)
+
+
+def _called(parameter: Any) -> str:
+    long = [name for name in parameter.opts if name.startswith("--")]
+    return str(long[0] if long else parameter.name.upper())
+
+
+def _with(base: Base, command: str, parameter: Any, value: str) -> tuple[str, ...]:
+    called = _called(parameter)
+    if _is_option(parameter):
+        return tuple(base.words(command, {called: value}))
+    # An argument: in the place of the sound one, the others as they are.
+    arguments = [one for one in commands()[command].params if not _is_option(one)]
+    place = [_called(one) for one in arguments].index(called)
+    given = [*base.arguments, *[""] * len(arguments)][: max(len(base.arguments), place + 1)]
+    given[place] = value
+    return tuple(base.words(command, {}, tuple(given)))
+
+
+# ---- configuration keys ----------------------------------------------------------------------------------------
+
+
+def key_cases() -> Iterator[Case]:
+    """Every key of a training run, as `--set`; those of the model that are numbers with `plan` too."""
+    from tilemesh.core import config as reading
+    from tilemesh.train.config import TrainConfig
+
+    hints = dict(_keys(TrainConfig, reading))
+    for key, hint in hints.items():
+        numeric = any(kind in str(hint) for kind in ("int", "float"))
+        values = hostile.NUMBERS if numeric else hostile.WORDS
+        base = BASES["train"][0]
+        for label in hostile.some([*values], VALUES_OF_A_KEY, key):
+            changed = {"--set": f"{base.options['--set']},{key}={values[label]}"}
+            yield Case(f"train: {key} is {label}", base.words("train", changed))
+    for key in (name for name, hint in hints.items() if name.startswith("model.") and "int" in str(hint)):
+        for label in hostile.some([*hostile.NUMBERS], VALUES_OF_A_KEY, f"plan{key}"):
+            changed = {"--set": f"{key}={hostile.NUMBERS[label]}"}
+            yield Case(f"plan: {key} is {label}", BASES["plan"][0].words("plan", changed))
+
+
+def _keys(cls: Any, reading: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    import dataclasses
+
+    for name, hint in get_type_hints(cls).items():
+        section = hint if dataclasses.is_dataclass(hint) else None
+        if section is not None:
+            yield from _keys(section, reading, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+READERS = {
+    "run/": (
+        ("generate", "run", "--prompt", "a", "--tokens", "2"),
+        ("export", "run", "written"),
+        ("report", "run", "--html", "page.html"),
+        ("plan", "--grade", "run"),
+        ("train", "--resume", "run", "--set", "train.steps=3"),
+    ),
+    "shards/": (("train", "tiny.toml", "--mesh", "dp=1", "--set", f"{_STEP},data.source=shards", "--out", "new"),),
+    "exported/": (
+        ("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--init", "exported", "--out", "new"),
+        ("plan", "exported/config.json", "--cluster", "2xh100", "--batch", "4"),
+    ),
+    "plan.toml": (("train", "tiny.toml", "--plan", "plan.toml", "--set", _STEP, "--out", "new"),),
+    "rows.jsonl": (("report", "rows.jsonl", "--html", "page.html"),),
+    "tiny.toml": (("train", "tiny.toml", "--mesh", "dp=1", "--set", _STEP, "--out", "new"),),
+}
+WHOLE_FILE = (
+    "is gone",
+    "is empty",
+    "is cut in half",
+    "has flipped bits",
+    "is a folder",
+    "is no text",
+    "is nested deeply",
+)
+LEAF_VALUES: Mapping[str, Any] = {
+    "is null": None,
+    "is a list": [1],
+    "is an object": {"x": 1},
+    "is text": "x",
+    "is minus one": -1,
+    "is NaN": float("nan"),
+    "is huge": 10**30,
+    "is true": True,
+    "is not there": ...,
+}
+
+
+def file_cases(playground: Path) -> Iterator[Case]:
+    """Every file that tilemesh wrote, damaged as a whole and, where it is JSON, leaf by leaf; then what reads it."""
+    for place, readers in READERS.items():
+        files = [playground / place] if not place.endswith("/") else sorted((playground / place).rglob("*"))
+        for file in files:
+            if not file.is_file():
+                continue
+            name = str(file.relative_to(playground))
+            edits = [*WHOLE_FILE, *_leaf_edits(file)]
+            for edit in edits:
+                for reader in hostile.some([*map(" ".join, readers)], 2 if edit in WHOLE_FILE else 1, name + edit):
+                    words = next(one for one in readers if " ".join(one) == reader)
+                    yield Case(f"files: {words[0]} where {name} {edit}", words, edit=(name, edit))
+
+
+def _leaf_edits(file: Path) -> list[str]:
+    """`KEY.KEY is null`, …: every leaf of a JSON file gets one of the values."""
+    if file.suffix not in (".json", ".jsonl"):
+        return []
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+    paths = [path for path in _leaves(json.loads(lines[0])) if path][:40] if lines else []
+    return [f"{'/'.join(path)} {edit}" for path in paths for edit in hostile.some([*LEAF_VALUES], 1, "/".join(path))]
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, below in inner:
+        if len(path) < 5:
+            yield from _leaves(below, (*path, str(key)))
+
+
+def do_edit(playground: Path, name: str, edit: str) -> None:
+    """Damage a file of the playground as a case says."""
+    import shutil
+
+    file = playground / name
+    content = file.read_bytes()
+    if edit == "is gone":
+        file.unlink()
+    elif edit == "is empty":
+        file.write_bytes(b"")
+    elif edit == "is cut in half":
+        file.write_bytes(content[: len(content) // 2])
+    elif edit == "has flipped bits":
+        choose, changed = random.Random(f"{hostile.SEED}{name}"), bytearray(content)
+        for _ in range(8):
+            changed[choose.randrange(len(changed))] ^= 1 << choose.randrange(8)
+        file.write_bytes(bytes(changed))
+    elif edit == "is a folder":
+        file.unlink()
+        file.mkdir()
+    elif edit == "is no text":
+        file.write_bytes(b"\xff\xfe" + content)
+    elif edit == "is nested deeply":
+        shutil.copy(playground / ("deep.toml" if file.suffix == ".toml" else "deep.jsonl"), file)
+    else:
+        _edit_leaf(file, edit)
+
+
+def _edit_leaf(file: Path, edit: str) -> None:
+    path, words = edit.split(" ", 1)
+    lines = file.read_text().split("\n") if file.suffix == ".jsonl" else [file.read_text()]
+    body = json.loads(lines[0])
+    at = body
+    *way, last = path.split("/")
+    for key in way:
+        at = at[int(key)] if isinstance(at, list) else at[key]
+    where: Any = int(last) if isinstance(at, list) else last
+    if LEAF_VALUES[words] is ...:
+        del at[where]
+    else:
+        at[where] = LEAF_VALUES[words]
+    lines[0] = json.dumps(body)
+    file.write_text("\n".join(lines))
+
+
+# ---- the environment, and ranks --------------------------------------------------------------------------------
+
+
+def environment_cases() -> Iterator[Case]:
+    """Variables that every shell may have."""
+    for variable in ("COLUMNS", "LINES", "XDG_CACHE_HOME", "HOME", "LANG", "RANK", "WORLD_SIZE", "TMPDIR", "NO_COLOR"):
+        for label in ("nothing", "minus one", "superscript two", "a missing file"):
+            for name in ("plan", "report"):
+                environ = {variable: hostile.ALL[label]}
+                yield Case(
+                    f"environment: {variable} is {label} for {name}", BASES[name][0].words(name, {}), environ=environ
+                )
+
+
+def rank_cases() -> Iterator[Case]:
+    """A few that really start ranks, each sound or with a value that only a rank could refuse."""
+    exchange = BASES["bench exchange"][0]
+    for said, changed in {
+        "sound": {},
+        "an algorithm that does not exist": {"--algorithm": "nonsense"},
+        "one byte a bucket": {"--bucket-bytes": "1"},
+    }.items():
+        yield Case(f"ranks: bench exchange, {said}", exchange.words("bench exchange", changed), starts_ranks=True)
+    launch = BASES["launch"][0]
+    yield Case("ranks: launch, sound", launch.words("launch", {}), starts_ranks=True)
+    yield Case("ranks: launch, a script that fails", launch.words("launch", {}, ("binary.toml.py",)), starts_ranks=True)
+    collective = BASES["bench collective"][0]
+    for size in ("1B", "3B", "4B,4B"):
+        words = collective.words("bench collective", {"--sizes": size, "--transport": "gloo"})
+        yield Case(f"ranks: bench collective of {size}", words, starts_ranks=True)

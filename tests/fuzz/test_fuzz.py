@@ -1,0 +1,80 @@
+"""The fuzzer: a sample of its cases in `make test`, all of them in `make test-all`. What a case is: `fuzz_cases.py`.
+
+No case may show a traceback, take more than 10 s, or leave a file, a process or a thread behind; what is refused is
+refused in one line. A failure prints the line that repeats it.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+from fuzz_client import Server
+
+SHARDS = 8
+SAMPLE_OF_A_GROUP = 5
+LEAST_CASES = 1500
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the fuzzer forks and reads /proc")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as started:
+        yield started
+
+
+def shuffled(names: Iterable[str]) -> list[str]:
+    """Always in the same order, in which neighbours have nothing to do with each other."""
+    return sorted(names, key=lambda name: zlib.crc32(f"{hostile.SEED}{name}".encode()))
+
+
+def run_all(server: Server, names: Iterable[str]) -> None:
+    """All of them, then all that is wrong, each with the line that repeats it."""
+    wrong = []
+    for name in names:
+        outcome = server.run(name)
+        if any("took" in why or "still ran" in why for why in outcome["wrong"]):
+            outcome = server.run(name)  # the machine may have been busy: what is slow is slow again
+        if outcome["wrong"]:
+            wrong.append(report(name, outcome))
+    assert not wrong, f"{len(wrong)} cases\n" + "\n".join(wrong)
+
+
+def report(name: str, outcome: dict[str, Any]) -> str:
+    last = (outcome.get("err", "").strip().splitlines() or [""])[-1][:300]
+    again = f"python {Path(__file__).with_name('fuzz_again.py').relative_to(Path(__file__).parents[2])}"
+    return f"{'; '.join(outcome['wrong'])}: {last}\n    {again} '{name}'"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sample(server: Server) -> None:
+    groups = defaultdict(list)
+    for name, group in server.cases:
+        groups[group].append(name)
+    assert len(server.cases) >= LEAST_CASES
+    run_all(server, [name for names in groups.values() for name in shuffled(names)[:SAMPLE_OF_A_GROUP]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_all(server: Server, shard: int) -> None:
+    run_all(server, shuffled(name for name, _ in server.cases)[shard::SHARDS])
+
+
+def test_every_command_has_a_sound_call_and_every_option_its_cases(server: Server) -> None:
+    """A command that `BASES` lacks is refused for what is missing, and its options are then never reached."""
+    import fuzz_cases
+
+    names = {name for name, _ in server.cases}
+    for command in fuzz_cases.commands():
+        assert f"{command}: sound" in names
+        assert command in fuzz_cases.BASES or command == "doctor", f"add a sound, cheap call of {command} to BASES"
