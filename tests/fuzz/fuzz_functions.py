@@ -238,6 +238,8 @@ def _known(name: str) -> dict[str, Any]:
         import torch
 
         return {word: torch.ones(4, 4) for word in "abx"} | {word: torch.ones(4) for word in ("scale", "shift")}
+    if name.startswith("model."):
+        return {"model": _config().model, "config": _config().model}
     if name.startswith("runs."):
         return {"run": "run", "folder": "run", "path": "run"}
     if name == "parallel.split_data":

@@ -53,7 +53,6 @@ def report(name: str, outcome: dict[str, Any]) -> str:
     return f"{'; '.join(outcome['wrong'])}: {last}\n    {again} '{name}'"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sample(server: Server) -> None:
     groups = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from tilemesh.core.cores import available_cores, threads_for
 from tilemesh.core.errors import UsageError
 from tilemesh.launch.folder import base_folder, sweep
 from tilemesh.launch.job import Outcome, launch
-from tilemesh.launch.start import find_mpiexec
+from tilemesh.launch.start import find_mpiexec, mpi_environment
 
 SCRIPT = str(Path(__file__).parent / "rank_script.py")
 TRANSPORTS = [
@@ -313,3 +314,23 @@ def test_launches_at_the_same_moment_do_not_touch_one_another() -> None:
     ends = [(process.communicate(timeout=120)[0], process.returncode) for process in launches]
     assert [code for _, code in ends] == [0] * 6, ends
     assert all("hello from 0" in said for said, _ in ends)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads procfs")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_of_one_machine_listen_on_loopback_only(transport: str) -> None:
+    said = Said()
+    script = str(Path(__file__).parent / "listening_script.py")
+    assert launch([script], ranks=2, transport=transport, sink=said, say=print).exit_code == 0
+    for rank in range(2):
+        (line,) = [line for line in said.of(rank, "out") if line.startswith("listening ")]
+        addresses = json.loads(line.removeprefix("listening "))
+        assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}, addresses
+
+
+def test_mpi_keeps_its_tcp_transport_where_ranks_may_be_on_several_machines(tmp_path: Path) -> None:
+    assert mpi_environment(2, tmp_path, {})["OMPI_MCA_btl"] == "^tcp"
+    assert "OMPI_MCA_btl" not in mpi_environment(2, tmp_path, {"OMPI_MCA_btl": "tcp,self"})
+    assert mpi_environment(2, tmp_path, {"SLURM_JOB_NUM_NODES": "1"})["OMPI_MCA_btl"] == "^tcp"
+    for several in ({"SLURM_JOB_NUM_NODES": "2"}, {"PBS_NODEFILE": "/x"}, {"PRTE_MCA_prte_default_hostfile": "/x"}):
+        assert "OMPI_MCA_btl" not in mpi_environment(2, tmp_path, several)

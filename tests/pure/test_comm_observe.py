@@ -266,3 +266,29 @@ def test_groups_keep_to_the_same_table_whatever_their_color() -> None:
 
     keys = ["all/1:2 all_reduce 16 float64 sum", "all/1:2/1:2 all_reduce 16 float64 sum"]
     assert [list(table) for table in run_threads(4, main, timeout_s=TIMEOUT_S)] == [keys] * 4
+
+
+@pytest.mark.parametrize("ending", ["detach", "close", "another observer", "keep_to"])
+def test_no_repeated_call_stays_untold(ending: str) -> None:
+    def main(comm: Communicator) -> None:
+        group = comm.duplicate()
+        record, x, out = Record(), np.ones(256, np.float32), np.empty(256, np.float32)
+        detach = group.observe(record, every=16)
+        for _ in range(64 + 16 + 7):  # one by one, one that stands for sixteen, and seven that are only counted
+            group.all_reduce(x, out=out)
+        group.all_gather(x)
+        assert record.of("all_reduce")[CALL, 1024] < 64 + 16 + 7, "some are not told of yet"
+        if ending == "detach":
+            detach()
+        elif ending == "close":
+            group.close()
+        elif ending == "another observer":
+            group.observe(Record())
+        else:
+            group.keep_to(Choices())
+        assert record.of("all_reduce") == {(CALL, 1024): 64 + 16 + 7}
+        if ending == "detach":
+            group.all_reduce(x, out=out)
+            assert record.of("all_reduce") == {(CALL, 1024): 64 + 16 + 7}
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)

@@ -362,3 +362,8 @@ def test_an_annotation_that_is_not_supported_is_a_bug_of_the_class() -> None:
 @dataclass(frozen=True)
 class Unsupported:
     anything: bytes = b""
+
+
+def test_a_file_without_an_end_is_no_configuration() -> None:
+    with pytest.raises(UsageError, match="'/dev/zero' is larger than any configuration: 16 MiB"):
+        load(Train, file="/dev/zero")

@@ -23,6 +23,7 @@ from tilemesh.core.toml import toml_value
 T = TypeVar("T")
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+_MOST_BYTES = 16 << 20
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 _TOO_LARGE = "a whole number below 2**63"
 _DIGITS = 40  # with signs and underscores; Python refuses to read numbers of thousands of digits
@@ -110,7 +111,11 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     """The data in a TOML file."""
     path = Path(file)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as opened:  # a device such as /dev/zero has no end
+            content = opened.read(_MOST_BYTES)
+        if len(content) == _MOST_BYTES:
+            raise UsageError(f"configuration file '{path}' is larger than any configuration: {_MOST_BYTES >> 20} MiB")
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"configuration file '{path}' does not exist") from None
     except UnicodeDecodeError:

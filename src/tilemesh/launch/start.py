@@ -24,6 +24,14 @@ from tilemesh.launch.rank import THREAD_VARIABLES, is_python
 
 TRANSPORTS = ("mpi", "torch")
 ATTEMPT_VARIABLE = "TILEMESH_ATTEMPT"  # 0 for the first start, then the number of the restart
+# Where schedulers and settings of Open MPI 4 and 5 name the machines of a job.
+_HOSTS_VARIABLES = (
+    "PBS_NODEFILE",
+    "PE_HOSTFILE",
+    "LSB_MCPU_HOSTS",
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+)
 MPI_MISSING = "pip install 'tilemesh[mpi]'"
 
 
@@ -111,9 +119,18 @@ def mpi_environment(ranks: int, job: Path, environ: Mapping[str, str]) -> dict[s
         "OMPI_MCA_btl_sm_backing_directory": str(job),
         "OMPI_MCA_osc_sm_backing_directory": str(job),
     }
+    if on_one_machine(environ):
+        wanted["OMPI_MCA_btl"] = "^tcp"  # it would listen on every address of the machine, for ranks that share memory
     if ranks > available_cores():
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def on_one_machine(environ: Mapping[str, str]) -> bool:
+    """Whether mpiexec starts all ranks here: neither a scheduler nor a host file names other machines."""
+    if int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1) > 1:
+        return False
+    return not any(environ.get(name) for name in _HOSTS_VARIABLES)
 
 
 def torch_rank_environment(rank: int, ranks: int, port: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tilemesh.plan.constants import HIDDEN_COST
 from tilemesh.plan.layout import Layout
 from tilemesh.plan.memory import AUTOCAST, STATE_BYTES
 from tilemesh.plan.passes import Code
-from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.shards import kv_width_per_rank, shard_parameters, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,16 @@ def whole_parameters(model: ModelConfig, layers: int, last: bool) -> int:
     return layers * each + counted.position_embedding + (counted.final_norm if last else 0)
 
 
+def repeated_parameters(model: ModelConfig, tp: int, layers: int) -> int:
+    """Of a rank's parameters, the key and value projections that other ranks of tp hold too: kv heads fewer than tp.
+
+    Each of these ranks has other queries, so each has a part of their gradient.
+    """
+    if tp <= model.kv_heads:
+        return 0
+    return layers * 2 * kv_width_per_rank(model, tp) * (model.width + bool(model.biases))
+
+
 def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code: Code) -> dict[str, dict[str, int]]:
     """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
 
@@ -85,16 +95,23 @@ def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code:
         forward, backward = (2 + again) * layers * narrow, 2 * layers * wide
         loss = 3 * 4 * tokens if last else 0  # a token's maximum, sum and target
         head = wide if last else 0
+        # Once a step, whatever the accumulation: the gradients of kv heads that several ranks hold.
+        repeated = STATE_BYTES[plan.precision][1] * repeated_parameters(model, plan.tp, layers)
         if plan.sequence_parallel:
-            # Joined on entering two regions a layer and scattered on leaving; backward the other way round.
+            # Joined on entering two regions a layer and scattered on leaving; backward the other way round. What is
+            # only joined travels as narrow as the products take it; the embedding's gradient is of the stream.
             regathered = 2 * layers * narrow if code == "fused" else 0
-            joined = (2 + again) * layers * wide + 2 * layers * narrow + head + wide + regathered
+            joined = (4 + again) * layers * narrow + (narrow if last else 0) + wide + regathered
             scattered = forward + backward + wide + head
             # What tp leaves whole sees a part of the tokens on each rank: its gradients are summed, once a step.
             summed = STATE_BYTES[plan.precision][1] * whole_parameters(model, layers, last)
-            found["tp"] = {"all_gather": m * joined, "reduce_scatter": m * scattered, "all_reduce": m * loss + summed}
+            found["tp"] = {
+                "all_gather": m * joined,
+                "reduce_scatter": m * scattered,
+                "all_reduce": m * loss + summed + repeated,
+            }
         else:
-            found["tp"] = {"all_reduce": m * (forward + backward + wide + head + loss)}
+            found["tp"] = {"all_reduce": m * (forward + backward + wide + head + loss) + repeated}
     if plan.pp > 1:
         # Each chunk's output goes on; the gradient of each chunk's input goes back, but for the model's own input.
         found["pp"] = {"send": m * (2 * plan.interleave - 1) * narrow // plan.tp}

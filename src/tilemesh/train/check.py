@@ -112,6 +112,7 @@ def check_machine(made: TrainConfig) -> None:
             "with mpiexec or srun"
         )
     check_source(made.data)
+    _check_length(made)
     if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
         from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
 
@@ -120,6 +121,16 @@ def check_machine(made: TrainConfig) -> None:
         raise UsageError(
             f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
             f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
+        )
+
+
+def _check_length(made: TrainConfig) -> None:
+    """Refuse one text that is shorter than a sequence; how long several files are, reading them shows."""
+    file = None if made.data.source == STDLIB or made.data.tokenizer is not None else source_path(made.data.source)
+    if file is not None and file.is_file() and file.stat().st_size <= made.context:
+        raise UsageError(
+            f"data.source {made.data.source} has {file.stat().st_size} bytes and a sequence {made.context + 1}: set "
+            "train.context lower, or give more text"
         )
 
 

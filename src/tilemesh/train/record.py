@@ -56,13 +56,6 @@ class Recorder:
             yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
 
-    def exchanged(self, axis: str, operation: str, nbytes: int, seconds: float, calls: int = 1) -> None:
-        moved = self.moved.setdefault((axis, operation), Moved())
-        moved.calls += calls
-        moved.nbytes += nbytes
-        moved.seconds += seconds
-        moved.step_seconds += seconds if self.is_in_step else 0.0
-
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""
 
@@ -79,12 +72,18 @@ class Recorder:
         if seen.is_new:
             details["algorithm"] = seen.algorithm
         is_drawn = seen.is_new or seen.phase == WAIT
-        calls, nbytes, operation, trace = int(seen.is_new), seen.nbytes * seen.is_new, seen.operation, self.trace
+        calls, nbytes, trace = int(seen.is_new), seen.nbytes * seen.is_new, self.trace
+        moved = self.moved.setdefault((axis, seen.operation), Moved())  # once per kind of call, not once per call
 
         def note(began_s: float, ended_s: float, _: int) -> None:
             if is_drawn and trace.on:
                 trace.add(name, began_s, ended_s, kind=EXCHANGE, **details)
-            self.exchanged(axis, operation, nbytes, ended_s - began_s, calls)
+            seconds = ended_s - began_s
+            moved.calls += calls
+            moved.nbytes += nbytes
+            moved.seconds += seconds
+            if self.is_in_step:
+                moved.step_seconds += seconds
 
         return note
 

@@ -126,9 +126,9 @@ class Communicator(Inspected):
         wait: bool = True,
     ) -> Any:
         """Rank r gets part r of the combination of all ranks' arrays (scatter-sum)."""
-        if wait and counts is None and axis == 0:
+        if wait:
             try:
-                ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape]
+                ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape, axis, counts]
             except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
                 pass
             else:
@@ -137,12 +137,12 @@ class Communicator(Inspected):
                     return result
         shape, like = described(x)
         require_operation(op, like.dtype)
+        key = ("reduce_scatter", op, algorithm, x.dtype, x.shape, axis, counts) if _is_kept(counts) else None
         axis = check.axis_of(axis, shape)
         parts = check.parts_of(counts, self.size, shape[axis], axis)
         mine = check.with_length(shape, axis, parts[self.rank])
         call = Call("reduce_scatter", like, mine, check.elements(parts, shape, axis), op=op, axis=axis, out=out)
-        key = ("reduce_scatter", op, algorithm, x.dtype, x.shape)
-        return self._caller.run(call, x, algorithm, wait, key if counts is None else None)
+        return self._caller.run(call, x, algorithm, wait, key)
 
     def all_gather(
         self,
@@ -155,9 +155,9 @@ class Communicator(Inspected):
         wait: bool = True,
     ) -> Any:
         """Every rank gets all ranks' arrays, joined along `axis` (gather-all); `counts` where their lengths differ."""
-        if wait and counts is None and axis == 0:
+        if wait:
             try:
-                ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape]
+                ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape, axis, counts]
             except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
                 pass
             else:
@@ -165,12 +165,12 @@ class Communicator(Inspected):
                 if result is not NotImplemented:
                     return result
         shape, like = described(x)
+        key = ("all_gather", "", algorithm, x.dtype, x.shape, axis, counts) if _is_kept(counts) else None
         axis = check.axis_of(axis, shape)
         parts = check.lengths_of(counts, self.size, self.rank, shape[axis])
         joined = check.with_length(shape, axis, sum(parts))
         call = Call("all_gather", like, joined, check.elements(parts, shape, axis), axis=axis, out=out)
-        key = ("all_gather", "", algorithm, x.dtype, x.shape)
-        return self._caller.run(call, x, algorithm, wait, key if counts is None else None)
+        return self._caller.run(call, x, algorithm, wait, key)
 
     def gather(
         self,
@@ -382,6 +382,7 @@ class Communicator(Inspected):
             raise UsageError(f"close() of {self.label} with {self.under_way} calls under way: wait() for them")
         self.barrier()  # until all have come, the others must be able to see that this rank has
         self._is_closed = True
+        self._observers.flush()
         self._ready.clear()
         self._caller = self._messages = cast(Any, Closed(self.label))
         self.watch.forget()
@@ -415,3 +416,8 @@ class Communicator(Inspected):
     def abort(self, reason: str) -> None:
         """End the whole job, now."""
         self.transport.abort(reason)
+
+
+def _is_kept(counts: Any) -> bool:
+    """Whether calls with these lengths can be kept ready: by what can be looked up."""
+    return counts is None or isinstance(counts, tuple)

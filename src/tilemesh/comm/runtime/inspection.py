@@ -108,7 +108,8 @@ class Inspected:
 
         See `observe.py` for what it is asked and told. `every`: where the same call comes again and again, one of so
         many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs instead of 0.15).
-        Returns what detaches the observer from this communicator. Each rank does this by itself.
+        Returns what detaches the observer from this communicator, after it has been told of all calls. Each rank does
+        this by itself.
         """
         if check.whole(every, "every") < 1:
             raise UsageError(f"every {every}: expected at least 1")
@@ -134,6 +135,7 @@ class Inspected:
         `name`: what this group is called in the table's keys; its label by default.
         """
         self._caller.choices = (choices, self.label if name is None else name)
+        self._observers.flush()
         self._ready.clear()
 
     def choice(self, collective: str, nbytes: int, *, dtype: str = "float32", op: str = "sum") -> Choice:

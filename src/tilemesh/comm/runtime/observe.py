@@ -66,17 +66,29 @@ class Observers:
         self.label = label
         self.attached = list(attached)
         self._notes: dict[Seen, Note | None] = {}
+        self._untold: list[Callable[[], None]] = []  # what tells of counted calls, for each that is kept ready
 
     def __bool__(self) -> bool:
         return bool(self.attached)
 
     def attach(self, observer: Observer, every: int) -> None:
+        self.flush()
         self.attached.append((observer, every))
         self._notes.clear()
 
     def detach(self, observer: Observer) -> None:
+        self.flush()
         self.attached = [one for one in self.attached if one[0] is not observer]
         self._notes.clear()
+
+    def flush(self) -> None:
+        """Tell of the repeated calls that were counted and not told of, as if they had taken as long as the last timed.
+
+        Calls that are kept ready after this must be wrapped anew.
+        """
+        for tell in self._untold:
+            tell()
+        self._untold.clear()
 
     def note_of(self, operation: str, phase: str, nbytes: int, algorithm: str = "", peer: int = -1) -> Note | None:
         """Who is to be told of calls of this kind, all observers in one; None: nobody."""
@@ -102,7 +114,13 @@ class Observers:
         if note is None:
             return ready
         every = min(every for _, every in self.attached)
-        return _every_one(ready, note) if every == 1 else _one_in(every, ready, note)
+        if every == 1:
+            return _every_one(ready, note)
+        observed, tell = _one_in(every, ready, note)
+        if len(self._untold) >= _MOST_KINDS:  # the oldest is of a ready call that was given up long ago
+            self._untold.pop(0)()
+        self._untold.append(tell)
+        return observed
 
     @contextmanager
     def during(self, operation: str) -> Iterator[None]:
@@ -137,31 +155,42 @@ def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
     return observed
 
 
-def _one_in(every: int, ready: ReadyCall, note: Note) -> ReadyCall:
-    """Of each so many the last is timed, and stands for all of them; of the first few, every one."""
+def _one_in(every: int, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
+    """Of each so many the last is timed, and stands for all of them; of the first few, every one.
+
+    Also returns what tells of those that were counted since: they are taken to be like the last one that was timed.
+    """
     calls, stands_for, each, read = 0, 1, _EACH, clock
+    began_s = ended_s = 0.0
 
     def observed(x: Any, out: Any) -> Any:
-        nonlocal calls, stands_for, each
+        nonlocal calls, stands_for, each, began_s, ended_s
         calls += 1
         if calls < stands_for:
             result = ready(x, out)
             if result is NotImplemented:
                 calls -= 1
             return result
-        began_s = read()
+        start_s = read()
         result = ready(x, out)
         if result is NotImplemented:
             calls -= 1
             return result
-        note(began_s, read(), calls)
+        began_s, ended_s = start_s, read()
+        note(began_s, ended_s, calls)
         calls = 0
         if each:
             each -= 1
             stands_for = 1 if each else every
         return result
 
-    return observed
+    def tell() -> None:
+        nonlocal calls
+        if calls:
+            note(began_s, ended_s, calls)
+            calls = 0
+
+    return observed, tell
 
 
 # Inside one call ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import fits
+from tilemesh.comm.runtime.ready_views import along_axis_0, with_views
 from tilemesh.comm.runtime.shared import ByLast
 from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_shared
@@ -29,14 +30,17 @@ RANK_MASK = (1 << RANK_BITS) - 1
 
 def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
     """The quick way for calls like this one, or None when there is none."""
+    if group.is_debugging or call.private or group.transport.size == 1 or call.wire is not call.like:
+        return None
+    along = along_axis_0(call, x)
+    ready = None if along is None else _of_arrays(group, *along, choice)
+    return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape))
+
+
+def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
+    """The same, for numpy arrays that are split or joined along axis 0."""
     name = choice.algorithm
-    if x is None and not call.like.is_torch:
-        x = np.empty(call.shape, call.like.carrier)  # a broadcast: who contributes nothing still knows the shape
-    if type(x) is not np.ndarray or group.is_debugging or call.private or group.transport.size == 1:
-        return None
-    if not x.flags.c_contiguous or not x.flags.aligned:
-        return None
-    if call.axis or not x.size or call.wire is not call.like:
+    if type(x) is not np.ndarray or not x.flags.c_contiguous or not x.flags.aligned or not x.size:
         return None
     natively = None
     if name == "native":

@@ -1,0 +1,44 @@
+"""The planner's bytes by axis and collective are those that a recorder counts in a step, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.measure.trace import Trace
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.plan.exchange import exchanged
+from tilemesh.train.record import CONTROL, Recorder, observe_mesh
+
+TIMEOUT_S = 60.0
+TOKENS = 8
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tp", "kv_heads", "dp"), [(2, 2, 1), (4, 2, 1), (4, 1, 1), (8, 2, 1), (4, 2, 2)])
+def test_what_is_predicted_is_what_is_recorded(
+    tp: int, kv_heads: int, dp: int, precision: Precision, sequence: bool
+) -> None:
+    config = ModelConfig(layers=2, width=32, heads=8, kv_heads=kv_heads, mlp_width=64, vocabulary=64, context=TOKENS)
+    plan = ParallelPlan(dp=dp, tp=tp, sequence_parallel=sequence, precision=precision, microbatch=2, accumulation=3)
+
+    def main(comm: Communicator) -> dict[str, dict[str, int]]:
+        mesh, recorder = Mesh(comm, dp=dp, tp=tp), Recorder(Trace(None))
+        laid = lay(Transformer(config), mesh, plan)
+        observe_mesh(mesh, recorder)
+        for microbatch in range(plan.accumulation):
+            tokens = torch.randint(0, 64, (plan.microbatch, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+            loss, count = laid.loss(tokens[:, :-1], tokens[:, 1:])
+            laid.gradients.backward(loss, count, last=microbatch + 1 == plan.accumulation)
+        laid.gradients.finish()
+        return recorder.bytes_by_axis()
+
+    recorded = run_threads(dp * tp, main, timeout_s=TIMEOUT_S)[0]
+    recorded.pop(CONTROL, None)
+    assert recorded == exchanged(config, plan, TOKENS, config.layers, "eager")
