@@ -24,7 +24,9 @@ from typing import Any
 
 from tilemesh.cli.bench_collective_run import MALLOC
 from tilemesh.comm.cells import Cell, parse_sizes
+from tilemesh.core.busy import Busyness
 from tilemesh.core.units import format_bytes
+from tilemesh.measure.busy import OtherWork
 from tilemesh.measure.machine import stamp
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -52,7 +54,12 @@ def main() -> None:
                 if state == "fitted":
                     fit = ["bench", "collective", "--fit", "--quick", "--ranks", str(ranks), "--transport", "mpi"]
                     _tilemesh([*fit, "--sizes", options.sizes.split(",")[-1]], cache, quiet=True)
-                rows += _job(options, ranks, state, cache)
+                others = OtherWork()
+                found = _job(options, ranks, state, cache)
+                busy = others.busyness()
+                rows += [row | {"busy": busy.to_dict()} for row in found]
+                if busy.is_busy:
+                    print(f"{ranks} ranks, {state}: disturbed ({busy.words})", file=sys.stderr)
                 if options.out is not None:
                     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows) - began} cells measured, {began} read from {options.out}", file=sys.stderr)
@@ -88,7 +95,11 @@ def _job(options: argparse.Namespace, ranks: int, state: str, cache: str) -> lis
 def _tilemesh(arguments: Sequence[str], cache: str, *, quiet: bool = False) -> None:
     environ = {"GLIBC_TUNABLES": MALLOC} | os.environ | {"XDG_CACHE_HOME": cache}
     command = [sys.executable, "-m", "tilemesh", *arguments]
-    subprocess.run(command, env=environ, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL if quiet else None)
+    done = subprocess.run(command, env=environ, capture_output=quiet, text=True, check=False)
+    said = (done.stderr or "").splitlines()
+    for line in said if done.returncode else [line for line in said if line.startswith("warning")]:
+        print(line, file=sys.stderr)
+    done.check_returncode()
 
 
 def _read(path: Path | None) -> list[Record]:
@@ -183,6 +194,10 @@ def report(rows: Sequence[Record]) -> None:
                 library = seconds["mpi4py"] / seconds["auto"]
                 line += f"{seconds['native'] / seconds['auto']:>6.2f}{mark}({library:.2f})"
             print(line)
+    for row in {(row["ranks"], row["state"]): row for row in rows}.values():
+        busy = Busyness.from_dict(row.get("busy"))
+        if busy is not None and busy.is_busy:
+            print(f"\n{row['ranks']} ranks, {row['state']}: measured on a busy machine ({busy.words})")
     missed = [row for row in rows if not is_met(row)]
     print(f"\n{len(rows) - len(missed)} of {len(rows)} cells as asked; missed (*):")
     for row in missed:

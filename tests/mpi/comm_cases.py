@@ -801,6 +801,25 @@ def arrays_of_the_arena_come_again(comm: Communicator) -> None:
         assert (comm.all_reduce(first, out=second) == n * first).all()
 
 
+def the_first_array_of_the_arena_is_noticed(comm: Communicator) -> None:
+    """Calls made ready while there was none do not look for any; from the first one on all ranks do, and alike."""
+    with comm.duplicate() as fresh:
+        n, me = fresh.size, fresh.rank
+        x, out = np.arange(65_536 * n, dtype=np.float32) + me, np.empty(65_536 * n, np.float32)
+        parts = [np.arange(65_536, dtype=np.float32) + 65_536 * me + rank for rank in range(n)]
+        wanted = np.concatenate(parts)
+        for _ in range(3):
+            out[:] = -1
+            assert np.array_equal(fresh.all_to_all(x, out=out), wanted)
+        there, got = fresh.empty(x.shape, x.dtype), fresh.empty(x.shape, x.dtype)
+        there[:] = x
+        for turn in range(9):
+            given, result = [(x, out), (there, got), (x, out) if me == turn % n else (there, got)][turn % 3]
+            result[:] = -1
+            assert fresh.all_to_all(given, out=result) is result
+            assert np.array_equal(result, wanted), turn
+
+
 def _block_of(array: Any) -> Any:
     """What all arrays of one block of the arena hang on."""
     while isinstance(array, np.ndarray):
@@ -872,6 +891,7 @@ SURFACE = (
     shared_memory_is_there,
     arrays_of_the_arena,
     arrays_of_the_arena_come_again,
+    the_first_array_of_the_arena_is_noticed,
     memory_goes_back,
     shared_calls_in_every_order,
     the_same_call_again_with_other_numbers,

@@ -119,6 +119,12 @@ def test_ranks_that_take_turns_pay_more_for_a_call_too() -> None:
     assert rank_rates(one, whole, 4, 2).operation_s == pytest.approx(2e-5)
 
 
+def test_a_calibration_of_a_busy_machine_says_so() -> None:
+    busy = HERE.with_section("busy", {"others": 0.4, "stolen": 0.0, "load": 1.0, "spread": 1.1})
+    assert "while it was busy (other work used 40% of the cores)" in local_cpu(busy, 2, 2, MEMORY).words
+    assert "busy" not in local_cpu(HERE, 2, 2, MEMORY).words
+
+
 def fitted(ranks: int, points: dict[str, list[list[float]]]) -> Calibration:
     return HERE.with_section("collectives", {f"mpi/{ranks}/2": {"curves": points}})
 

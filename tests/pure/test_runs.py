@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilemesh
+from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.report import compare_page, run, run_page
 from tilemesh.report.layout import Beside
@@ -28,10 +29,12 @@ from tilemesh.runs.folder import (
     change_config,
     kind_of,
     new_run,
+    read_busyness,
     read_config,
     read_small,
     read_summary,
     require_kind,
+    write_busyness,
     write_environment,
     write_prediction,
 )
@@ -273,6 +276,17 @@ def test_every_command_that_made_a_run_is_kept(tmp_path: Path) -> None:
     write_environment(tmp_path, "second")
     assert read_small(tmp_path, names.ENVIRONMENT)["commands"] == ["first", "second"]
     assert read_small(tmp_path, names.SUMMARY) == {}
+
+
+def test_how_busy_the_machine_was_is_kept_and_the_worst_attempt_counts(tmp_path: Path) -> None:
+    quiet, busy = Busyness(0.01, 0.0), Busyness(0.4, 0.0)
+    write_environment(tmp_path, "first")
+    assert read_busyness(read_small(tmp_path, names.ENVIRONMENT)) is None
+    for found, worst in ((quiet, quiet), (busy, busy), (quiet, busy)):
+        write_busyness(tmp_path, found)
+        write_environment(tmp_path, "again")
+        assert read_busyness(read_small(tmp_path, names.ENVIRONMENT)) == worst
+    assert read_small(tmp_path, names.ENVIRONMENT)["commands"] == ["first", "again", "again", "again"]
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
@@ -20,6 +21,7 @@ from tilemesh.report import compare, compare_page, kernel_page, layout, run, run
 from tilemesh.report.draw import Axis, around
 from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
+from tilemesh.runs.folder import write_busyness
 
 MakeRun = Callable[..., Path]
 
@@ -352,6 +354,19 @@ def test_what_a_tuner_tried_has_a_sentence() -> None:
     assert kernel_page.tuned(tried) == words
     assert words in kernel_page.render([], [], tried)
     assert "No built-in was timed" in kernel_page.render([], [], tried[:2])
+
+
+def test_a_page_of_a_run_on_a_busy_machine_says_so(make_run: MakeRun) -> None:
+    folder = make_run()
+    assert 'id="busy"' not in run_page.render(run.read(folder), layout.Beside())
+    write_busyness(folder, Busyness(0.01, 0.0))
+    assert 'id="busy"' not in run_page.render(run.read(folder), layout.Beside())
+    write_busyness(folder, Busyness(0.35, 0.0))
+    page = run_page.render(run.read(folder), layout.Beside())
+    assert "The machine was busy while this run went on (other work used 35% of the cores)" in page
+    (folder / "predicted.json").write_text(json.dumps({"calibration_busy": "other work used 60% of the cores"}))
+    page = run_page.render(run.read(folder), layout.Beside())
+    assert "a calibration of a busy machine (other work used 60% of the cores): calibrate again" in page
 
 
 def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:

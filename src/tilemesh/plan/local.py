@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from tilemesh.core import calibration
+from tilemesh.core.busy import SECTION as BUSY
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
@@ -109,8 +111,15 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
         sm_count=threads_for(ranks, cores),
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
-    words = f"{calibration.words}, measured {calibration.when}"
+    words = _measured(calibration)
     return Local(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
+
+
+def _measured(calibration: Calibration) -> str:
+    """Which machine, when, and whether other work disturbed it."""
+    busy = Busyness.from_dict(calibration.extra.get(BUSY))
+    disturbed = "" if busy is None or not busy.is_busy else f" while it was busy ({busy.words})"
+    return f"{calibration.words}, measured {calibration.when}{disturbed}"
 
 
 def assumed_link(copy_bytes_per_s: float, ranks: int, cores: int) -> Link:
@@ -153,7 +162,7 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Lo
     device = device_for(gpus[0])
     if device is None:
         raise UsageError(f"no datasheet of '{gpus[0]}' is known here: plan for a GPU that is, such as 1xh100")
-    words = f"{calibration.words}, measured {calibration.when}"
+    words = _measured(calibration)
     return Local(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 

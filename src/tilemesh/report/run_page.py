@@ -6,7 +6,7 @@ from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.kinds import layout_of
 from tilemesh.report.layout import Beside, Fact, Layout, Verdict
 from tilemesh.report.run import RUNNING, Run
-from tilemesh.report.run_parts import missing_words
+from tilemesh.report.run_parts import disturbances, missing_words
 
 
 def render(run: Run, beside: Beside, *, live: str | None = None, layout: Layout | None = None) -> str:
@@ -21,6 +21,7 @@ def render(run: Run, beside: Beside, *, live: str | None = None, layout: Layout 
         _verdict(layout.verdict(run, beside)),
         el("p", _watching(run), class_="quiet", id="state") if live is not None else None,
         el("dl", *map(_fact, layout.facts(run, beside)), class_="facts"),
+        _disturbed(run),
         _missing(run, layout),
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
     )
@@ -45,6 +46,12 @@ def _watching(run: Run) -> str:
 
 def _fact(fact: Fact) -> Html:
     return el("div", el("dt", fact.name), el("dd", fact.value, el("small", fact.remark)))
+
+
+def _disturbed(run: Run) -> Html | None:
+    """A line each where other work disturbed the run, or the calibration that its prediction comes from."""
+    lines = disturbances(run)
+    return el("div", *(el("p", line) for line in lines), class_="missing", id="busy") if lines else None
 
 
 def _missing(run: Run, layout: Layout) -> Html | None:

@@ -12,6 +12,7 @@ from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, aro
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.run import Run, flat
 from tilemesh.runs import metrics
+from tilemesh.runs.folder import read_busyness
 from tilemesh.runs.names import METRICS
 
 T = TypeVar("T")
@@ -256,3 +257,14 @@ def _environment(run: Run) -> dict[str, str]:
             elif value is not None:
                 found[key] = str(value)
     return found
+
+
+def disturbances(run: Run) -> list[str]:
+    """What other work on the machine says about this page's figures."""
+    busy, calibration = read_busyness(run.environment), run.predicted.get("calibration_busy")
+    lines = []
+    if busy is not None and busy.is_busy:
+        lines.append(f"The machine was busy while this run went on ({busy.words}): its times are too long.")
+    if isinstance(calibration, str):
+        lines.append(f"The prediction comes from a calibration of a busy machine ({calibration}): calibrate again.")
+    return lines

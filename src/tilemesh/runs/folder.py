@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilemesh.core.busy import SECTION as BUSY
+from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import stamp
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
@@ -143,10 +145,25 @@ def write_prediction(folder: Path, prediction: Mapping[str, Any]) -> None:
 
 def write_environment(folder: Path, command: str | None = None) -> None:
     """Machine, versions, code and the commands that made this run, first one first."""
-    before = read_small(folder, ENVIRONMENT).get("commands")
+    earlier = read_small(folder, ENVIRONMENT)
+    before = earlier.get("commands")
     found = stamp()
     commands = [*(before if isinstance(before, list) else []), command or found["command"]]
-    write_object(folder / ENVIRONMENT, {**found, "commands": commands})
+    kept = {BUSY: earlier[BUSY]} if BUSY in earlier else {}
+    write_object(folder / ENVIRONMENT, {**found, "commands": commands, **kept})
+
+
+def write_busyness(folder: Path, busy: Busyness) -> None:
+    """How much else the machine had to do meanwhile, beside machine and versions; of several attempts the worst."""
+    found = read_small(folder, ENVIRONMENT)
+    before = Busyness.from_dict(found.get(BUSY))
+    worst = busy if before is None or busy.score >= before.score else before
+    write_object(folder / ENVIRONMENT, {**found, BUSY: worst.to_dict()})
+
+
+def read_busyness(environment: Mapping[str, Any]) -> Busyness | None:
+    """What `write_busyness` wrote; None: nobody looked."""
+    return Busyness.from_dict(environment.get(BUSY))
 
 
 def read_summary(path: str | Path, kind: Kind) -> dict[str, Any]:

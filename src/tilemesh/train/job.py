@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.measure.busy import OtherWork
 from tilemesh.measure.machine import gpu_names
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
@@ -105,6 +106,7 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
     folder = _agreed_folder(config, asked, comm)
+    others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     try:
         result = train_here(
             config,
@@ -120,6 +122,8 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
         if comm.rank == 0 and last_line(folder).get("kind") != STOPPED:
             Journal(folder).add(FAILED, last_step(folder), why=f"{type(error).__name__}: {error}")
         raise
+    if others is not None:
+        _note(folder, others)
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
@@ -138,6 +142,7 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
     transport = asked.transport
     if transport == "auto" and gpu_names() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
+    others = OtherWork()
     outcome = start(
         folder,
         config,
@@ -149,6 +154,7 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
         sink=sink_to(asked.listener),
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
+    _note(folder, others)
     sentence = outcome.sentence(config.plan.world)
     # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
     is_silent = outcome.interrupted and _summary_written_at(folder) == before
@@ -185,6 +191,12 @@ def _prepared(config: TrainConfig, asked: Request) -> Path:
         Journal(folder).add(STARTED, 0)
     asked.listener({"kind": "run", "folder": str(folder)})
     return folder
+
+
+def _note(folder: Path, others: OtherWork) -> None:
+    """How much else the machine had to do meanwhile, in the run's folder: the page says so where it was too much."""
+    with contextlib.suppress(OSError, RunError):  # the disk may be full
+        folders.write_busyness(folder, others.busyness())
 
 
 def _rows(folder: Path) -> list[Row]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilemesh.core import calibration
+from tilemesh.core.busy import SECTION as BUSY
+from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
@@ -46,7 +48,15 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
         "exchange_share": found.times.exposed_s / found.step_time_s,
         "memory_bytes": found.memory.seen_bytes(cluster.device.kind),
         "limit_s": _limit_s(config, on_gpu),
+        **_doubt(),
     }
+
+
+def _doubt() -> dict[str, str]:
+    """What disturbed the calibration that this comes from; nothing where nothing did."""
+    known = calibration.find(this_machine().id)
+    busy = None if known is None else Busyness.from_dict(known.extra.get(BUSY))
+    return {} if busy is None or not busy.is_busy else {"calibration_busy": busy.words}
 
 
 def compute_dtype(found: Mapping[str, Any]) -> str:

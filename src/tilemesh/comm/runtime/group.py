@@ -201,6 +201,8 @@ class Group:
         # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.
         allocation = running() if self.turns.is_free else self.later(_at_once(), running)
         block = self.carry_out(allocation, (self.watch.sequence, "empty", 0))
+        if sharing.arena.live == 1:
+            self.ready.clear()  # calls made ready before did not look whether arrays lie there
         return like.back(block)
 
     def breakdown(self, call: Callable[[], object]) -> dict[str, float]:

@@ -45,7 +45,8 @@ def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
     natively = None
     if name == "native":
         natively = group.transport.ready_native(call, x, group.engine.pending, group.watch)
-        if choice.direct is None or group.sharing is None:
+        # While there are no arrays of `empty` nobody asks for them; the first one clears what is ready (`Group.empty`).
+        if choice.direct is None or group.sharing is None or not group.sharing.arena.live:
             return natively
     if group.sharing is None or not (is_shared(name) or choice.direct):
         return None
@@ -319,8 +320,6 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
 
     def ready(x: Any, out: Any) -> Any:
         nonlocal known_x, known_out, places, seen
-        if natively is not None and not arena.live:
-            return natively(x, out)
         if pending or arena.turns != arena.done or type(x) is not ndarray:
             return NotImplemented
         if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
