@@ -120,7 +120,9 @@ class TestResume:
     def test_a_checkpoint_of_more_layers_is_another_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         """One of fewer layers lacks weights; of more, a part would load."""
         shutil.copytree(whole, tmp_path / "run")
-        with pytest.raises(RunError, match=r"has weight:layers.1.*another model's checkpoint"):
+        with pytest.raises(
+            UsageError, match=r"not the configuration that step 10 .* model\.layers is 2 there and 1 here"
+        ):
             trained(made(text, "dp=1,tp=1", "model.layers=1,train.steps=12"), tmp_path / "run", resume=True)
 
     def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
@@ -694,20 +696,25 @@ class TestFaults:
             return real(path, tensors)
 
         monkeypatch.setattr(checkpoint, "write_tensors", full)
-        result, said = trained(made(text), tmp_path / "run")
-        assert result.step == 10
+        result, said = trained(made(text, "dp=2,tp=2", "checkpoint.retry_s=0"), tmp_path / "run")
+        assert (result.step, result.saved_step, result.saved_in) == (10, 5, tmp_path / "run")
+        assert said[-1] == "THE WEIGHTS OF STEP 10 ARE LOST: the newest that are saved are of step 5"
         assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
         assert losses(tmp_path / "run") == losses(whole)
         kept = {(line["kind"], line["step"]): line for line in latest(tmp_path / "run")}
         assert not kept["checkpoint", 10]["ok"]
         assert kept["checkpoint", 10]["why"] == "another rank could not write its part"
-        assert ("warning", 10) not in kept  # one line for one failure
+        assert kept["warning", 10]["text"] == said[-1]
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 
     def test_a_full_disk(self, text: str, small_disk: Path, tmp_path: Path) -> None:
         """A real one: there is room for one checkpoint and no more."""
-        config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6")
+        config = made(
+            text,
+            "dp=1,tp=2",
+            "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6,checkpoint.retry_s=0",
+        )
         folder = small_disk / "run"
         new_run(TRAIN, config.to_toml(), folder)
         (small_disk / "filler").write_bytes(bytes(_room(small_disk) - 300_000))
@@ -716,6 +723,7 @@ class TestFaults:
         assert any("CHECKPOINT OF STEP 6 FAILED" in line for line in said)
         (step, path), *_ = checkpoints(folder / CHECKPOINTS)
         assert step in (2, 4)
+        assert result.saved_step == step
         assert state(folder, step)
         assert list(path.glob("manifest.json"))
 

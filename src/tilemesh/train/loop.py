@@ -34,6 +34,7 @@ from tilemesh.train.config import TrainConfig
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
+from tilemesh.train.result import Saved
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Stepper
 
@@ -122,6 +123,7 @@ class Loop:
         self.progress, self.timing = Progress(), Timing()
         self.fingerprint = stepper.source.fingerprint()
         self.interrupted = False
+        self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
         self._unread: list[tuple[int, Step]] = []
         self._began = 0  # the step this attempt goes on from
@@ -136,7 +138,7 @@ class Loop:
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
-        """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
+        """Train to the last step, or until somebody asks to stop; then the last checkpoint is written, or failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
@@ -196,7 +198,7 @@ class Loop:
         self.progress.held_out = self.stepper.evaluate() if looks else None
         if due:
             taking = time.perf_counter()
-            self._checkpoint()
+            self._begin_checkpoint()
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
         self._note(values, seconds, parts, is_ordinary)
@@ -215,7 +217,17 @@ class Loop:
             self.writer.settle(failures > 0)
         return bool(stops > 0)
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self, writer: checkpoint.Writer) -> None:
+        """Write one by this writer, and wait until all ranks have, or could not."""
+        usual, self.writer = self.writer, writer
+        try:
+            self._begin_checkpoint()
+            self._settle_checkpoint()
+            writer.close()
+        finally:
+            self.writer = usual
+
+    def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
             parts = [part for name, shard, tensor in self.optimizer.tensors() for part in parts_of(name, shard, tensor)]

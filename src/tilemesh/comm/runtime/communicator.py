@@ -38,6 +38,9 @@ from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
 
+# A call that is not kept ready: the first of its kind, or nothing that can be sent (a nested tensor has no shape).
+NOT_READY = (KeyError, AttributeError, TypeError, RuntimeError)
+
 
 class Communicator(Inspected):
     """Ranks 0 to size-1 of a group. `x` may be a numpy array or a torch tensor; what goes in comes out.
@@ -76,7 +79,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["all_reduce", op, algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -102,7 +105,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["broadcast", root, algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -129,7 +132,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape, axis, counts]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -158,7 +161,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape, axis, counts]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -259,7 +262,7 @@ class Communicator(Inspected):
         if wait and send_counts is None and recv_counts is None and axis == 0:
             try:
                 ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)

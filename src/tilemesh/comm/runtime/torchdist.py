@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.device import OPS, Device, TorchWork
 from tilemesh.comm.runtime.transport import (
     TAGS,
@@ -45,7 +46,18 @@ _worlds = count(2)  # the first world is torch's own group
 _END_S = 1.0
 _NATIVE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "barrier"})
 # float16 and bfloat16 arrive widened.
-_GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64", "float16", "bfloat16")
+_GLOO_DTYPES = (
+    "float32",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+)
 
 
 class _Works:
@@ -133,6 +145,8 @@ class TorchTransport:
             return f"gloo has no {collective} of its own"
         if collective in REDUCING and dtype not in _GLOO_DTYPES:
             return f"gloo does not combine {dtype}"
+        if collective in REDUCING and op == "prod" and is_complex(dtype):
+            return "gloo multiplies no complex numbers"
         if collective == "all_gather" and uneven:
             return "gloo gathers blocks of equal size only"
         return None
