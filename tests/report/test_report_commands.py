@@ -118,7 +118,7 @@ def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: M
 
 def test_a_page_that_cannot_be_written_is_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run()
-    assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 1
+    assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
