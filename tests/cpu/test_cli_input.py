@@ -149,3 +149,9 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
 def test_a_model_whose_logits_are_nan_writes_nothing() -> None:
     with pytest.raises(RunError, match="NaN or infinite"):
         sample(lambda tokens, cache: torch.full((1, 1, 4), float("nan")), [1], 1, context=4)
+
+
+def test_a_runs_configuration_that_is_no_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xff")
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert "config.toml is not UTF-8 text" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
-from tilemesh.plan.local import Local, Machine
+from tilemesh.plan.local import AnyMachine, MeasuredCluster
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
@@ -201,7 +201,7 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
 
-    def no_calibration(name: str, machine: Machine) -> Local:
+    def no_calibration(name: str, machine: AnyMachine) -> MeasuredCluster:
         raise UsageError(f"{name} was not calibrated")
 
     monkeypatch.setattr(predict, "local_machine", no_calibration)

@@ -680,7 +680,7 @@ class TestFaults:
         config = made(text, "dp=2,tp=1", "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
         with pytest.raises(RunError, match=r"step \d+: (loss is|the gradient's norm is) (nan|inf)"):
             trained(config, tmp_path / "run")
-        kept = sorted((tmp_path / "run").glob("bad-batch-step-*-replica-*.safetensors"))
+        kept = sorted((tmp_path / "run").glob("bad-batch-step-*-part-*.safetensors"))
         assert len(kept) == 2
         assert load_file(kept[0])["tokens"].shape == (4, 16)
 

@@ -443,11 +443,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
     laid.gradients.finish(1.0)
     sent = {axis: group.sent.nbytes - before[axis] for axis, group in counted.items()}
     made = turns * traffic.microbatch(
-        config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
+        config, mesh.shape, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
     )
     itemsize = laid.gradients.buffers[0].element_size()
     found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
-    made += traffic.step_end(found, mesh.dp.size, itemsize)
+    made += traffic.step_end(found, mesh.shape, itemsize)
     wanted = dict.fromkeys(counted, 0)
     for one in made:
         axis = "tp" if one.axis == f"tp {mesh.tp.size}" else one.axis

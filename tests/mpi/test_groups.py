@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,20 @@ def test_blocks_of_an_axis() -> None:
     found = run_threads(8, main)
     assert found[3] == ([2, 3], [2, 3, 6, 7])
     assert found[4] == ([4, 5], [0, 1, 4, 5])
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}])
+def test_ranks_that_take_the_same_part_of_the_batch(sizes: dict[str, int]) -> None:
+    """One rank of each part is its first, whatever axes there are beside those that share the batch."""
+
+    def main(comm: Communicator) -> tuple[int, bool]:
+        mesh = Mesh(comm, **sizes)
+        return mesh.part_of_batch(), mesh.is_first_of_part()
+
+    places = run_threads(math.prod(sizes.values()), main)
+    parts = sizes["dp"] * sizes.get("cp", 1)
+    assert sorted(part for part, is_first in places if is_first) == list(range(parts))
+    assert Counter(part for part, _ in places) == dict.fromkeys(range(parts), len(places) // parts)
 
 
 def test_a_mesh_of_three_axes_is_drawn_as_grids() -> None:

@@ -170,9 +170,9 @@ def test_tune_writes_what_it_tried_and_a_heat_map(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def server(make_run: MakeRun) -> Iterator[serve.Server]:
+def server(make_run: MakeRun) -> Iterator[serve.PageServer]:
     folder = make_run()
-    made = serve.Server(str(folder), lambda live: f"<p>{live}</p>")
+    made = serve.PageServer(str(folder), lambda live: f"<p>{live}</p>")
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()
     yield made
@@ -180,7 +180,7 @@ def server(make_run: MakeRun) -> Iterator[serve.Server]:
     thread.join(10)
 
 
-def ask(server: serve.Server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
+def ask(server: serve.PageServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
     place = server.address.removeprefix("http://").rstrip("/")
     connection = http.client.HTTPConnection(place, timeout=10)
     connection.putrequest(method, path, skip_host=True)
@@ -192,7 +192,7 @@ def ask(server: serve.Server, path: str, method: str = "GET", host: str | None =
     return found
 
 
-def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.Server) -> None:
+def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.PageServer) -> None:
     assert ask(server, "/")[0] == 200
     code, state = ask(server, "/state")
     assert (code, state.decode()) == (200, server.version())
@@ -210,7 +210,7 @@ def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.Server) ->
     assert {ask(server, path)[0] for path in paths} == {404}
 
 
-def test_it_only_reads_and_only_for_this_machine(server: serve.Server) -> None:
+def test_it_only_reads_and_only_for_this_machine(server: serve.PageServer) -> None:
     assert {ask(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert ask(server, "/", "HEAD") == (200, b"")
     port = server.address.rpartition(":")[2].rstrip("/")
@@ -235,7 +235,7 @@ def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun
         now += 0.1
         return live
 
-    server = serve.Server(str(folder), render, clock=lambda: now)
+    server = serve.PageServer(str(folder), render, clock=lambda: now)
     server.page()
     (folder / "sample.txt").write_text("more")
     now += 0.9
@@ -245,12 +245,12 @@ def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun
     assert len(made) == 2
 
 
-def test_a_port_that_is_taken_is_one_sentence(server: serve.Server) -> None:
+def test_a_port_that_is_taken_is_one_sentence(server: serve.PageServer) -> None:
     port = int(server.address.rpartition(":")[2].rstrip("/"))
     with pytest.raises(RunError, match="cannot be used"):
-        serve.Server("x", str, port)
+        serve.PageServer("x", str, port)
     with pytest.raises(UsageError, match="port 99999: expected 0 to 65535"):
-        serve.Server("x", str, 99999)
+        serve.PageServer("x", str, 99999)
 
 
 def test_watch_says_where_and_ends_when_interrupted(make_run: MakeRun) -> None:

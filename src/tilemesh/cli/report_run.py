@@ -11,7 +11,7 @@ from tilemesh.measure.row import read_rows
 from tilemesh.plan.expected import expected_memory
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
-from tilemesh.report.layout import Beside
+from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import Run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import PAGE, page_beside
@@ -56,7 +56,7 @@ def follow(folder: str, port: int) -> None:
         found = run.read(folder)
         return run_page.render(found, beside(found), live=live)
 
-    server = serve.Server(folder, render, port)
+    server = serve.PageServer(folder, render, port)
     print(f"watching {folder}: {server.address} (Ctrl-C ends this; the run goes on)", flush=True)
     server.serve()
 

@@ -38,14 +38,20 @@ class OperatorEntry:
 
 
 def folder(name: str, home: str = "") -> OperatorEntry:
-    """An operator of three files in the package `home`: reference.py has its function and BENCH, cost.py has FORM."""
+    """An operator of three files in the package `home`: reference.py has its function and BENCH, cost.py has FORM.
+
+    Where several operators share a package, theirs are NAME_BENCH and NAME_FORM.
+    """
+    shared = f"{name.upper()}_" if home and not home.endswith(f".{name}") else ""
     home = home or f"tilemesh.kernels.{name}"
     reference, cost = f"{home}.reference", f"{home}.cost"
     function = f"{reference}:{name}"
-    return OperatorEntry(name, function, function, f"{cost}:cost", form=f"{cost}:FORM", bench=f"{reference}:BENCH")
+    parts = {"form": f"{cost}:{shared}FORM", "bench": f"{reference}:{shared}BENCH"}
+    return OperatorEntry(name, function, function, f"{cost}:cost", **parts)
 
 
 _MATMUL = "tilemesh.kernels.matmul"
+_NORM = "tilemesh.kernels.norm"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -57,6 +63,13 @@ _OPERATORS = (
         tuner=f"{_MATMUL}.tuning:TUNING",
     ),
     folder("scale_shift"),
+    folder("softmax"),
+    folder("rms_norm", _NORM),
+    folder("layer_norm", _NORM),
+    folder("add_rms_norm", _NORM),
+    folder("add_layer_norm", _NORM),
+    folder("cross_entropy"),
+    folder("linear_cross_entropy"),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

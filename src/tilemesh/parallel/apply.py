@@ -113,13 +113,14 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
-    if (plan.dp, plan.tp) != (mesh.dp.size, mesh.tp.size):
-        raise UsageError(f"the plan is dp={plan.dp} × tp={plan.tp} and the mesh {mesh}: make the mesh from the plan")
-    others = [name for name, size in mesh.shape if size > 1 and name not in ("dp", "tp")]
-    if plan.pp > 1 or others:
-        name = others[0] if others else "pp"
-        size = mesh.axis(name).size if others else plan.pp
-        raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
+    sizes = {name: size for name, size in mesh.shape if size > 1}
+    wanted = {name: size for name, size in plan.axes.items() if size > 1}
+    for name, size in {**wanted, **sizes}.items():
+        if name not in ("dp", "tp"):
+            raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
+    if sizes != wanted:
+        shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
+        raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
     if plan.zero > 1:
         raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
     if isinstance(model, Transformer):

@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search found, best first."""
 
     model: ModelConfig
@@ -92,7 +92,7 @@ def search(
     shown: int = SHOWN,
     rates: Rates | None = None,
     code: Code | None = None,
-) -> Result:
+) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
     `predict`.
 
@@ -112,7 +112,9 @@ def search(
     # The exact cut may weigh a little more than the quick one that was found to fit.
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
-    return Result(model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code)
+    return SearchResult(
+        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code
+    )
 
 
 def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> int:

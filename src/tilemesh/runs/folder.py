@@ -149,6 +149,8 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
         raise UsageError(f"{path} is not UTF-8 text: it is damaged") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text: was it damaged, or written by another program?") from None
     require_kind(folder, kind)
     return text, str(path)
 

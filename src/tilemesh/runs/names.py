@@ -42,9 +42,9 @@ DAMAGED = "damaged-"
 BAD_BATCH = re.compile(r"bad-batch-step-(\d+)-")
 
 
-def bad_batch(step: int, replica: int | str) -> str:
-    """The batch of a step whose loss was NaN or infinite; one file per replica."""
-    return f"bad-batch-step-{step:08d}-replica-{replica}.safetensors"
+def bad_batch(step: int, part: int | str) -> str:
+    """The batch of a step whose loss was NaN or infinite; one file per part of the batch (`Mesh.part_of_batch`)."""
+    return f"bad-batch-step-{step:08d}-part-{part}.safetensors"
 
 
 def page_beside(other: str) -> str:

@@ -87,7 +87,7 @@ def profile() -> list[tuple[float, float, str]]:
 def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
     """What `tilemesh train` does in a step, its bookkeeping included."""
     recorder = Recorder(Trace(None))
-    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    mesh = Mesh(comm, **config.plan.axes)
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)

@@ -296,8 +296,8 @@ class Loop:
 
     def _refuse(self, step: int, loss: float, norm: float) -> None:
         """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
-        name = bad_batch(step, self.mesh.dp.index)
-        if self.mesh.tp.index == 0:
+        name = bad_batch(step, self.mesh.part_of_batch())
+        if self.mesh.is_first_of_part():
             source = self.stepper.source
             columns = zip(*(tensors for tensors, _ in source.fetch(step)), strict=True)
             whole = {name: torch.cat(column).cpu() for name, column in zip(source.names, columns, strict=True)}

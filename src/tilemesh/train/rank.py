@@ -125,7 +125,7 @@ def train_here(
 
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
-    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    mesh = Mesh(comm, **config.plan.axes)
     earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)

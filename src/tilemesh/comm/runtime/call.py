@@ -2,7 +2,9 @@
 
 A call is decided upon (which algorithm, in whose memory), becomes something that can be carried out (`Running`), and is
 waited for or started. There are four ways: the library's own collective, GPU memory, the node's shared memory, and a
-schedule of messages. What a call like it will need the next time is kept (`ready.py`).
+schedule of messages. `Call` and `Decided`, the call as values, are in `asked.py`, because `ready.py`, `sharing.py` and
+the transports take them too and this file imports those. What a call like it will need the next time is kept
+(`ready.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
 Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
-the same calls in the same order. An array's way through `all_reduce`, in five files:
+the same calls in the same order. An array's way through `all_reduce`, five files where ranks exchange messages:
 
 1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
    (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
@@ -12,7 +12,9 @@ the same calls in the same order. An array's way through `all_reduce`, in five f
    memory: each now has its view. `MessageProgram.steps` carries them out: post, wait, copy, add.
 5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
 
-Ranks that share a node's memory take `sharing.py` and `shared.py` in place of 4, and `arena.py` in place of 5.
+Ranks that share a node's memory take four files in place of 5: `sharing.py` (whose turn it is, and which arrays lie in
+shared memory), `shared.py` (the program as numpy calls), `arena.py` (the memory) and `flags.py` (how ranks wait).
+`ready_views.py` lets `ready.py` serve torch tensors and other axes than the first.
 """
 
 from __future__ import annotations

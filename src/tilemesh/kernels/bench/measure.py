@@ -122,17 +122,19 @@ def _calls(
     def on_sets(function: Callable[..., object]) -> Callable[[int], object]:
         return lambda index: function(*sets[index])
 
-    return {name: on_sets(function) for name, function in plain.items()}
+    return {name: on_sets(bench.timed(problem, function)) for name, function in plain.items()}
 
 
 def _check(bench: OperatorBench[Any], problem: Any, sets: Sequence[Arguments]) -> Check:
     """Every candidate that computes the same is compared with float64; results are filled with NaN in between."""
 
     def poison(name: str, result: object) -> None:
-        if isinstance(result, Tensor):
-            result.fill_(float("nan"))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                tensor.fill_(float("nan"))
 
     def verify(name: str, result: object, index: int) -> None:
+        result = result[0] if isinstance(result, tuple) else result
         if name in bench.no_peers or not isinstance(result, Tensor):
             return
         wrong = bench.wrong(problem, sets[index], result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -51,6 +51,10 @@ class OperatorBench(ABC, Generic[ProblemT]):
     def predict_s(self, problem: ProblemT, device: torch.device, figures: Device) -> float:
         """Seconds of kernel time that ours should take."""
 
+    def timed(self, problem: ProblemT, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called instead of a candidate, compiled or not: with its backward pass, say."""
+        return function
+
     def bytes_held(self, problem: ProblemT) -> int:
         """Bytes that one call touches: inputs rotate until the L2 holds none of them."""
         return self.form.cost(problem).bytes_moved
@@ -65,7 +69,10 @@ class FunctionBench(OperatorBench[SizedProblem]):
     """An operator of `@operator`, whose settings beside the dtype are arguments of its function by name.
 
     make: its arguments (problem, device, seed). exact and bound: the float64 result, and how far from it each element
-    may be; without them the reference in float64, and twice the error that plain torch has.
+    may be; without them the reference in float64, and twice the error that plain torch has. eager: what a user of plain
+    torch would call, where that is not the reference. options: what the function is given by name beside the settings.
+    With the setting `passes=both`, forward and backward are timed together; the result that is checked is the gradient
+    of the first argument, within twice the error that plain torch has.
     """
 
     function: Callable[..., Tensor]
@@ -73,6 +80,8 @@ class FunctionBench(OperatorBench[SizedProblem]):
     make: Callable[[SizedProblem, torch.device, int], Arguments]
     exact: Callable[..., Tensor] | None = None
     bound: Callable[..., Tensor] | None = None
+    eager: Callable[..., Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -87,21 +96,55 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return self.make(problem, device, seed)
 
     def calls(self, problem: SizedProblem) -> dict[str, Callable[..., object]]:
-        ours, reference, options = self.function, self.reference, problem.options
-        return {OURS: lambda *given: ours(*given, **options), EAGER: lambda *given: reference(*given, **options)}
+        ours, plain, options = self.function, self.eager or self.reference, self._options(problem)
+        return {OURS: lambda *given: ours(*given, **options), EAGER: lambda *given: plain(*given, **options)}
+
+    def timed(self, problem: SizedProblem, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _both_ways(function) if problem.options.get("passes") == "both" else function
+
+    def _options(self, problem: SizedProblem) -> dict[str, Any]:
+        return {**self.options, **{name: value for name, value in problem.options.items() if name != "passes"}}
 
     def wrong(self, problem: SizedProblem, arguments: Arguments, result: Tensor) -> str | None:
-        options, doubled = problem.options, [_double(value) for value in arguments]
-        exact = self.reference(*doubled, **options) if self.exact is None else self.exact(*arguments, **options)
-        plain = self.reference(*arguments, **options)
+        options = self._options(problem)
+
+        def reference(*given: Any) -> Any:
+            return self.reference(*given, **options)
+
+        reference = self.timed(problem, reference)
+        forward, doubled = problem.options.get("passes") != "both", [_double(value) for value in arguments]
+        exact = self.exact(*arguments, **options) if self.exact and forward else _first(reference(*doubled))
+        plain = _first(reference(*arguments))
         # Plain torch rounds after each of its operators: what it may, a peer may.
         torchs = 2 * (plain.double() - exact).abs().max()
-        own = rounding_error(exact, result.dtype) if self.bound is None else self.bound(*arguments, **options)
+        own = self.bound(*arguments, **options) if self.bound and forward else rounding_error(exact, result.dtype)
         return excess(result, exact, own.clamp(min=torchs.item()))
 
     def predict_s(self, problem: SizedProblem, device: torch.device, figures: Device) -> float:
         return pass_s(self.form.cost(problem), figures)
 
 
+def _both_ways(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of all floating point arguments, of the first first; upstream's gradient is the result itself."""
+
+    def call(*given: Any) -> tuple[Tensor, ...]:
+        inputs = [value.detach().requires_grad_() if _is_float(value) else value for value in given]
+        made = function(*inputs)
+        made = made if isinstance(made, tuple) else (made,)
+        wanted = [value for value in inputs if _is_float(value)]
+        return torch.autograd.grad(made, wanted, [tensor.detach() for tensor in made])
+
+    return call
+
+
+def _first(made: Any) -> Tensor:
+    found: Tensor = made[0] if isinstance(made, tuple) else made
+    return found
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.double() if _is_float(value) else value

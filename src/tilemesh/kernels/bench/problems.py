@@ -31,6 +31,10 @@ class Setting:
     named: bool = True
 
 
+PASSES = Setting(("forward", "both"), "forward", named=False)
+"""What is timed: the forward pass, or forward and backward together."""
+
+
 @dataclass(frozen=True)
 class SizedProblem:
     """A problem that is its sizes and its settings: enough for most operators."""

@@ -44,7 +44,7 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
     for name in written:
         target = tensors[name]
         if target is not None and target.dtype is torch.bfloat16:
-            held[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32)
+            held[name] = torch.empty_strided(target.shape, target.stride(), dtype=torch.float32).copy_(target)
     dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items() if tensor is not None}
     for step in plan.steps:
         module, _, name = step.kernel.partition(":")

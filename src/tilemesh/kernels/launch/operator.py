@@ -30,7 +30,8 @@ from tilemesh.kernels.launch.tensors import (
     FLOATS,
     autocast,
     autocasts,
-    check_alike,
+    check_device,
+    check_dtype,
     check_tensors,
     is_plain,
     is_traced,
@@ -62,18 +63,27 @@ def operator(
     keeps_results: bool = False,
     dtypes: Sequence[torch.dtype] = FLOATS,
     casts: bool = False,
+    own_dtype: Sequence[str] = (),
+    served: Callable[..., bool] | None = None,
+    overwrites: str | None = None,
+    told: str | None = None,
 ) -> Callable[[Reference], Callable[..., Any]]:
     """Make the decorated reference a public operator, with one more argument, `implementation`.
 
-    kernel: the module of the kernels, imported when one of them first runs. check: called with the arguments, refuses
+    kernel: the module of the kernels, imported when one of them first runs, or `module:object` for an object with the
+    same two functions, where operators share a module. check: called with the arguments, refuses
     what does not fit. kept: for each tensor that `forward` returns beyond the reference's, a function of the arguments
     that makes an empty one. keeps_results: whether `backward` is given the results too, before what is kept; they are
-    rounded to their dtype. dtypes: those it takes; all floating point arguments have the same. casts: whether arguments
-    are cast to autocast's dtype.
+    rounded to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in
+    own_dtype. casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for these
+    arguments; where there is none, the reference computes. overwrites: the name of a bool argument that lets `backward`
+    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name
+    of a bool argument that is filled in at each call: whether a gradient may be asked for.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
-        return _Operator(reference, kernel, check, tuple(kept), keeps_results, tuple(dtypes), casts).public()
+        options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, overwrites, told)
+        return _Operator(reference, kernel, check, *options).public()
 
     return decorate
 
@@ -88,7 +98,12 @@ class _Operator:
         keeps_results: bool,
         dtypes: tuple[torch.dtype, ...],
         casts: bool,
+        own_dtype: frozenset[str],
+        served: Callable[..., bool] | None,
+        overwrites: str | None,
+        told: str | None,
     ) -> None:
+        self.own_dtype, self.served, self.overwrites, self.told = own_dtype, served, overwrites, told
         self.name, self.reference, self.kernel = reference.__name__, reference, kernel
         self.check, self.kept, self.dtypes, self.casts = check, kept, dtypes, casts
         self.keeps_results = keeps_results
@@ -148,11 +163,18 @@ class _Operator:
         if is_transformed(*tensors):
             return self.compute(values)
         how = self._how(implementation, tensors)
+        if how != "torch" and self.served is not None and not self.served(*values):
+            how = "torch"
         if how == "torch":
             return self.compute(values)
         if self.casts and autocasts(tensors[0]):
             values = tuple([autocast(value) if isinstance(value, Tensor) else value for value in values])
             tensors = [values[at] for at in self.tensors if values[at] is not None]
+        if self.told is not None:
+            asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            values = tuple(
+                [asked if name == self.told else value for name, value in zip(self.names, values, strict=True)]
+            )
         if is_traced() or not all(is_plain(tensor) for tensor in tensors):
             made = getattr(torch.ops.tilemesh, self.name)(*values, how)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -179,7 +201,8 @@ class _Operator:
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         floats = {name: tensor for name, tensor in there.items() if tensor.is_floating_point()} or there
         if not (self.casts and autocasts(next(iter(there.values())))):
-            check_alike(floats, self.dtypes)
+            check_dtype({name: tensor for name, tensor in floats.items() if name not in self.own_dtype}, self.dtypes)
+        check_device(there)
         if self.check is not None:
             self.check(*values)
 
@@ -200,9 +223,14 @@ class _Operator:
         named = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
         return self.reference(*values[: self.positional], **named)
 
+    def _kernels(self) -> Any:
+        module, _, name = self.kernel.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
+
     def forward(self, how: str, values: Sequence[Any]) -> tuple[Tensor, ...]:
         """Results, then what is kept for the backward pass."""
-        kernels = importlib.import_module(self.kernel)
+        kernels = self._kernels()
         made = kernels.forward(call.interpreted if how == "interpret" else call.compiled, *values)
         made = made if isinstance(made, tuple) else (made,)
         if len(made) != self.results + len(self.kept):
@@ -214,7 +242,7 @@ class _Operator:
         self, how: str, gradients: Sequence[Tensor], values: Sequence[Any], kept: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """One gradient for each tensor argument that was given."""
-        kernels = importlib.import_module(self.kernel)
+        kernels = self._kernels()
         if not hasattr(kernels, "backward"):
             return self.differentiate(gradients, values, create_graph=False)
         launch = call.interpreted if how == "interpret" else call.compiled
@@ -298,10 +326,14 @@ class _Operator:
 
         def backward(*values: Any) -> list[Tensor]:
             *arguments, kept, gradients, how = values
+            if self.overwrites is not None:
+                arguments[self.names.index(self.overwrites)] = False
             made = self.backward(how, gradients, arguments, kept)
             given = [arguments[at] for at in self.tensors if arguments[at] is not None]
             pairs = zip(made, given, strict=True)
-            return [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
+            whole = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
+            # What is recorded must not return one tensor twice.
+            return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
 
         def fake_backward(*values: Any) -> list[Tensor]:
             return [values[at].new_empty(values[at].shape) for at in self.tensors if values[at] is not None]

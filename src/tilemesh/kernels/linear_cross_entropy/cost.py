@@ -1,0 +1,31 @@
+"""What a loss from activations and the output projection cannot do without: three products of the same size."""
+
+from __future__ import annotations
+
+from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
+from tilemesh.kernels.bench.problems import ProblemForm, Setting, SizedProblem
+
+
+def cost(rows: int, width: int, classes: int, dtype: str = "bfloat16", *, passes: str = "both") -> Cost:
+    """Of x (rows, width) and weight (classes, width): logits and, with both passes, the two gradients.
+
+    Bytes are those of x, weight and their gradients: logits that stay on the chip would move none.
+    """
+    short, size = short_dtype(dtype)
+    held, products = size * width * (rows + classes), 3 if passes == "both" else 1
+    written = held if passes == "both" else 0
+    return Cost(2 * products * rows * classes * width, held, written, launches=products + 1, dtype=short)
+
+
+def _of_problem(problem: SizedProblem) -> Cost:
+    rows, width, classes = problem.sizes
+    return cost(rows, width, classes, problem.dtype, passes=problem.options["passes"])
+
+
+FORM = ProblemForm(
+    sizes="ROWSxWIDTHxCLASSES",
+    suite=("8192x768x50304", "8192x4096x128256"),
+    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": Setting(("forward", "both"), "both")},
+    make=SizedProblem.of,
+    cost=_of_problem,
+)

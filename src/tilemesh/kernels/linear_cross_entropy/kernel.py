@@ -1,0 +1,121 @@
+"""Loss and gradients of the output projection, some rows at a time: the logits of a chunk are all that exists of them.
+
+For each chunk of rows: logits = x W^T (a library product), then one launch that turns them into their own gradient in
+place and leaves the rows' losses (cross_entropy/kernel.py), then dx = dlogits W and dW += dlogits^T x, added up in
+float32. The upstream gradient is not known yet: backward scales both, by a launch that does nothing where it is 1.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.rows import LONG_BLOCK, by_rows
+
+CHUNK_BYTES = 512 * 2**20  # of logits at a time: large enough for full-speed products (measured on an H200)
+_BLOCK = 4096
+
+
+@triton.jit
+def scale_pass(value, factor, N, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """value *= factor in place; nothing is read or written where the factor is 1."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    by = tl.load(factor).to(kind)
+    if by != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        held = tl.load(value + at, mask=at < N, other=0.0).to(kind)
+        tl.store(value + at, (held * by).to(value.dtype.element_ty), mask=at < N)
+
+
+def scale_plan(places: Mapping[str, Place]) -> LaunchPlan:
+    (elements,) = places["value"].shape
+    arguments: dict[str, Argument] = {"value": Pointer("value"), "factor": Pointer("factor"), "N": elements}
+    constants = {"BLOCK": _BLOCK, "WIDE": places["value"].dtype == "float64"}
+    return LaunchPlan((Step(f"{__name__}:scale_pass", (blocks(elements, _BLOCK), 1), arguments, constants, warps=8),))
+
+
+def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z: float) -> LaunchPlan:
+    """Losses of a chunk's rows; its logits become their gradient."""
+    logits = places["logits"]
+    rows, classes = logits.shape
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments |= {
+        "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
+        "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
+    }  # fmt: skip
+    columns = min(LONG_BLOCK, triton.next_power_of_2(classes))
+    warps = max(1, columns // 128)  # a row at a time per multiprocessor: its second read comes from the L2 cache
+    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64"}
+    kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
+    return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
+
+
+def forward(
+    launch: Any, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str, overwrite: bool, differentiated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, targets = by_rows(x), target.reshape(-1)
+    kind = accumulator(x.dtype)
+    losses = torch.empty(targets.shape, dtype=kind, device=x.device)
+    upstream = torch.ones((), dtype=kind, device=x.device)
+    if reduction == "mean":
+        upstream = upstream / (targets != ignore_index).sum()
+    dx = torch.empty(x.shape if differentiated else (0,), dtype=x.dtype, device=x.device)
+    dweight = torch.empty(weight.shape if differentiated else (0,), dtype=weight.dtype, device=x.device)
+    total = torch.zeros(weight.shape, dtype=kind, device=x.device) if differentiated and kind != x.dtype else dweight
+    if total is dweight:
+        dweight.zero_()
+    options = {"ignore": ignore_index, "smoothing": float(label_smoothing), "z": float(z_loss)}
+    size = chunk_rows(rows.shape[0], weight.shape[0], x.element_size())
+    for begin in range(0, rows.shape[0], size):
+        part, wanted = rows[begin : begin + size], targets[begin : begin + size]
+        logits = part @ weight.t()
+        given = {"logits": logits, "target": wanted, "losses": losses[begin : begin + size], "upstream": upstream}
+        launch(chunk_plan, given, written=("logits", "losses"), **options)
+        if differentiated:
+            torch.mm(logits, weight, out=by_rows(dx)[begin : begin + size])
+            _add_product(total, logits, part)
+    if total is not dweight:
+        dweight.copy_(total)
+    loss = losses.sum()
+    return loss * upstream if reduction == "mean" else loss, dx, dweight
+
+
+def backward(
+    launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, None]:
+    *_, overwrite, _ = arguments
+    made = []
+    for gradient in kept:
+        if overwrite:
+            torch.autograd.graph.increment_version(gradient)  # a second backward pass must fail, not scale twice
+            gradient = gradient.detach()
+        else:
+            gradient = gradient.clone()
+        launch(scale_plan, {"value": gradient.view(-1), "factor": gradients[0]}, written=("value",))
+        made.append(gradient)
+    return made[0], made[1], None
+
+
+def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
+    """Rows whose logits take about `CHUNK_BYTES`, in equal chunks of a multiple of 128."""
+    most = max(128, CHUNK_BYTES // (classes * element_bytes))
+    return min(rows, -(-rows // blocks(rows, most) // 128) * 128) if rows > 128 else rows
+
+
+def _add_product(total: Tensor, logits: Tensor, part: Tensor) -> None:
+    """total += logits^T part, in total's precision."""
+    if total.dtype == logits.dtype:
+        total.addmm_(logits.t(), part)
+    elif total.is_cuda:
+        torch.addmm(total, logits.t(), part, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(logits.t().to(total.dtype), part.to(total.dtype))

@@ -1,0 +1,269 @@
+"""Operators over rows (softmax, norms, losses): the Triton code by the interpreter, against float64 and torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+from torch.nn import functional
+
+import tilemesh as tm
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.cross_entropy import reference as losses
+from tilemesh.kernels.linear_cross_entropy import kernel as chunks
+from tilemesh.kernels.norm import reference as norms
+from tilemesh.kernels.softmax import reference as softmaxes
+
+pytest.importorskip("triton")
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COLUMNS = (1, 5, 64, 129, 1025)
+INTERPRET = {"implementation": "interpret"}
+kernels = tm.kernels
+
+
+def normal(*shape, dtype=torch.float64, seed=0, grad=False):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return made.requires_grad_(grad)
+
+
+def strided(rows, columns, dtype, turned, step):
+    """A tensor of this size whose elements do not lie side by side."""
+    if turned:
+        return normal(columns, rows, dtype=dtype).t()
+    return normal(rows, step * columns, dtype=dtype)[:, ::step]
+
+
+# ---- forward, against float64 ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 9), columns=st.sampled_from(COLUMNS), dtype=st.sampled_from(DTYPES), turned=st.booleans(),
+    step=st.integers(1, 2), scale=st.sampled_from([1.0, 0.3, -2.0, 0.0]), causal=st.booleans(),
+)  # fmt: skip
+def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, scale, causal):
+    x = strided(min(rows, columns) if causal else rows, columns, dtype, turned, step)
+    y = kernels.softmax(x, scale=scale, causal=causal, **INTERPRET)
+    assert excess(y, softmaxes.exact(x, scale, causal), softmaxes.error_bound(x, scale, causal)) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_of_rows_too_long_for_registers(causal):
+    x = normal(2, 20_000, dtype=torch.float32, grad=True)
+    y = kernels.softmax(x, scale=0.5, causal=causal, **INTERPRET)
+    assert excess(y, softmaxes.exact(x, 0.5, causal), softmaxes.error_bound(x, 0.5, causal)) is None
+    (mine,) = torch.autograd.grad(y, x, x.detach())
+    (exact,) = torch.autograd.grad(softmaxes.exact(x, 0.5, causal), x, x.detach().double())
+    assert (mine - exact).norm() <= 1e-6 * exact.norm()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 9), columns=st.sampled_from(COLUMNS), dtype=st.sampled_from(DTYPES), turned=st.booleans(),
+    step=st.integers(1, 2), centred=st.booleans(), with_weight=st.booleans(), shift=st.sampled_from([0.0, 3.0]),
+)  # fmt: skip
+def test_norms_of_any_size_and_strides(rows, columns, dtype, turned, step, centred, with_weight, shift):
+    x = strided(rows, columns, dtype, turned, step) + shift
+    weight = normal(columns, seed=1, dtype=dtype) if with_weight else None
+    bias = normal(columns, seed=2, dtype=dtype) if with_weight and centred else None
+    if centred:
+        y = kernels.layer_norm(x, weight, bias, eps=1e-5, **INTERPRET)
+    else:
+        y = kernels.rms_norm(x, weight, eps=1e-5, **INTERPRET)
+    exact = norms.exact(x, weight, bias, eps=1e-5, centred=centred)
+    assert excess(y, exact, norms.error_bound(x, weight, bias, eps=1e-5, centred=centred)) is None
+
+
+def test_a_sum_in_float32_beside_16_bits():
+    x, residual = normal(40, 130, dtype=torch.bfloat16), normal(40, 130, seed=1, dtype=torch.float32)
+    weight = normal(130, seed=2, dtype=torch.float32)
+    y, total = kernels.add_rms_norm(x, residual, weight, eps=1e-5, **INTERPRET)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(total, residual + x.float())
+    exact = norms.exact(total, weight, eps=1e-5, centred=False)
+    allowed = norms.error_bound(total, weight, eps=1e-5, centred=False) + exact.abs() * torch.finfo(torch.bfloat16).eps
+    assert excess(y, exact, allowed) is None
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 9), columns=st.sampled_from(COLUMNS), dtype=st.sampled_from(DTYPES), turned=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.1]), z=st.sampled_from([0.0, 0.01]), narrow=st.booleans(),
+)  # fmt: skip
+def test_cross_entropy_of_any_size_and_strides(rows, columns, dtype, turned, smoothing, z, narrow):
+    logits = strided(rows, columns, dtype, turned, 1)
+    target = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(0))
+    target[0] = -100
+    options = {"label_smoothing": smoothing, "z_loss": z, "reduction": "none"}
+    found = kernels.cross_entropy(logits, target.int() if narrow else target, **options, **INTERPRET)
+    exact = kernels.cross_entropy(logits.double(), target, **options, implementation="torch")
+    assert excess(found, exact, losses.error_bound(logits, target, z_loss=z)) is None
+    assert found[0] == 0
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_by_finite_differences():
+    x, residual = normal(2, 3, 6, grad=True), normal(2, 3, 6, seed=3, grad=True)
+    weight, bias = normal(6, seed=1, grad=True), normal(6, seed=2, grad=True)
+    check = torch.autograd.gradcheck
+    assert check(lambda x: kernels.softmax(x, scale=0.7, causal=True, **INTERPRET), (x,))
+    assert check(lambda *t: kernels.rms_norm(*t, **INTERPRET), (x, weight))
+    assert check(lambda *t: kernels.layer_norm(*t, **INTERPRET), (x, weight, bias))
+    assert check(lambda *t: kernels.add_rms_norm(*t, **INTERPRET), (x, residual, weight))
+    assert check(lambda *t: kernels.add_layer_norm(*t, **INTERPRET), (x, residual, weight, bias))
+
+
+@pytest.mark.parametrize("reduction", losses.REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}])
+def test_the_loss_by_finite_differences(reduction, options):
+    logits, target = normal(4, 6, grad=True), torch.tensor([1, -100, 5, 0])
+    options = {**options, "reduction": reduction, **INTERPRET}
+    assert torch.autograd.gradcheck(lambda x: kernels.cross_entropy(x, target, **options), (logits,))
+
+
+def test_gradients_of_vectors_repeat_bit_for_bit():
+    x, weight, bias = (
+        normal(300, 70, dtype=torch.float32, grad=True),
+        *(normal(70, seed=seed, dtype=torch.float32, grad=True) for seed in (1, 2)),
+    )
+    found = []
+    for implementation in ("interpret", "interpret", "torch"):
+        y = kernels.layer_norm(x, weight, bias, implementation=implementation)
+        found.append(torch.autograd.grad(y, (x, weight, bias), x.detach()))
+    assert all(torch.equal(first, again) for first, again in zip(found[0], found[1], strict=True))
+    for mine, torchs in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, weight = normal(4, 6), normal(6, seed=1, grad=True)
+    kernels.rms_norm(x, weight, **INTERPRET).sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_without_logits_in_several_chunks(dtype, reduction, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 128 * 50 * torch.finfo(dtype).bits // 8)
+    x, weight = normal(300, 8, dtype=dtype, grad=True), normal(50, 8, seed=1, dtype=dtype, grad=True)
+    target = torch.randint(50, (300,), generator=torch.Generator().manual_seed(0))
+    target[7] = -100
+    found = []
+    for implementation in ("interpret", "torch"):
+        loss = kernels.linear_cross_entropy(x, weight, target, reduction=reduction, implementation=implementation)
+        found.append((loss, *torch.autograd.grad(3 * loss, (x, weight))))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    loss = kernels.linear_cross_entropy(*wide, target, reduction=reduction)
+    exact = (loss, *torch.autograd.grad(3 * loss, wide))
+    for mine, torchs, true in zip(*found, exact, strict=True):
+        floor = true.norm() * torch.finfo(dtype).eps  # of rounding the result itself
+        assert (mine.double() - true).norm() <= 2 * (torchs.double() - true).norm() + floor
+
+
+def test_chunks_are_equal_and_cover_the_rows():
+    for rows, classes in ((8192, 50_304), (8192, 128_256), (1, 10), (129, 50_000_000), (5000, 50_304)):
+        size = chunks.chunk_rows(rows, classes, 2)
+        assert 0 < size <= rows
+        assert size == rows or size % 128 == 0
+        assert size <= 128 or size * classes * 2 <= chunks.CHUNK_BYTES + 128 * classes * 2
+
+
+def test_without_gradients_a_loss_makes_none():
+    with torch.no_grad():
+        assert kernels.linear_cross_entropy(normal(4, 3), normal(5, 3), torch.tensor([0, 1, 2, 3]), **INTERPRET) > 0
+
+
+def test_a_gradient_over_the_logits():
+    logits, target = normal(4, 6, grad=True), torch.tensor([1, -100, 5, 0])
+    copied = logits * 1
+    loss = kernels.cross_entropy(copied, target, overwrite=True, **INTERPRET)
+    loss.backward(retain_graph=True)
+    (wanted,) = torch.autograd.grad(functional.cross_entropy(logits, target), logits)
+    torch.testing.assert_close(logits.grad, wanted)
+    torch.testing.assert_close(copied.detach(), wanted)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- as torch sees them ----------------------------------------------------------------------------------------------
+
+
+def calls():
+    x, weight, bias = normal(5, 6, grad=True), normal(6, seed=1, grad=True), normal(6, seed=2, grad=True)
+    target = torch.tensor([1, -100, 5, 0, 2])
+    return {
+        "softmax": (lambda *t: kernels.softmax(*t, causal=True, **INTERPRET), (x,)),
+        "rms_norm": (lambda *t: kernels.rms_norm(*t, **INTERPRET), (x, weight)),
+        "layer_norm": (lambda *t: kernels.layer_norm(*t, **INTERPRET), (x, weight, bias)),
+        "add_rms_norm": (lambda *t: kernels.add_rms_norm(*t, **INTERPRET)[0], (x, normal(5, 6, seed=4), weight)),
+        "add_layer_norm": (lambda *t: kernels.add_layer_norm(*t, **INTERPRET)[1], (x, normal(5, 6, seed=4), weight)),
+        "cross_entropy": (lambda x: kernels.cross_entropy(x * 1, target, overwrite=True, **INTERPRET), (x,)),
+        "linear_cross_entropy": (
+            lambda *t: kernels.linear_cross_entropy(*t, target, **INTERPRET), (x, normal(7, 6, grad=True)),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", calls())
+def test_it_compiles_to_one_graph_forward_and_backward(name, recording):
+    function, given = calls()[name]
+    backend, recorded = recording
+    wanted = [tensor for tensor in given if tensor.requires_grad]
+    plain = torch.autograd.grad(function(*given).square().sum(), wanted)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    found = torch.autograd.grad(compiled(*given).square().sum(), wanted)
+    for mine, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert f"tilemesh.{name}_backward.default" in recorded
+
+
+def test_torchs_own_check_of_operators():
+    x, weight = normal(5, 6, grad=True), normal(6, seed=1, grad=True)
+    opcheck(torch.ops.tilemesh.rms_norm.default, (x, weight, 1e-5, "interpret"))
+    opcheck(torch.ops.tilemesh.add_layer_norm.default, (x, x.detach(), weight, None, 1e-5, "interpret"))
+    opcheck(torch.ops.tilemesh.softmax.default, (x, 1.0, True, "interpret"))
+    target = torch.tensor([1, -100, 5, 0, 2])
+    opcheck(torch.ops.tilemesh.cross_entropy.default, (x, target, -100, 0.1, 0.0, "mean", False, "interpret"))
+
+
+@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)])
+def test_sizes_of_zero(shape, implementation):
+    x = torch.zeros(shape, requires_grad=True)
+    for y in (kernels.softmax(x, implementation=implementation), kernels.rms_norm(x, implementation=implementation)):
+        assert y.shape == shape
+        y.sum().backward()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: kernels.softmax(torch.ones(())), "expected x (…, N)"),
+        (lambda: kernels.softmax(torch.ones(3, 2), causal=True), "at least as many keys"),
+        (lambda: kernels.rms_norm(torch.ones(3, 2), torch.ones(3)), "expected (2,)"),
+        (lambda: kernels.rms_norm(torch.ones(3, 2), eps=float("nan")), "eps is nan"),
+        (lambda: kernels.add_rms_norm(torch.ones(3, 2), torch.ones(2, 3)), "expected the same"),
+        (lambda: kernels.add_rms_norm(torch.ones(2), torch.ones(2).half()), "a residual that can hold x"),
+        (lambda: kernels.cross_entropy(torch.ones(3, 2), torch.zeros(2, dtype=torch.long)), "expected logits (…, V)"),
+        (lambda: kernels.cross_entropy(torch.ones(3, 2), torch.zeros(3)), "int64 or int32"),
+        (lambda: kernels.cross_entropy(torch.ones(1, 2), torch.tensor([2])), "target 2 is outside the 2 classes"),
+        (lambda: kernels.cross_entropy(torch.ones(1, 2), torch.tensor([-1])), "target -1 is outside"),
+        (lambda: kernels.cross_entropy(torch.ones(1, 2), torch.tensor([1]), reduction="max"), "unknown reduction"),
+        (lambda: kernels.linear_cross_entropy(torch.ones(1, 2), torch.ones(5, 3), torch.tensor([1])), "weight (V, D)"),
+        (lambda: kernels.linear_cross_entropy(torch.ones(1, 2), torch.ones(5, 2), torch.tensor([5])), "target 5 is"),
+    ],
+)
+def test_bad_arguments_get_a_reason(call, words):
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert words in str(caught.value)
