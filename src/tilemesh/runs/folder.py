@@ -145,8 +145,6 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
         runs = sorted(Path(RUNS).glob(f"*/{CONFIG}"))
         hint = f"; the newest here is {runs[-1].parent}" if runs else ""
         raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not UTF-8 text: it is damaged") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
