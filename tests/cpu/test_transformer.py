@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
 from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
@@ -263,7 +264,9 @@ def test_a_narrow_model_is_as_exact_as_the_model_written_out(dtype: torch.dtype)
         model.to(dtype)
         ours, plain = model(tokens_BT), written_out(model, tokens_BT)
     assert ours.dtype == dtype
-    assert (ours.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+    # Ten operations of a layer round, and the logits: by luck the one written out may be nearer than that.
+    least = norm_error(10 * GPT2.layers + 1, dtype) * exact.norm()
+    assert (ours.double() - exact).norm() <= 2 * max((plain.double() - exact).norm(), least)
 
 
 def test_autocast_keeps_weights_and_residuals_wide() -> None:

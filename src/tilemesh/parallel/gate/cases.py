@@ -18,6 +18,8 @@ MAX_NORM = 0.5  # below the gradients' norms, so that clipping is part of what i
 RATE = 0.2
 BOUND = 1e-10  # relative, on whole-model norms, in float64
 ORDER_FACTOR = 2.0  # in other precisions: so many times what another order of summation alone does
+OPERATIONS = 30
+"""That round in a layer: ten forwards (norms, products, softmax, activation, residuals), twice as many backwards."""
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 
 _SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 8, "mlp_width": 48, "context": 12, "dropout": 0.1}

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.alone import GateTrace
-from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, ORDER_FACTOR, STEPS, Case, microbatches
+from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, OPERATIONS, ORDER_FACTOR, STEPS, Case, microbatches
 from tilemesh.parallel.gate.find import find
 from tilemesh.parallel.gate.plant import Plant
 from tilemesh.parallel.gradients import read
@@ -148,7 +149,13 @@ class Gate:
         other = apart(self.trace(case, parts, pieces), self.trace(case))
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
-        return Apart(ORDER_FACTOR * max(other.loss, least), ORDER_FACTOR * other.gradient, ORDER_FACTOR * other.weights)
+        # So may products be that a CPU happens to add up alike in both orders. Weights are float32 in either precision.
+        chain = norm_error(OPERATIONS * MODELS[case.model].layers, torch.float32)
+        return Apart(
+            ORDER_FACTOR * max(other.loss, least),
+            ORDER_FACTOR * max(other.gradient, chain),
+            ORDER_FACTOR * max(other.weights, norm_error(STEPS, torch.float32)),
+        )
 
 
 def _gradients(laid: Laid) -> dict[str, Tensor]:
