@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import subprocess
@@ -291,16 +292,20 @@ def test_every_operator_has_its_parts(name):
     form, bench = entry.load("form"), entry.load("bench")
     assert (bench.form, bench.name) == (form, entry.public.partition(":")[2])
     shape = "x".join("65432"[: form.sizes.count("x") + 1])
-    problem = form.problem(shape, {"dtype": "float32"})
+    settings = {"dtype": "float32", **({"passes": "forward"} if "passes" in form.settings else {})}
+    problem = form.problem(shape, settings)
     assert isinstance(form.cost(problem), Cost)
-    assert form.cost_of(form.case(shape, {"dtype": "float32"})) == form.cost(problem)
+    assert form.cost_of(form.case(shape, settings)) == form.cost(problem)
     for listed in form.suite:
         form.problem(listed, {})
     given = bench.arguments(problem, torch.device("cpu"), 0)
-    interpreted = entry.load("public")(*given, implementation="interpret")
-    torch.testing.assert_close(interpreted, bench.calls(problem)["ours"](*given))
-    assert bench.wrong(problem, given, interpreted) is None
-    assert bench.wrong(problem, given, interpreted + 0.01) is not None
+    ours, interpret = bench.calls(problem)["ours"], functools.partial(entry.load("public"), implementation="interpret")
+    by_name = {key: value for key, value in getattr(problem, "options", {}).items() if key != "passes"}
+    interpreted = interpret(*given, **by_name, **getattr(bench, "options", {}))
+    torch.testing.assert_close(interpreted, ours(*given))
+    first = interpreted[0] if isinstance(interpreted, tuple) else interpreted
+    assert bench.wrong(problem, given, first) is None
+    assert bench.wrong(problem, given, first + 0.01) is not None
 
 
 def test_an_unknown_operator_gets_the_nearest_known():
