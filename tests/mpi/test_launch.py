@@ -280,7 +280,7 @@ def test_inside_torchrun_it_joins() -> None:
         (["-m"], {"ranks": 2}, "-m without a module name"),
         (["true"], {}, "how many ranks"),
         (["true"], {"ranks": 0}, "--ranks 0: expected at least 1"),
-        (["true"], {"ranks": 1, "restarts": -1}, "--restarts -1: expected 0 or more"),
+        (["true"], {"ranks": 1, "restarts": -1}, "restarts is -1: expected 0 or more"),
         (["true"], {"ranks": 1, "transport": "mpl"}, "unknown transport 'mpl': did you mean 'mpi'?"),
     ],
 )
