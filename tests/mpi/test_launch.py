@@ -224,9 +224,12 @@ def test_the_environment_that_is_given_counts_not_the_callers() -> None:
     assert launch(["true"], ranks=1, transport="torch", environ=outside_any_job(inside)).exit_code == 0
 
 
-def test_more_ranks_than_files_may_be_open_is_said() -> None:
-    with pytest.raises(UsageError, match="open files"):
+def test_more_ranks_than_files_may_be_open_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="expected at most"):
         launch(["true"], ranks=10_000_000, transport="torch")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (100, 100))
+    with pytest.raises(UsageError, match="open files"):
+        launch(["true"], ranks=100, transport="torch")
 
 
 def test_a_job_that_takes_too_long_names_the_rank_that_is_stuck() -> None:
