@@ -20,7 +20,7 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.train.config import LoopConfig, TrainConfig
 
 INTERPRETED = ModelKernels(projections="auto", norms="interpret", loss="interpret")
-SMALL = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "vocabulary": 37, "context": 8}
+SMALL = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "vocabulary": 37, "context": 4}
 GPT2 = preset("gpt2-124m").replace(**SMALL, kv_heads=4, dropout=0.0)
 LLAMA = preset("tinyllama-1.1b").replace(**SMALL, kv_heads=2)
 CASES = {
@@ -29,7 +29,7 @@ CASES = {
     "gpt2 post-norm": GPT2.replace(norm_place="post", dropout=0.2),
     "llama": LLAMA,
 }
-ROWS, HALF = 4, 2
+ROWS, HALF = 2, 1
 
 
 def make(config: ModelConfig, kernels: ModelKernels, dtype: torch.dtype = torch.float64, **plan: Any) -> Laid:
@@ -41,7 +41,7 @@ def make(config: ModelConfig, kernels: ModelKernels, dtype: torch.dtype = torch.
 def texts(config: ModelConfig) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(config.vocabulary, (ROWS, config.context + 1), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].clone()
-    targets[0, :3] = targets[3, 5] = IGNORED
+    targets[0, :2] = targets[1, 3] = IGNORED
     return tokens[:, :-1].contiguous(), targets
 
 
@@ -68,12 +68,13 @@ def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
         assert (mine[name] - value).norm() <= bound * value.norm() + 1e-3 * bound * largest, name
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "recompute"), [*((case, "none") for case in CASES), ("gpt2 with dropout", "full"), ("llama", "full")]
+)
 def test_a_step_has_the_same_loss_and_gradients(case: str, recompute: str) -> None:
     config = CASES[case]
     plain, ours = (step(make(config, kernels, recompute=recompute), config) for kernels in (PLAIN, INTERPRETED))
-    assert plain["targets"] == ROWS * config.context - 4
+    assert plain["targets"] == ROWS * config.context - 3
     assert_equal(ours, plain, 1e-10)
 
 
