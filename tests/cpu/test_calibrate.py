@@ -23,7 +23,7 @@ from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
 from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
 from tilemesh.measure.calibrate_pinned import Pinned
-from tilemesh.measure.figure import Figure, Outcome, best, best_size
+from tilemesh.measure.figure import Figure, FigureOutcome, best, best_size
 from tilemesh.measure.machine import Machine
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
@@ -144,10 +144,10 @@ def test_torch_gets_its_threads_back() -> None:
 
 
 def figure(measured: float | Exception, **changes: Any) -> Figure:
-    def measure() -> Outcome:
+    def measure() -> FigureOutcome:
         if isinstance(measured, Exception):
             raise measured
-        return Outcome(Sample.of([measured]), case={"by": "hand"})
+        return FigureOutcome(Sample.of([measured]), case={"by": "hand"})
 
     fields: dict[str, Any] = {
         "part": "one_core",

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilemesh.comm.connection import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.dropout import Place
+from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.kernels import OURS, PLAIN, TORCH, ModelKernels
 from tilemesh.model.transformer import IGNORED, Transformer
 from tilemesh.parallel.apply import lay
@@ -51,7 +51,7 @@ def step(laid: Laid, config: ModelConfig, loss: Any = None) -> dict[str, Tensor]
     run, total, count = loss or laid.loss, torch.zeros((), dtype=torch.float64), 0
     for begin in range(0, ROWS, HALF):
         rows = slice(begin, begin + HALF)
-        dropping = {"dropout_seed": torch.tensor(5), "place": Place(row=begin)} if config.dropout else {}
+        dropping = {"dropout_seed": torch.tensor(5), "place": DropoutPlace(row=begin)} if config.dropout else {}
         part, counted = run(tokens[rows], targets[rows], **dropping)
         laid.gradients.backward(part, counted, last=begin + HALF == ROWS)
         total, count = total + part.detach(), count + int(counted)

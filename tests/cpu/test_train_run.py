@@ -36,7 +36,7 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.gradients import Step, read
+from tilemesh.parallel.gradients import GradientStep, read
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, join, take
 from tilemesh.plan.step import predict
@@ -53,7 +53,7 @@ from tilemesh.train import bench_rank, graph, optimizer, sampling
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.load import load
-from tilemesh.train.memory import Saved, storage_bytes
+from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
 from tilemesh.train.plain import suit_gpu
@@ -321,9 +321,9 @@ class TestFiles:
         ("asked", "words"),
         [
             ({"prompt": ""}, "an empty prompt"),
-            ({"tokens": -1}, "-1 tokens were asked for: expected 0 or more"),
-            ({"temperature": -0.5}, "temperature is -0.5: expected 0, or between 1e-06 and 1e[+]06"),
-            ({"temperature": 1e-320}, "temperature is 1e-320: expected 0, or"),
+            ({"tokens": -1}, "tokens is -1: expected a whole number, between 0"),
+            ({"temperature": -0.5}, "temperature is -0.5: expected 0 or more"),
+            ({"temperature": float("nan")}, "temperature is nan: expected 0 or more"),
         ],
     )
     def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
@@ -399,11 +399,11 @@ class PlayedGraphs:
     def __init__(self, log: list[str], fails: bool = False) -> None:
         self.log, self.fails = log, fails
 
-    def run(self, body: Callable[[], Step]) -> Step:
+    def run(self, body: Callable[[], GradientStep]) -> GradientStep:
         self.log.append("run")
         return body()
 
-    def capture(self, body: Callable[[], Step]) -> PlayedGraphs:
+    def capture(self, body: Callable[[], GradientStep]) -> PlayedGraphs:
         self.log.append("capture")
         if self.fails:
             raise RunError("cannot be captured in a CUDA graph: RuntimeError: something was waited for")
@@ -419,8 +419,8 @@ class TestStepGraph:
     def steps(self, count: int, log: list[str], **options: Any) -> list[float]:
         loss = torch.zeros(())
 
-        def body() -> Step:
-            return Step(loss.add_(1.0), 8, loss)
+        def body() -> GradientStep:
+            return GradientStep(loss.add_(1.0), 8, loss)
 
         fails = options.pop("fails", False)
         told = options.pop("told", lambda now: None)
@@ -560,13 +560,13 @@ class TestAlone:
             self.steps(text, True, "train.graph=true")
 
     def test_the_host_is_a_few_steps_ahead_and_no_more(self) -> None:
-        class Step:
+        class GradientStep:
             done = False
 
             def synchronize(self) -> None:
                 self.done = True
 
-        pace, steps = Pace(), [Step() for _ in range(3 * AHEAD)]
+        pace, steps = Pace(), [GradientStep() for _ in range(3 * AHEAD)]
         for number, step in enumerate(steps, 1):
             pace(step)
             assert [one.done for one in steps] == [at < number - AHEAD for at in range(len(steps))]
@@ -611,7 +611,7 @@ def test_a_peer_of_the_bench_trains_the_same_model_alike(text: str) -> None:
 class TestMemory:
     def test_what_autograd_keeps_is_counted_once_and_let_go(self) -> None:
         weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(16, 8)
-        with Saved([weight]) as saved:
+        with SavedBytes([weight]) as saved:
             for _ in range(2):  # one after the other: the peak is of one
                 hidden = (x @ weight).tanh()  # keeps x, and its own result
                 y = hidden[:4] * hidden[4:8]  # keeps two views of that result

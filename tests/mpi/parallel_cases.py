@@ -32,7 +32,7 @@ from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffi
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import MODELS, Case, Layout
+from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
 from tilemesh.parallel.gate.compare import Gate
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
@@ -512,11 +512,11 @@ PARTS: dict[str, Callable[[Communicator], None]] = {
 
 def small_gate(comm: Communicator) -> None:
     layouts = (
-        Layout(1, 4, True),
-        Layout(2, 2, False, 2),
-        Layout(2, 2, True),
-        Layout(4, 1, False, 2),
-        Layout(1, 2, True, 2),
+        GateLayout(1, 4, True),
+        GateLayout(2, 2, False, 2),
+        GateLayout(2, 2, True),
+        GateLayout(4, 1, False, 2),
+        GateLayout(1, 2, True, 2),
     )
     fit = [chosen for chosen in layouts if chosen.ranks <= comm.size]
     # In turn: every model on every layout is `test_the_whole_gate`, which is slow.

@@ -166,7 +166,7 @@ def test_a_mesh_that_does_not_match_the_world(sizes: dict[str, int], message: st
         (MODELS["gpt"], {"tp": 1}, None, "the plan is dp=1 × tp=1 and the mesh dp=1 × tp=3"),
         (MODELS["gpt"], {"tp": 3}, None, "tp is 3: 8 heads are not divisible by it"),
         (MODELS["gpt"].replace(heads=6, width=36, kv_heads=6, mlp_width=50), {"tp": 3}, None, "the MLP's width 50"),
-        (MODELS["gpt"].replace(heads=6, width=36, kv_heads=2), {"tp": 3}, None, "tp is 3 and kv_heads 2: one must be"),
+        (MODELS["gpt"].replace(heads=6, width=36, kv_heads=2), {"tp": 3}, None, "tp is 3: 2 kv_heads can neither"),
         (None, {"tp": 3}, None, "a Linear and no splits: give a map from name patterns to kinds of split"),
         (None, {"tp": 3}, {"weigth": "column"}, "unknown module 'weigth'"),
         (None, {"tp": 3, "sequence_parallel": True}, {}, "sequence_parallel of a Linear"),

@@ -19,7 +19,6 @@ import pytest
 
 from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
-from tilemesh.cli.report_run import expected_memory
 from tilemesh.cli.train_run import write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
@@ -28,6 +27,7 @@ from tilemesh.kernels.tuning.search import Tried
 from tilemesh.kernels.tuning.tuner import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
+from tilemesh.plan.expected import expected_memory
 from tilemesh.report import memory_part, run, serve
 from tilemesh.runs.folder import write_environment
 
@@ -106,7 +106,7 @@ def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: M
               "later_bytes": 100, "total_bytes": 950, "usable_bytes": 5000}  # fmt: skip
     (folder / "predicted.json").write_text(json.dumps({"step_time_s": 1.0, "memory": memory}))
     found = run.read(folder)
-    expected = expected_memory(found)
+    expected = expected_memory(found.config, found.predicted, found.summary)
     assert ("reserved" in expected) is (device == "cpu")
     whole = 900 if device == "cuda" else 950
     for held in ({"weights": 200.0, "gradients": 100.0, "other": 600.0}, {}):

@@ -21,7 +21,7 @@ from tilemesh.core.errors import RunError, UsageError, unknown
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
-    from tilemesh.parallel.gate.compare import Result
+    from tilemesh.parallel.gate.compare import GateResult
 
 TRANSPORTS = ("auto", "mpi", "torch", "threads")
 TIMEOUT_S = 600.0  # ranks that a small layout does not need wait until it is done
@@ -92,7 +92,7 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
         yield _fields(result)
 
 
-def _fields(result: Result) -> dict[str, Any]:
+def _fields(result: GateResult) -> dict[str, Any]:
     case = result.case
     return {
         "model": case.model,

@@ -23,7 +23,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.dropout import ORIGIN, Place, Site, dropout
+from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 from tilemesh.model.kernels import STANDARD, ModelKernels
 from tilemesh.model.norm import Norm
 from tilemesh.model.projection import make_projection
@@ -44,7 +44,7 @@ class Pass:
     """Cosines and sines of the tokens' positions: (T, E/2), or with a cache (B, T, 1, E/2), each row its own."""
     dropout_seed: int | Tensor | None
     """None: nothing is dropped."""
-    place: Place
+    place: DropoutPlace
     """Where this pass's activations stand in the whole batch: says what is dropped and, without a cache, positions."""
     cache: KeyValueCache | None
 
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
-        place: Place = ORIGIN,
+        place: DropoutPlace = ORIGIN,
     ) -> Tensor:
         """Logits (B, T, V). With a cache the tokens attend to those already in it and stand where it says.
 
@@ -245,7 +245,7 @@ class Transformer(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
-        place: Place = ORIGIN,
+        place: DropoutPlace = ORIGIN,
     ) -> Pass:
         """Check the tokens and gather what the layers need beside their activations."""
         if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):

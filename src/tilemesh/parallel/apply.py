@@ -22,7 +22,7 @@ from tilemesh.model.norm import Norm
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
-from tilemesh.parallel.gradients import Gradients, Local, Naive, Parts, Way
+from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
@@ -80,7 +80,7 @@ def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | No
     if way == "local":
         if tokens is None:
             raise UsageError("local gradients without tokens: say how many targets a step has")
-        return Local(parts, tokens)
+        return LocalGradients(parts, tokens)
     raise unknown("gradients", way, ("bucketed", "naive", "local"))
 
 

@@ -26,7 +26,7 @@ FITS = "collectives"
 """The section of a calibration that `comm` keeps its fits in, by transport and number of ranks."""
 TRANSPORTS = ("mpi", "torch")
 """What `tilemesh train` takes on a CPU, best first."""
-_PATTERN = re.compile(r"(?:(\d+)x)?local(-cpu)?")
+_PATTERN = re.compile(r"(?:([0-9]{1,6})x)?local(-cpu)?")
 _NAMES = ("local", "local-cpu")
 LINK_BYTES = 1 << 20
 """The size whose time gives a link's bandwidth: what a layer exchanges, about."""

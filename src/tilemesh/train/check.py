@@ -19,6 +19,7 @@ from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names
 from tilemesh.model.config import ModelConfig, why_not_tp
@@ -56,11 +57,6 @@ RANGES: dict[str, Range] = {
     "sample.temperature": TEMPERATURE,
 }
 """Of every number in training's own sections; `train.context` depends on the model. A test finds what is missing."""
-
-_RANKS_PER_CORE = 16
-_FEWEST_REFUSED = 64
-"""Each rank is a process that imports torch: with more per core than that (and more in all) a start takes minutes, or
-all memory. A job that something else starts (mpiexec, srun) may have any number."""
 
 
 def check_types(made: TrainConfig) -> None:
@@ -112,7 +108,7 @@ def check_machine(made: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
     if made.train.device == "cuda" and not gpu_names():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
-    most = max(_FEWEST_REFUSED, _RANKS_PER_CORE * available_cores())
+    most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.plan.world > most:
         raise UsageError(
             f"a plan of {made.plan.world} ranks (dp {made.plan.dp} x tp {made.plan.tp}) on a machine with "

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FitRequest:
     """What `fit` was asked for, besides the configuration."""
 
     run: str | Path | None = None
@@ -92,7 +92,7 @@ def fit(
         restarts=restarts,
         stop_after=stop_after,
     )
-    asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
     elif in_process and config.plan.world > 1 and membership() is None:
@@ -105,7 +105,7 @@ def fit(
     return result
 
 
-def _train_here(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
+def _train_here(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
     from tilemesh.train.rank import train_here
@@ -133,7 +133,7 @@ def _train_here(config: TrainConfig, asked: Request, held: contextlib.ExitStack)
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, asked: Request, held: contextlib.ExitStack, comm: Communicator) -> Path:
+def _agreed_folder(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack, comm: Communicator) -> Path:
     """The folder that rank 0 has made, on every rank."""
     if comm.size == 1:
         return _prepared(config, asked, held)
@@ -142,7 +142,7 @@ def _agreed_folder(config: TrainConfig, asked: Request, held: contextlib.ExitSta
     return Path(tell(comm, str(_prepared(config, asked, held).resolve()) if comm.rank == 0 else ""))
 
 
-def _start_ranks(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Result:
+def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
     folder = _prepared(config, asked, held)
     ended: dict[str, Any] = {}
 
@@ -187,7 +187,7 @@ def _start_ranks(config: TrainConfig, asked: Request, held: contextlib.ExitStack
 # ---- what is written before and after --------------------------------------------------------------------------
 
 
-def _prepared(config: TrainConfig, asked: Request, held: contextlib.ExitStack) -> Path:
+def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
     """The run's folder with what is known before it begins: configuration, prediction, environment. Its lock is held
     until `held` ends: nobody else may train in it."""
     folder = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)

@@ -24,7 +24,7 @@ from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
-from tilemesh.parallel.gradients import Step, read
+from tilemesh.parallel.gradients import GradientStep, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.metrics import STEP, STOPPED
@@ -125,7 +125,7 @@ class Loop:
         self.interrupted = False
         self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
-        self._unread: list[tuple[int, Step]] = []
+        self._unread: list[tuple[int, GradientStep]] = []
         self._began = 0  # the step this attempt goes on from
         self._read_at = time.perf_counter()
         self._recent: list[float] = []

@@ -253,8 +253,9 @@ def _sample(loop: Loop, corpus: Corpus) -> str:
     config, tokenizer = loop.config, corpus.tokenizer
     try:
         prompt = encode_prompt(tokenizer, config.sample.prompt)
-    except UsageError:  # shards from elsewhere: begin as a document does
-        prompt = [int(corpus.train.sample(0, 1)[0])]
+    except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
+        prompt = []
+    prompt = prompt or [int(corpus.train.sample(0, 1)[0])]  # begin as a document does
     tokens = sample(
         lambda x, cache: loop.laid.logits(x, cache=cache),
         prompt,

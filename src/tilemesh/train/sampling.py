@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tilemesh.core.ranges import check_sampling
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.read import read_model, read_weights
@@ -29,6 +30,7 @@ def generate(
 
     `say` hears which step is used, where that is not the run's last one.
     """
+    check_sampling(tokens, temperature, seed)  # before gigabytes are read
     config, reader = _opened(run, step, say)
     model = read_model(config.model, reader, device)
     tokenizer = tokenizer_of(config.data)

@@ -261,9 +261,9 @@ class Communicator(Inspected):
 
         With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
         """
-        if wait and send_counts is None and recv_counts is None and axis == 0:
+        if wait and send_counts is None and recv_counts is None:
             try:
-                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
+                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape, axis]
             except NOT_READY:
                 pass
             else:
@@ -291,7 +291,7 @@ class Communicator(Inspected):
             out=out,
             private=send_counts is not None,
         )
-        key = ("all_to_all", "", algorithm, x.dtype, x.shape)
+        key = ("all_to_all", "", algorithm, x.dtype, x.shape, axis)
         return self._caller.run(call, x, algorithm, wait, key if send_counts is None else None)
 
     def barrier(self, *, algorithm: str = "auto", wait: bool = True) -> Any:

@@ -112,15 +112,14 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
         flags.epoch = epoch = flags.epoch + MEETING
         words[me] = word = epoch | mark
         for other in others:
-            if words[other] != word:
-                if words[other] < epoch:
-                    for _ in looks:
-                        if words[other] >= epoch:
-                            break
-                    else:
-                        pause()
-                if words[other] != word and words[other] - epoch < MEETING:
-                    await_same(other, word, asked)
+            if words[other] != word and words[other] < epoch + MEETING:
+                for _ in looks:
+                    if words[other] == word:
+                        break
+                else:
+                    pause()
+                    if words[other] != word:
+                        await_same(other, word, asked)
         if fences:
             release()
             acquire()
@@ -244,15 +243,14 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
         flags.epoch = epoch = flags.epoch + MEETING
         words[me] = word = epoch | mark
         for other in others:
-            if words[other] != word:
-                if words[other] < epoch:
-                    for _ in looks:
-                        if words[other] >= epoch:
-                            break
-                    else:
-                        pause()
-                if words[other] != word and words[other] - epoch < MEETING:
-                    await_same(other, word, asked)
+            if words[other] != word and words[other] < epoch + MEETING:
+                for _ in looks:
+                    if words[other] == word:
+                        break
+                else:
+                    pause()
+                    if words[other] != word:
+                        await_same(other, word, asked)
         if fences:
             release()
             acquire()

@@ -2,8 +2,8 @@
 
 `ready.py` knows numpy arrays that are split or joined along axis 0, and nothing else. A CPU tensor becomes such an
 array over the same memory, whatever its address is: autograd makes new tensors in every step. Another axis is moved to
-the front before the call and back after it. Whatever is unusual about a tensor (a subclass, CUDA, a lazy negation, an
-`out` that requires gradients) returns `NotImplemented`, and the ordinary way is taken.
+the front before the call and back after it. Whatever is unusual about a tensor (a subclass, CUDA, a lazy negation or
+conjugation, an `out` that requires gradients) returns `NotImplemented`, and the ordinary way is taken.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCa
     tensor, parameter, strided, ndarray = torch.Tensor, torch.nn.Parameter, torch.strided, np.ndarray
     carrier, result, dtype, empty = call.like.carrier, call.shape, getattr(torch, call.like.dtype), torch.empty
     here, there = _memory(given, carrier), _memory(result, carrier)
+    is_complex = carrier.kind == "c"
 
     def is_plain(x: Any) -> bool:
         kind = type(x)
-        return (kind is tensor or kind is parameter) and x.is_cpu and x.layout is strided and not x.is_neg()
+        is_ours = (kind is tensor or kind is parameter) and x.is_cpu and x.layout is strided
+        return is_ours and not x.is_neg() and not (is_complex and x.is_conj())
 
     def ready(x: Any, out: Any) -> Any:
         if not is_plain(x) or (out is not None and getattr(out, "requires_grad", False)):
