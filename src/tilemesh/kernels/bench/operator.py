@@ -72,6 +72,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
     make: its arguments (problem, device, seed). exact and bound: the float64 result, and how far from it each element
     may be; without them the reference in float64, and twice the error that plain torch has. eager: what a user of plain
     torch would call, where that is not the reference. options: what the function is given by name beside the settings.
+    constant: positions of floating point arguments that need no gradient.
     With the setting `passes=both`, forward and backward are timed together; the result that is checked is the gradient
     of the first argument, within twice the error that plain torch has.
     """
@@ -83,6 +84,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
     bound: Callable[..., Tensor] | None = None
     eager: Callable[..., Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    constant: Sequence[int] = ()
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -101,7 +103,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return {OURS: lambda *given: ours(*given, **options), EAGER: lambda *given: plain(*given, **options)}
 
     def timed(self, problem: SizedProblem, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _both_ways(function) if problem.options.get("passes") == "both" else function
+        return _both_ways(function, self.constant) if problem.options.get("passes") == "both" else function
 
     def _options(self, problem: SizedProblem) -> dict[str, Any]:
         return {**self.options, **{name: value for name, value in problem.options.items() if name != "passes"}}
@@ -131,14 +133,20 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return pass_s(self.form.cost(problem), figures)
 
 
-def _both_ways(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradients of all floating point arguments, of the first first; upstream's gradient is the result itself."""
+def _both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable[..., Any]:
+    """The gradients of all floating point arguments, of the first first; upstream's gradient is the result itself.
+
+    constant: positions of those that are given none.
+    """
 
     def call(*given: Any) -> tuple[Tensor, ...]:
-        inputs = [value.detach().requires_grad_() if _is_float(value) else value for value in given]
+        moved = [_is_float(value) and at not in constant for at, value in enumerate(given)]
+        inputs = [
+            value.detach().requires_grad_() if moves else value for moves, value in zip(moved, given, strict=True)
+        ]
         made = function(*inputs)
         made = made if isinstance(made, tuple) else (made,)
-        wanted = [value for value in inputs if _is_float(value)]
+        wanted = [value for moves, value in zip(moved, inputs, strict=True) if moves]
         return torch.autograd.grad(made, wanted, [tensor.detach() for tensor in made])
 
     return call
