@@ -13,7 +13,7 @@ from tilemesh.kernels.norm.reference import add_layer_norm, add_rms_norm, layer_
 from tilemesh.model.kernels import TORCH
 
 
-class Norm(nn.Module):
+class ResidualNorm(nn.Module):
     """`norm(x, branch)`: the norm of x + branch, and x + branch.
 
     Under autocast x, the residual stream, is float32 and a branch 16-bit. Our kernels then write the norm in 16 bits,

@@ -25,7 +25,7 @@ from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 from tilemesh.model.kernels import STANDARD, ModelKernels
-from tilemesh.model.norm import Norm
+from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import make_projection
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
@@ -49,7 +49,7 @@ class Pass:
     cache: KeyValueCache | None
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """The residual stream between two norms: x + branch, whose addition is left to the next norm."""
 
     x: Tensor
@@ -57,7 +57,7 @@ class Stream(NamedTuple):
     """What the last block computed; None where it is in x already."""
 
 
-def added(stream: Stream) -> Tensor:
+def added(stream: ResidualStream) -> Tensor:
     """The stream as one tensor."""
     return stream.x if stream.branch is None else stream.x + stream.branch
 
@@ -173,18 +173,18 @@ class Layer(nn.Module):
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
         self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)
 
-    def forward(self, stream: Stream, now: Pass) -> Stream:
+    def forward(self, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor
         y_BTD: Tensor
         if self.post:
             x_BTD = added(stream)
             x_BTD, _ = self.attention_norm(x_BTD, self.attention_dropout(self.attention(x_BTD, now), now))
             x_BTD, _ = self.mlp_norm(x_BTD, self.mlp_dropout(self.mlp(x_BTD), now))
-            return Stream(x_BTD)
+            return ResidualStream(x_BTD)
         y_BTD, x_BTD = self.attention_norm(*stream)
         y_BTD = self.attention_dropout(self.attention(y_BTD, now), now)
         y_BTD, x_BTD = self.mlp_norm(x_BTD, y_BTD)
-        return Stream(x_BTD, self.mlp_dropout(self.mlp(y_BTD), now))
+        return ResidualStream(x_BTD, self.mlp_dropout(self.mlp(y_BTD), now))
 
 
 class Transformer(nn.Module):
@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         part of a larger one, `place`.
         """
         now = self.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
-        stream = Stream(self.embed(tokens_BT, now))
+        stream = ResidualStream(self.embed(tokens_BT, now))
         for layer in self.layers:
             stream = layer(stream, now)
         return self.head(stream)
@@ -288,11 +288,11 @@ class Transformer(nn.Module):
         y_BTD: Tensor = self.embedding_dropout(x_BTD, now)
         return y_BTD
 
-    def head(self, stream: Stream) -> Tensor:
+    def head(self, stream: ResidualStream) -> Tensor:
         """Activations to logits: what comes after the last layer."""
         return self.project(self.normalize(stream))
 
-    def normalize(self, stream: Stream) -> Tensor:
+    def normalize(self, stream: ResidualStream) -> Tensor:
         """The norm after the last layer, where there is one."""
         if self.final_norm is None:
             return added(stream)
@@ -425,7 +425,7 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
             module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
-def _norm(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> Norm:
-    norm = Norm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype)
+def _norm(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:
+    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype)
     norm.is_wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
     return norm

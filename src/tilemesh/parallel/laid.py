@@ -18,7 +18,7 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.kernels import TORCH
-from tilemesh.model.transformer import Pass, Stream, Transformer, added, draw, loss_sum
+from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
@@ -121,12 +121,12 @@ class Laid:
             before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-        x_BTD = model.normalize(self._through_layers(model, Stream(model.embed(tokens_BT, now)), now))
+        x_BTD = model.normalize(self._through_layers(model, ResidualStream(model.embed(tokens_BT, now)), now))
         if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
             x_BTD = self.seams.enter(x_BTD)
         return x_BTD
 
-    def _through_layers(self, model: Transformer, stream: Stream, now: Pass) -> Stream:
+    def _through_layers(self, model: Transformer, stream: ResidualStream, now: Pass) -> ResidualStream:
         every = self.recompute_every
         if every < 1 or not torch.is_grad_enabled():
             for layer in model.layers:
@@ -134,7 +134,7 @@ class Laid:
             return stream
 
         def stretch(x_BTD: Tensor, start: int) -> Tensor:
-            stream = Stream(x_BTD)
+            stream = ResidualStream(x_BTD)
             for layer in model.layers[start : start + every]:
                 stream = layer(stream, now)
             return added(stream)  # one tensor to keep, not two
@@ -143,7 +143,7 @@ class Laid:
         for start in range(0, len(model.layers), every):
             # Dropout has no state to keep: a mask is a function of where an element stands.
             x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
-        return Stream(x_BTD)
+        return ResidualStream(x_BTD)
 
     def _transformer(self) -> Transformer:
         if not isinstance(self.module, Transformer):
