@@ -43,8 +43,11 @@ def place_of(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), aligned=tensor.data_ptr() % 16 == 0)
 
 
-def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
-    """Run what `plan(places, **constants)` says on the tensors' GPU, on its current stream."""
+def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Any:
+    """Run what `plan(places, **constants)` says on the tensors' GPU, on its current stream.
+
+    Returns what was launched: a function of addresses, for tensors that lie in memory as these do.
+    """
     addresses, key = [], [plan, *constants.values()]
     for tensor in tensors.values():
         address = tensor.data_ptr()
@@ -59,6 +62,7 @@ def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], 
         program = runners.older.get(signature) or _Compiled(plan, tensors, device, constants)
         runners.keep(signature, program)
     program(addresses)
+    return program
 
 
 class _Compiled:
@@ -80,9 +84,10 @@ class _Compiled:
         with torch.cuda.device(self.index):
             self.program = Program(planned, operands, list(operands))
 
-    def __call__(self, addresses: list[int]) -> None:
-        scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
-        addresses = [*addresses, *(buffer.data_ptr() for buffer in scratch)]
+    def __call__(self, addresses: Sequence[int]) -> None:
+        if self.buffers:
+            scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
+            addresses = [*addresses, *(buffer.data_ptr() for buffer in scratch)]
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.program(current_stream(self.index), *addresses)
@@ -90,13 +95,27 @@ class _Compiled:
             self.program(current_stream(self.index), *addresses)
 
 
-def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
-    """The same, by Triton's interpreter."""
-    from tilemesh.kernels.launch import interpret
-
+def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Interpreted:
+    """The same, by Triton's interpreter; returns a function of the tensors."""
     planned = plan({name: place_of(tensor) for name, tensor in tensors.items()}, **constants)
-    scratch = {
-        name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype))
-        for name, buffer in planned.buffers.items()
-    }
-    interpret.run(planned, {**tensors, **scratch}, written)
+    program = Interpreted(planned, tuple(tensors), tuple(written))
+    program(list(tensors.values()))
+    return program
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A plan for one signature, to be interpreted; `names` is the order in which a call gives the tensors."""
+
+    planned: LaunchPlan
+    names: tuple[str, ...]
+    written: tuple[str, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        from tilemesh.kernels.launch import interpret
+
+        scratch = {
+            name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype))
+            for name, buffer in self.planned.buffers.items()
+        }
+        interpret.run(self.planned, {**dict(zip(self.names, tensors, strict=True)), **scratch}, self.written)
