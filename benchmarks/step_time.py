@@ -36,7 +36,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.model.transformer import Transformer, loss_sum
-from tilemesh.parallel.gradients import Local, Parts, Step
+from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
 from tilemesh.plan.figures import prediction_figures
@@ -182,7 +182,7 @@ def make_step(
     elif given.device == "cuda" and given.precision != "fp64":
         suit_gpu(model, compiled=False)
     held = trained(model)
-    gradients = Local(Parts(held, Mesh(connect("alone"))), batch * context)
+    gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), batch * context)
     optimizer = Optimizer(OptimizerConfig(), held, given.precision)
     batches = torch.randint(config.vocabulary, (8, batch, context + 1), device=device)
     autocast = AUTOCAST.get(given.precision)
@@ -197,7 +197,7 @@ def make_step(
     rate = torch.tensor(1e-4, dtype=torch.float32, device=device)
     count = 0
 
-    def body() -> Step:
+    def body() -> GradientStep:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             total, targets = run(tokens, seed)
         gradients.backward(total, targets)

@@ -32,7 +32,7 @@ from tilemesh.kernels.matmul.config import Config, libraries, refusal
 from tilemesh.kernels.matmul.cost import FORM, device_or_nearest, predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Problem, dense
-from tilemesh.kernels.matmul.run import _Launched
+from tilemesh.kernels.matmul.run import TilesRunner
 from tilemesh.kernels.matmul.trial import MatmulBench
 from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.tuning.compiler import Compiler
@@ -130,7 +130,7 @@ def copies(bench: MatmulBench) -> dict[str, Callable[[int], object]]:
     plain = replace(step, constants={**step.constants, "WORDS": False, "WORDS_2": False})
     steps = {"(copies alone, by words)": step, "(copies alone, by element)": plain}
     return {
-        name: bench.call(_Launched(LaunchPlan((one,), plan.buffers), problem, bench.device))
+        name: bench.call(TilesRunner(LaunchPlan((one,), plan.buffers), problem, bench.device))
         for name, one in steps.items()
     }
 

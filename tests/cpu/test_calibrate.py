@@ -23,13 +23,13 @@ from tilemesh.measure.busy import OtherWork, again_while_busy
 from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_figures
 from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
 from tilemesh.measure.calibrate_pinned import Pinned
-from tilemesh.measure.figure import Figure, Outcome, best, best_size
+from tilemesh.measure.figure import Figure, FigureOutcome, best, best_size
 from tilemesh.measure.machine import Machine
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Comparison, compare
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan.passes import Pass
+from tilemesh.plan.passes import MemoryPass
 from tilemesh.plan.work import layer_work
 
 TWO_CORES = Machine(id="box-1", words="a box", cpu="x", cores=2, memory_bytes=2**33, gpus=())
@@ -97,9 +97,9 @@ def test_a_layers_calls_are_counted_as_the_planner_counts_them() -> None:
     )  # fmt: skip
     work = layer_work(model, 1, False, 1, 8, "fused", "fp32", "eager")
     assert sum(getattr(op, "launches", 1) for op in (*work.forward, *work.backward)) == BLOCK_CALLS
-    moved = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "norms" and isinstance(op, Pass)]
+    moved = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "norms" and isinstance(op, MemoryPass)]
     assert sum(moved) == 2 * NORM_MOVES * 4 * 8 * 8  # two norms of 8 tokens, 8 wide
-    turned = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "rotary" and isinstance(op, Pass)]
+    turned = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "rotary" and isinstance(op, MemoryPass)]
     assert sum(turned) == 2 * TURN_MOVES * 4 * 8 * 8  # queries and keys
 
 
@@ -144,10 +144,10 @@ def test_torch_gets_its_threads_back() -> None:
 
 
 def figure(measured: float | Exception, **changes: Any) -> Figure:
-    def measure() -> Outcome:
+    def measure() -> FigureOutcome:
         if isinstance(measured, Exception):
             raise measured
-        return Outcome(Sample.of([measured]), case={"by": "hand"})
+        return FigureOutcome(Sample.of([measured]), case={"by": "hand"})
 
     fields: dict[str, Any] = {
         "part": "one_core",

@@ -38,7 +38,7 @@ DIGITS = "9" * 5000
         (["bench", "kernel", "--shapes", f"1x1x{DIGITS}"], "is not understood"),
         (["bench", "kernel", "--repeats", DIGITS], "invalid value for '--repeats'"),
         (["bench", "collective", "--ranks", DIGITS], "expected whole numbers"),
-        (["bench", "collective", "--sizes", DIGITS], "expected at most 1 PiB"),
+        (["bench", "collective", "--sizes", DIGITS], "is too large: write one below 2**63"),
         (["bench", "collective", "--ranks", "1000000"], "expected at most"),
         (["bench", "collective", "--simulate", "flat", "--ranks", "1000000"], "expected at most 65,536 ranks"),
         (["bench", "collective", "--simulate", "flat", "--ranks", str(2**64)], "expected at most 65,536 ranks"),
@@ -149,3 +149,9 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
 def test_a_model_whose_logits_are_nan_writes_nothing() -> None:
     with pytest.raises(RunError, match="NaN or infinite"):
         sample(lambda tokens, cache: torch.full((1, 1, 4), float("nan")), [1], 1, context=4)
+
+
+def test_a_runs_configuration_that_is_no_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xff")
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert "config.toml is not UTF-8 text" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.measure.calibrate import calibrate_further
-from tilemesh.measure.figure import Figure, Outcome
+from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 from tilemesh.train import host
 from tilemesh.train.host import HostCosts, Read, host_figures, small_step, split
@@ -93,7 +93,7 @@ def test_figures_are_added_to_what_is_stored() -> None:
         return Figure(
             part="gpu", rate="host_s", name="host", case={}, unit="s", predicted=1.0, limit=None,
             missing={"limit": "none", "peers": "none"}, key=key,
-            measure=lambda: Outcome(None if value is None else Sample.of([value])),
+            measure=lambda: FigureOutcome(None if value is None else Sample.of([value])),
         )  # fmt: skip
 
     stored = Calibration("id", "a box", "then", gpu=Rates({"bf16": 1e12}, host_s={"a": 1.0, "b": 2.0}), extra={"x": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import subprocess
@@ -201,10 +202,10 @@ def test_what_is_launched_is_planned_once_per_signature(monkeypatch):
         def __init__(self, plan, tensors, device, constants):
             made.append((plan, constants["activation"]))
 
-        def __call__(self, addresses):
+        def launch(self, addresses):
             ran.append(addresses)
 
-    monkeypatch.setattr(call, "_Compiled", Pretended)
+    monkeypatch.setattr(call, "_compile", Pretended)
     x, scale, shift = inputs(4, 64)
 
     def launch(x, activation):
@@ -291,16 +292,20 @@ def test_every_operator_has_its_parts(name):
     form, bench = entry.load("form"), entry.load("bench")
     assert (bench.form, bench.name) == (form, entry.public.partition(":")[2])
     shape = "x".join("65432"[: form.sizes.count("x") + 1])
-    problem = form.problem(shape, {"dtype": "float32"})
+    settings = {"dtype": "float32", **({"passes": "forward"} if "passes" in form.settings else {})}
+    problem = form.problem(shape, settings)
     assert isinstance(form.cost(problem), Cost)
-    assert form.cost_of(form.case(shape, {"dtype": "float32"})) == form.cost(problem)
+    assert form.cost_of(form.case(shape, settings)) == form.cost(problem)
     for listed in form.suite:
         form.problem(listed, {})
     given = bench.arguments(problem, torch.device("cpu"), 0)
-    interpreted = entry.load("public")(*given, implementation="interpret")
-    torch.testing.assert_close(interpreted, bench.calls(problem)["ours"](*given))
-    assert bench.wrong(problem, given, interpreted) is None
-    assert bench.wrong(problem, given, interpreted + 0.01) is not None
+    ours, interpret = bench.calls(problem)["ours"], functools.partial(entry.load("public"), implementation="interpret")
+    by_name = {key: value for key, value in getattr(problem, "options", {}).items() if key != "passes"}
+    interpreted = interpret(*given, **by_name, **getattr(bench, "options", {}))
+    torch.testing.assert_close(interpreted, ours(*given))
+    first = interpreted[0] if isinstance(interpreted, tuple) else interpreted
+    assert bench.wrong(problem, given, first) is None
+    assert bench.wrong(problem, given, first + 0.01) is not None
 
 
 def test_an_unknown_operator_gets_the_nearest_known():
@@ -327,14 +332,13 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
     """An operator made of docs/extending.md alone, in a package of its own: three files and a registration."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     section = text[text.index("## Add an operator") :]
-    folder = tmp_path / "documented_softsign"
-    folder.mkdir()
+    folder, home = tmp_path / "documented" / "softsign", "documented.softsign"
+    folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     for name in ("reference", "kernel", "cost"):
         code = section[section.index(f"`kernels/softsign/{name}.py`") :].split("```python\n", 1)[1].split("```", 1)[0]
-        (folder / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", "documented_softsign"))
+        (folder / f"{name}.py").write_text(code.replace("tilemesh.kernels.softsign", home))
     monkeypatch.syspath_prepend(str(tmp_path))
-    home = "documented_softsign"
     monkeypatch.setattr(registry, "_operators", dict(registry._operators))
     registry.register(registry.folder("softsign", home))
     test_every_operator_has_its_parts("softsign")
@@ -347,7 +351,7 @@ def test_the_documents_example_works(tmp_path, monkeypatch, recording):
             assert excess(softsign(x, scale=2.1, implementation="interpret"), exact, bound) is None
     for dtype in ("bfloat16", "float64"):
         place = call.Place((3000,), (1,), dtype, aligned=True)
-        plan = importlib.import_module("documented_softsign.kernel").plan
+        plan = importlib.import_module(f"{home}.kernel").plan
         compiles_for_an_h200(plan, {"x": place, "y": place}, scale=0.1)
     wide = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x: softsign(x, scale=0.1, implementation="interpret"), wide)

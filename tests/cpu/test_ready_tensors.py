@@ -33,6 +33,22 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+def spied(comm: Communicator, refused: list[Any]) -> None:
+    """Note which ready calls leave a call to the ordinary way."""
+
+    def spy(key: Any, ready: Any) -> Any:
+        def noted(x: Any, out: Any) -> Any:
+            result = ready(x, out)
+            if result is NotImplemented:
+                refused.append(key)
+            return result
+
+        return noted
+
+    for key, ready in list(comm.ready_calls.items()):
+        comm.ready_calls[key] = spy(key, ready)
+
+
 def numbers(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Small whole numbers, so that every order of adding gives the same bits in every dtype."""
     seed = torch.Generator().manual_seed(100 * turn + rank)
@@ -44,6 +60,7 @@ def numbers(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) ->
 def test_repeated_calls_give_what_the_first_one_would(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     def main(comm: Communicator) -> None:
         for name, call in CALLS.items():
+            refused: list[Any] = []
             for turn in range(4):
                 x = numbers(comm.rank, turn, shape, dtype)
                 before = len(comm.ready_calls)
@@ -51,6 +68,9 @@ def test_repeated_calls_give_what_the_first_one_would(shape: tuple[int, ...], dt
                 assert (type(result), result.dtype, result.is_contiguous()) == (Tensor, dtype, True), name
                 if turn:
                     assert len(comm.ready_calls) == before > 0, f"{name} was not kept ready"
+                    assert not refused, f"{name} was kept ready and went the ordinary way"
+                else:
+                    spied(comm, refused)
                 if dtype != torch.bfloat16:
                     ready = dict(comm.ready_calls)
                     comm.ready_calls.clear()

@@ -110,10 +110,11 @@ def test_the_newest_sound_one_is_opened_and_a_hole_is_found(tmp_path: Path) -> N
     with pytest.raises(RunError, match=r"no checkpoint of .* is whole: .*SHA-256 differs"):
         open_checkpoint(tmp_path)
     write(folder, shards[:1], 3)  # the other rank's part was never written
-    with pytest.raises(DamagedError, match="w is not all there, 30 values are missing"):
-        Reader(folder / "step-00000003").weight("w")
+    with pytest.raises(DamagedError, match=r"w is not all there, .* 30 values are missing"):
+        Reader(folder / "step-00000003")
+    write(folder, shards, 4)
     with pytest.raises(DamagedError, match="has no weight:v"):
-        Reader(folder / "step-00000003").weight("v")
+        Reader(folder / "step-00000004").weight("v")
 
 
 def test_what_is_written_is_a_safetensors_file(tmp_path: Path) -> None:

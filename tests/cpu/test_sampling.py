@@ -50,7 +50,7 @@ def test_the_same_seed_draws_the_same_text() -> None:
     ("given", "words"),
     [
         ({"prompt": []}, "an empty prompt"),
-        ({"tokens": -1}, "-1 tokens were asked for"),
+        ({"tokens": -1}, "tokens is -1: expected a whole number"),
         ({"temperature": float("nan")}, "temperature is nan"),
     ],
 )

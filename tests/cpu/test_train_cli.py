@@ -13,7 +13,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
-from tilemesh.plan.local import Local, Machine
+from tilemesh.plan.local import AnyMachine, MeasuredCluster
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import kind_of
@@ -72,7 +72,7 @@ def test_fit_tells_its_listener_and_prints_nothing(
     assert (result.step, result.interrupted) == (2, True)
     assert events[0] == {"kind": "run", "folder": str(tmp_path / "run")}
     assert [event["step"] for event in events if event["kind"] == STEP] == [1, 2]
-    assert events[-1] == {"kind": "end"}
+    assert (events[-1]["kind"], events[-1]["step"], events[-1]["saved_step"]) == ("end", 2, 2)
     assert capfd.readouterr() == ("", "")
     # Another number of steps: what the run was until then stays beside it.
     longer = tm.train.load_config(sets=[SMALL, source, "evaluate.every=0,sample.tokens=0,train.steps=4"])
@@ -201,7 +201,7 @@ def test_a_runs_rows_say_what_is_missing_and_why(run: Path) -> None:
 def test_of_a_gpu_the_memory_that_torch_allocates_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run reads what torch allocated: what the context and the libraries reserve is not in it."""
 
-    def no_calibration(name: str, machine: Machine) -> Local:
+    def no_calibration(name: str, machine: AnyMachine) -> MeasuredCluster:
         raise UsageError(f"{name} was not calibrated")
 
     monkeypatch.setattr(predict, "local_machine", no_calibration)

@@ -35,7 +35,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.gradients import Step, read
+from tilemesh.parallel.gradients import GradientStep, read
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held, join, take
 from tilemesh.plan.step import predict
@@ -52,7 +52,7 @@ from tilemesh.train import bench_rank, graph, optimizer, sampling
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.load import load
-from tilemesh.train.memory import Saved, storage_bytes
+from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
 from tilemesh.train.plain import make_plain, suit_gpu
@@ -120,7 +120,9 @@ class TestResume:
     def test_a_checkpoint_of_more_layers_is_another_models(self, text: str, whole: Path, tmp_path: Path) -> None:
         """One of fewer layers lacks weights; of more, a part would load."""
         shutil.copytree(whole, tmp_path / "run")
-        with pytest.raises(RunError, match=r"has weight:layers.1.*another model's checkpoint"):
+        with pytest.raises(
+            UsageError, match=r"not the configuration that step 10 .* model\.layers is 2 there and 1 here"
+        ):
             trained(made(text, "dp=1,tp=1", "model.layers=1,train.steps=12"), tmp_path / "run", resume=True)
 
     def test_a_run_that_is_done_stays_what_it_was(self, text: str, whole: Path, tmp_path: Path) -> None:
@@ -318,9 +320,9 @@ class TestFiles:
         ("asked", "words"),
         [
             ({"prompt": ""}, "an empty prompt"),
-            ({"tokens": -1}, "-1 tokens were asked for: expected 0 or more"),
-            ({"temperature": -0.5}, "temperature is -0.5: expected 0, or between 1e-06 and 1e[+]06"),
-            ({"temperature": 1e-320}, "temperature is 1e-320: expected 0, or"),
+            ({"tokens": -1}, "tokens is -1: expected a whole number, between 0"),
+            ({"temperature": -0.5}, "temperature is -0.5: expected 0 or more"),
+            ({"temperature": float("nan")}, "temperature is nan: expected 0 or more"),
         ],
     )
     def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
@@ -396,11 +398,11 @@ class PlayedGraphs:
     def __init__(self, log: list[str], fails: bool = False) -> None:
         self.log, self.fails = log, fails
 
-    def run(self, body: Callable[[], Step]) -> Step:
+    def run(self, body: Callable[[], GradientStep]) -> GradientStep:
         self.log.append("run")
         return body()
 
-    def capture(self, body: Callable[[], Step]) -> PlayedGraphs:
+    def capture(self, body: Callable[[], GradientStep]) -> PlayedGraphs:
         self.log.append("capture")
         if self.fails:
             raise RunError("cannot be captured in a CUDA graph: RuntimeError: something was waited for")
@@ -416,8 +418,8 @@ class TestStepGraph:
     def steps(self, count: int, log: list[str], **options: Any) -> list[float]:
         loss = torch.zeros(())
 
-        def body() -> Step:
-            return Step(loss.add_(1.0), 8, loss)
+        def body() -> GradientStep:
+            return GradientStep(loss.add_(1.0), 8, loss)
 
         fails = options.pop("fails", False)
         told = options.pop("told", lambda now: None)
@@ -557,13 +559,13 @@ class TestAlone:
             self.steps(text, True, "train.graph=true")
 
     def test_the_host_is_a_few_steps_ahead_and_no_more(self) -> None:
-        class Step:
+        class GradientStep:
             done = False
 
             def synchronize(self) -> None:
                 self.done = True
 
-        pace, steps = Pace(), [Step() for _ in range(3 * AHEAD)]
+        pace, steps = Pace(), [GradientStep() for _ in range(3 * AHEAD)]
         for number, step in enumerate(steps, 1):
             pace(step)
             assert [one.done for one in steps] == [at < number - AHEAD for at in range(len(steps))]
@@ -609,7 +611,7 @@ def test_a_peer_of_the_bench_trains_the_same_model_alike(text: str) -> None:
 class TestMemory:
     def test_what_autograd_keeps_is_counted_once_and_let_go(self) -> None:
         weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(16, 8)
-        with Saved([weight]) as saved:
+        with SavedBytes([weight]) as saved:
             for _ in range(2):  # one after the other: the peak is of one
                 hidden = (x @ weight).tanh()  # keeps x, and its own result
                 y = hidden[:4] * hidden[4:8]  # keeps two views of that result
@@ -678,7 +680,7 @@ class TestFaults:
         config = made(text, "dp=2,tp=1", "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
         with pytest.raises(RunError, match=r"step \d+: (loss is|the gradient's norm is) (nan|inf)"):
             trained(config, tmp_path / "run")
-        kept = sorted((tmp_path / "run").glob("bad-batch-step-*-replica-*.safetensors"))
+        kept = sorted((tmp_path / "run").glob("bad-batch-step-*-part-*.safetensors"))
         assert len(kept) == 2
         assert load_file(kept[0])["tokens"].shape == (4, 16)
 
@@ -694,20 +696,25 @@ class TestFaults:
             return real(path, tensors)
 
         monkeypatch.setattr(checkpoint, "write_tensors", full)
-        result, said = trained(made(text), tmp_path / "run")
-        assert result.step == 10
+        result, said = trained(made(text, "dp=2,tp=2", "checkpoint.retry_s=0"), tmp_path / "run")
+        assert (result.step, result.saved_step, result.saved_in) == (10, 5, tmp_path / "run")
+        assert said[-1] == "THE WEIGHTS OF STEP 10 ARE LOST: the newest that are saved are of step 5"
         assert any("CHECKPOINT OF STEP 10 FAILED: training goes on, the last good one is of step 5" in x for x in said)
         assert losses(tmp_path / "run") == losses(whole)
         kept = {(line["kind"], line["step"]): line for line in latest(tmp_path / "run")}
         assert not kept["checkpoint", 10]["ok"]
         assert kept["checkpoint", 10]["why"] == "another rank could not write its part"
-        assert ("warning", 10) not in kept  # one line for one failure
+        assert kept["warning", 10]["text"] == said[-1]
         assert [step for step, _ in checkpoints(tmp_path / "run" / CHECKPOINTS)] == [5]
         assert not list((tmp_path / "run" / CHECKPOINTS).glob(".writing*"))
 
     def test_a_full_disk(self, text: str, small_disk: Path, tmp_path: Path) -> None:
         """A real one: there is room for one checkpoint and no more."""
-        config = made(text, "dp=1,tp=2", "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6")
+        config = made(
+            text,
+            "dp=1,tp=2",
+            "train.steps=6,checkpoint.every=2,checkpoint.keep=3,train.trace_steps=6,checkpoint.retry_s=0",
+        )
         folder = small_disk / "run"
         new_run(TRAIN, config.to_toml(), folder)
         (small_disk / "filler").write_bytes(bytes(_room(small_disk) - 300_000))
@@ -716,6 +723,7 @@ class TestFaults:
         assert any("CHECKPOINT OF STEP 6 FAILED" in line for line in said)
         (step, path), *_ = checkpoints(folder / CHECKPOINTS)
         assert step in (2, 4)
+        assert result.saved_step == step
         assert state(folder, step)
         assert list(path.glob("manifest.json"))
 

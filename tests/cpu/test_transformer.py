@@ -14,9 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
-from tilemesh.model.dropout import Place, Site, dropout, fold_seed, keep_mask
+from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
 from tilemesh.model.transformer import IGNORED, Layer, Transformer, initialize, loss, loss_sum
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}
@@ -263,7 +264,9 @@ def test_a_narrow_model_is_as_exact_as_the_model_written_out(dtype: torch.dtype)
         model.to(dtype)
         ours, plain = model(tokens_BT), written_out(model, tokens_BT)
     assert ours.dtype == dtype
-    assert (ours.double() - exact).norm() <= 2 * (plain.double() - exact).norm()
+    # Ten operations of a layer round, and the logits: by luck the one written out may be nearer than that.
+    least = norm_error(10 * GPT2.layers + 1, dtype) * exact.norm()
+    assert (ours.double() - exact).norm() <= 2 * max((plain.double() - exact).norm(), least)
 
 
 def test_autocast_keeps_weights_and_residuals_wide() -> None:
@@ -431,7 +434,9 @@ def test_a_draw_is_the_hash_written_out() -> None:
         key = mix((mix((low + row * step) % 2**32) + high + token * step) % 2**32)
         draw = mix((key + feature * step) % 2**32, key)
         for rate in (0.1, 0.5, 0.9):
-            kept = keep_mask((1, 1, 1), rate, seed=seed, layer=3, site=Site.MLP, place=Place(row, token, feature))
+            kept = keep_mask(
+                (1, 1, 1), rate, seed=seed, layer=3, site=Site.MLP, place=DropoutPlace(row, token, feature)
+            )
             assert bool(kept) is ((draw + 2**31) % 2**32 >= round(rate * 2**32)), (seed, row, rate)
 
 
@@ -453,7 +458,7 @@ def test_the_rate_is_kept(rate: float) -> None:
 )  # fmt: skip
 def test_the_mask_of_a_slice_is_the_slice_of_the_mask(place: tuple[int, int, int], shape: tuple[int, int, int]) -> None:
     cut = tuple(slice(start, start + size) for start, size in zip(place, shape, strict=True))
-    assert torch.equal(keep_mask(shape, 0.3, **HERE, place=Place(*place)), keep_mask(SHAPE, 0.3, **HERE)[cut])
+    assert torch.equal(keep_mask(shape, 0.3, **HERE, place=DropoutPlace(*place)), keep_mask(SHAPE, 0.3, **HERE)[cut])
 
 
 def test_masks_of_other_seeds_layers_sites_and_neighbours_have_nothing_in_common() -> None:
@@ -505,7 +510,7 @@ def test_bad_masks_are_refused() -> None:
     with pytest.raises(UsageError, match="three dims"):
         keep_mask((2, 3), 0.1, **HERE)
     with pytest.raises(UsageError, match="at least 0"):
-        Place(row=-1)
+        DropoutPlace(row=-1)
 
 
 def test_seeds_fold_apart() -> None:
@@ -519,7 +524,7 @@ def test_half_a_batch_drops_what_the_whole_batch_drops_there() -> None:
     model, tokens_BT = Transformer(DROPPING, dtype=torch.float64), some_tokens(DROPPING, rows=4)
     with torch.no_grad():
         whole = model(tokens_BT, dropout_seed=1)
-        parts = [model(tokens_BT[row : row + 2], dropout_seed=1, place=Place(row=row)) for row in (0, 2)]
+        parts = [model(tokens_BT[row : row + 2], dropout_seed=1, place=DropoutPlace(row=row)) for row in (0, 2)]
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
         assert not torch.allclose(model(tokens_BT[2:], dropout_seed=1), whole[2:])
         assert not torch.allclose(model(tokens_BT, dropout_seed=2), whole)

@@ -43,8 +43,8 @@ from tilemesh.kernels.matmul.trial import make_inputs
 from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.rates import pass_s
 from tilemesh.kernels.tuning import compiler, search, tuner
-from tilemesh.kernels.tuning.table import Entry, Table, versions
-from tilemesh.kernels.tuning.trial import Trial
+from tilemesh.kernels.tuning.table import TunedEntry, TunedTable, versions
+from tilemesh.kernels.tuning.trial import ConfigTrial
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import LoopTimer
@@ -111,7 +111,7 @@ def test_pruning_keeps_the_best_prediction():
 
 
 def test_tune_modes(monkeypatch):
-    table = Table("gpu", {})
+    table = TunedTable("gpu", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with use(Context()) as context:
         for mode, wanted in (("never", False), ("once", True), ("always", True)):
@@ -119,7 +119,7 @@ def test_tune_modes(monkeypatch):
             assert choose.may_tune(PROBLEM, table) is wanted
             assert choose.may_tune(dense(8, 8, 0), table) is False
             assert choose.may_tune(replace(PROBLEM, keep=True), table) is False
-        table.entries[PROBLEM.key] = Entry(Config("library"), 1.0)
+        table.entries[PROBLEM.key] = TunedEntry(Config("library"), 1.0)
         assert choose.may_tune(PROBLEM, table) is True  # always
         context.state("matmul").tuned.add(PROBLEM.key)
         assert choose.may_tune(PROBLEM, table) is False  # but once per process
@@ -143,14 +143,14 @@ def test_names_mean_configurations_on_a_pretended_h200(monkeypatch, tmp_path):
     mine = Config("pointer", 64, 64, 64)
     with use(Context()) as context:
         assert choose.choose(PROBLEM, "auto", None, device) == shipped[PROBLEM.key].config
-        TABLES.add("NVIDIA H200", versions(), {PROBLEM.key: Entry(mine, 1e-5)})
+        TABLES.add("NVIDIA H200", versions(), {PROBLEM.key: TunedEntry(mine, 1e-5)})
         assert choose.choose(PROBLEM, "auto", None, device) == shipped[PROBLEM.key].config  # read once
         context.forget()
         assert choose.choose(PROBLEM, "auto", None, device) == mine
         assert choose.choose(PROBLEM, "split", None, device).kind == "split"
         assert choose.choose(PROBLEM, "library", None, device) == Config("library")
         assert choose.choose(PROBLEM, "auto", Config("tma"), device) == Config("tma")
-    given = Table("NVIDIA H200", {}, {PROBLEM.key: Entry(Config("pointer", 128, 64, 64), 1e-5)})
+    given = TunedTable("NVIDIA H200", {}, {PROBLEM.key: TunedEntry(Config("pointer", 128, 64, 64), 1e-5)})
     with use(Context({"matmul": {"NVIDIA H200": given}})) as context:  # instead of what is on disk
         assert choose.choose(PROBLEM, "auto", None, device) == Config("pointer", 128, 64, 64)
         context.forget()
@@ -242,7 +242,7 @@ def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path)
     gpu = Gpu("NVIDIA H200", (9, 0), 132, 232448)
     monkeypatch.setattr(tuner, "gpu_of", lambda index: gpu)
     monkeypatch.setattr(compiler, "gpu_of", lambda index: gpu)
-    found = Entry(Config("library"), 1e-5)
+    found = TunedEntry(Config("library"), 1e-5)
     monkeypatch.setattr(tuner, "tune", lambda operator, problem, device, compiler: SimpleNamespace(entry=found))
     with pytest.warns(UserWarning, match="could not be remembered"):
         assert tuner.tune_now(TUNING, PROBLEM, torch.device("cuda", 0)) is found
@@ -298,7 +298,7 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
     plan = tiles_plan(PROBLEM, Config("tma"), 132)
     operands = {name: Operand("float16") for name in ("a", "b", "c", "d")}
     with pytest.raises(FitError, match="shared memory 300000, this GPU has 232448"):
-        program.Program(plan, operands, list(operands))
+        program.LaunchProgram(plan, operands, list(operands))
     tried = []
 
     def prepare(problem, config, device):
@@ -502,7 +502,7 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
             pass
 
         def time(self, config):
-            return Trial(config, predict_s(self.problem, config, RATES))
+            return ConfigTrial(config, predict_s(self.problem, config, RATES))
 
         def runner(self, config):
             if config.kind == "torch":

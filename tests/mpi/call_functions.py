@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.core.context import membership
+from tilemesh.launch import this_rank
 
 
 def my_rank() -> int:
-    member = membership()
-    assert member is not None
-    return member.rank
+    return this_rank().rank
 
 
 def given(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -49,7 +48,18 @@ def unsendable() -> Any:
     return {"a": [1, 2, 3, {4}]}
 
 
+def raise_while_connected() -> None:
+    from tilemesh.comm import connect
+
+    with connect(timeout_s=30.0) as comm:
+        comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("the widget is bent")
+
+
 def misbehave(how: str) -> str:
+    if my_rank() == 1 and how == "exit":
+        sys.exit(0)
     if how == "all raise" or (my_rank() == 1 and how in ("raise", "raise alone")):
         raise ValueError("the widget is bent\nand more")
     if my_rank() == 1 and how == "kill":

@@ -274,7 +274,8 @@ def axes_and_strides(comm: Communicator) -> None:
         for axis in (0, 1, 2, -1):
             part = comm.reduce_scatter(x, axis=axis, algorithm="ring")
             require_equal(part, np.ascontiguousarray(np.array_split(n * x, n, axis)[me]))
-            exchanged = comm.all_to_all(x + me, axis=axis)
+            comm.all_to_all(x + me, axis=axis)
+            exchanged = comm.all_to_all(x + me, axis=axis)  # kept ready, for this axis alone
             wanted = np.concatenate([np.array_split(x + rank, n, axis)[me] for rank in range(n)], axis)
             require_equal(exchanged, wanted)
             joined = comm.all_gather(x + me, axis=axis)
@@ -676,9 +677,46 @@ def bytes_on_the_wire(comm: Communicator, algorithms: Sequence[str] = ALGORITHMS
 
 def the_naive_ones(comm: Communicator) -> None:
     x = np.random.default_rng(comm.rank).normal(size=(2 * comm.size + 1, 3))
-    for op in ("sum", "prod", "min", "max"):
+    for op in OPERATIONS:
         assert np.allclose(minimal.all_reduce(comm, x, op), comm.all_reduce(x, op), rtol=1e-12)
+        assert np.allclose(minimal.reduce_scatter(comm, x, op), comm.reduce_scatter(x, op), rtol=1e-12)
+    assert np.array_equal(minimal.all_gather(comm, x), comm.all_gather(x))
     assert np.array_equal(minimal.all_to_all(comm, x), comm.all_to_all(x))
+    root = comm.size - 1
+    assert np.array_equal(minimal.broadcast(comm, x, root), comm.broadcast(x, root))
+    with pytest.raises(UsageError, match="unknown operation 'add'"):
+        minimal.all_reduce(comm, x, "add")
+    with pytest.raises(UsageError, match="avg of int64"):
+        minimal.reduce_scatter(comm, np.arange(3), "avg")
+
+
+def complex_numbers(comm: Communicator) -> None:
+    """Carried and added by every algorithm, as numpy or torch; they have no order."""
+    torch = pytest.importorskip("torch")
+    n, me = comm.size, comm.rank
+    x = (np.arange(2 * n) + 1j * me).astype(np.complex64)
+    for algorithm in ("auto", *(["native"] if has_native(comm) else []), "ring"):
+        for _ in range(2):
+            total = comm.all_reduce(torch.from_numpy(x).conj(), algorithm=algorithm)
+            assert total.dtype == torch.complex64
+            assert np.array_equal(total.numpy(), n * np.arange(2 * n) - 1j * sum(range(n)))
+            plain = comm.all_reduce(torch.from_numpy(x), algorithm=algorithm)
+            assert np.array_equal(plain.numpy(), n * np.arange(2 * n) + 1j * sum(range(n)))
+        assert np.array_equal(comm.all_gather(x[:1], algorithm=algorithm), 1j * np.arange(n))
+    assert np.array_equal(comm.all_reduce(x.astype(np.complex128), "avg").real, np.arange(2 * n))
+    assert np.array_equal(comm.all_reduce(np.full(3, 1j), "prod"), np.full(3, 1j**n))
+    for op in ("min", "max"):
+        with pytest.raises(UsageError, match=f"{op} of complex64: complex numbers have no order"):
+            comm.all_reduce(x, op)
+
+
+def nested_tensors(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        for method in (comm.all_reduce, comm.broadcast, comm.all_gather, comm.reduce_scatter, comm.all_to_all):
+            with pytest.raises(UsageError, match="input is a nested tensor"):
+                method(nested)
 
 
 def wrong_use(comm: Communicator) -> None:
@@ -692,7 +730,10 @@ def wrong_use(comm: Communicator) -> None:
         (lambda: comm.broadcast(x, root=n), f"root {n} is not a rank of this communicator: expected 0 to {n - 1}"),
         (lambda: comm.broadcast(x, root=-1), "root -1 is not a rank"),
         (lambda: comm.all_reduce(np.array(["a"])), "input has dtype <U1"),
-        (lambda: comm.all_reduce(np.ones(2, complex)), "input has dtype complex128"),
+        (
+            lambda: comm.all_reduce(np.zeros(2, "M8[s]")),
+            "input has dtype datetime64[s]: a collective carries float, complex",
+        ),
         (lambda: comm.all_reduce(np.ones(2, ">f4")), "foreign byte order"),
         (lambda: comm.all_reduce([1, 2]), "input is a list: expected a numpy array or a torch tensor"),
         (lambda: comm.all_reduce(np.ones(3, int), "avg"), "avg of int64"),
@@ -917,6 +958,8 @@ SURFACE = (
     groups,
     bytes_on_the_wire,
     the_naive_ones,
+    complex_numbers,
+    nested_tensors,
     wrong_use,
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from typing import Any
 
@@ -55,3 +57,23 @@ def come_and_go() -> list[Any]:
     third = connect()
     assert third.all_gather(np.array([me])).tolist() == list(range(n))
     return [GROUPS, third.backend]
+
+
+def drop_unclosed() -> list[int]:
+    """Descriptors and threads that twenty groups leave which nobody closed: none, once they are dropped."""
+
+    def counted() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    comm = connect(timeout_s=30.0)
+    first = comm.split(0)
+    assert first is not None
+    first.all_reduce(np.ones(3), algorithm="ring")
+    before = counted()
+    groups = [comm.split(0) for _ in range(20)]
+    assert all(group.all_reduce(np.ones(3), algorithm="ring")[0] == comm.size for group in groups)
+    assert counted()[0] > before[0] + 40
+    del groups
+    gc.collect()
+    comm.all_reduce(np.ones(3), algorithm="ring")  # the communicator they came from goes on
+    return [now - then for now, then in zip(counted(), before, strict=True)]

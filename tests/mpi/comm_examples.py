@@ -8,7 +8,7 @@ from pathlib import Path
 from tilemesh.comm import connect
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ("hello", "messages", "collectives", "groups", "missing_wait")
+NAMES = ("hello", "messages", "collectives", "groups", "missing_wait", "minimal")
 
 
 def pages() -> list[str]:

@@ -32,7 +32,7 @@ from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffi
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import MODELS, Case, Layout
+from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
 from tilemesh.parallel.gate.compare import Gate
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams
@@ -443,11 +443,11 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
     laid.gradients.finish(1.0)
     sent = {axis: group.sent.nbytes - before[axis] for axis, group in counted.items()}
     made = turns * traffic.microbatch(
-        config, mesh.tp.size, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
+        config, mesh.shape, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
     )
     itemsize = laid.gradients.buffers[0].element_size()
     found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
-    made += traffic.step_end(found, mesh.dp.size, itemsize)
+    made += traffic.step_end(found, mesh.shape, itemsize)
     wanted = dict.fromkeys(counted, 0)
     for one in made:
         axis = "tp" if one.axis == f"tp {mesh.tp.size}" else one.axis
@@ -512,11 +512,11 @@ PARTS: dict[str, Callable[[Communicator], None]] = {
 
 def small_gate(comm: Communicator) -> None:
     layouts = (
-        Layout(1, 4, True),
-        Layout(2, 2, False, 2),
-        Layout(2, 2, True),
-        Layout(4, 1, False, 2),
-        Layout(1, 2, True, 2),
+        GateLayout(1, 4, True),
+        GateLayout(2, 2, False, 2),
+        GateLayout(2, 2, True),
+        GateLayout(4, 1, False, 2),
+        GateLayout(1, 2, True, 2),
     )
     fit = [chosen for chosen in layouts if chosen.ranks <= comm.size]
     # In turn: every model on every layout is `test_the_whole_gate`, which is slow.

@@ -21,7 +21,7 @@ from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel import Column, Mesh, Vocabulary, lay
 from tilemesh.parallel.buckets import Bucket, Bucketed
-from tilemesh.parallel.gradients import Gradients, Parts, Step, read, settle
+from tilemesh.parallel.gradients import Gradients, GradientStep, Parts, read, settle
 
 PROCESSES = [pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")), "torch"]
 PARTS = ["own_module", "buckets", "readiness_differs"]
@@ -81,7 +81,7 @@ def test_several_steps_are_read_with_one_wait(monkeypatch: pytest.MonkeyPatch) -
     waits = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or tolist(tensor))
-    steps = [Step(torch.tensor(float(number)), 8, 2.0 * number) for number in range(3)]
+    steps = [GradientStep(torch.tensor(float(number)), 8, 2.0 * number) for number in range(3)]
     assert read(steps) == [(0.0, 0.0), (1.0, 2.0), (2.0, 4.0)]
     assert waits == [1]
     assert read([]) == []

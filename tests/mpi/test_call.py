@@ -22,7 +22,7 @@ from started import is_running, wait_until
 
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.launch import RankError, Ranks, call, values
+from tilemesh.launch import RankError, Ranks, call, this_rank, values
 from tilemesh.launch.calls import name_of
 from tilemesh.launch.folder import base_folder
 from tilemesh.launch.start import find_mpiexec
@@ -93,6 +93,10 @@ def test_ranks_that_raise_are_named_and_stay_usable(pool: Ranks) -> None:
         RankError, match=r"(?m)^rank \d raised ValueError: the widget is bent \(ranks \d, \d raised, too\)$"
     ):
         pool.call("call_functions:misbehave", "all raise")
+    with pytest.raises(
+        RankError, match=r"^rank 1 raised SystemExit: sys.exit\(0\); a called function returns its result"
+    ):
+        pool.call("call_functions:misbehave", "exit")
     with pytest.raises(RankError, match=r'raised UsageError: result\["a"\]\[3\]: a set'):
         pool.call("call_functions:unsendable")
     with pytest.raises(RankError, match="raised UsageError: call_functions has no function 'nothing'"):
@@ -125,6 +129,22 @@ def test_a_rank_that_is_gone_or_stuck_ends_them_all(transport: str, how: str, wo
         ranks.call("call_functions:given")
     wait_until(lambda: not any(is_running(pid) for pid in pids))
     ranks.close()  # nothing more to do
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_raises_with_a_communicator_waits_for_nobody(transport: str) -> None:
+    """It is the others that wait, where the `with` closes the communicator, until they are ended."""
+    ranks = Ranks(2, transport=transport, grace_s=0.5)
+    start = time.monotonic()
+    words = r"^rank 1 raised ValueError: the widget is bent; rank 0 did not return after it.*, so all were ended"
+    with pytest.raises(RankError, match=words):
+        ranks.call("call_functions:raise_while_connected", timeout_s=60.0)
+    assert time.monotonic() - start < 25, "not the watchdog's 30 s"
+
+
+def test_a_process_that_is_no_rank_has_no_place() -> None:
+    with pytest.raises(UsageError, match="this process is no rank: start it by"):
+        this_rank()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -168,6 +168,13 @@ def test_communicators_come_and_go(transport: str) -> None:
     assert call("comm_close:come_and_go", 3, transport=transport) == [[40, transport]] * 3
 
 
+def test_groups_that_nobody_closes_end_when_they_are_dropped() -> None:
+    """On ranks of its own, whose descriptors and threads nobody else changes."""
+    for descriptors, threads in call("comm_close:drop_unclosed", 2, transport="torch"):
+        assert descriptors < 10
+        assert threads < 6
+
+
 @NEEDS_MPI
 def test_the_examples_on_eight_processes() -> None:
     page = "\n".join(call("comm_examples:pages", 8, transport="mpi")[0])

@@ -16,15 +16,15 @@ import torch
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel.gate.cases import MODELS, Case, Layout, cases, layouts
-from tilemesh.parallel.gate.compare import Apart, Gate, Result
+from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts
+from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.plant import PLANTS, Plant
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 PROCESSES = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 
 
-def run(ranks: int, chosen: list[Case], plant: Plant | None = None) -> list[Result]:
+def run(ranks: int, chosen: list[Case], plant: Plant | None = None) -> list[GateResult]:
     torch.set_num_threads(1)
     results = run_threads(ranks, lambda comm: list(Gate(comm, plant=plant).run(chosen)), timeout_s=100)
     assert [rank for rank, found in enumerate(results) if found and rank] == []
@@ -38,12 +38,12 @@ def test_a_sample_of_layouts_over_processes(transport: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_layout_with_everything_for_every_model(model: str) -> None:
-    chosen = [Case(model, Layout(2, 2, True, 2)), Case(model, Layout(1, 4, False, 1))]
+    chosen = [Case(model, GateLayout(2, 2, True, 2)), Case(model, GateLayout(1, 4, False, 1))]
     assert [result for result in run(4, chosen) if not result.passed] == []
 
 
 def test_float32_within_twice_another_order_of_summation() -> None:
-    results = run(4, [Case(model, Layout(2, 2, True), "fp32") for model in MODELS])
+    results = run(4, [Case(model, GateLayout(2, 2, True), "fp32") for model in MODELS])
     assert [result for result in results if not result.passed] == []
     # The bound is rounding, not slack: far above float64's, far below what a bug does.
     assert all(1e-9 < result.bound.gradient < 1e-3 for result in results)

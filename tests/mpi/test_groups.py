@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,20 @@ def test_blocks_of_an_axis() -> None:
     assert found[4] == ([4, 5], [0, 1, 4, 5])
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}])
+def test_ranks_that_take_the_same_part_of_the_batch(sizes: dict[str, int]) -> None:
+    """One rank of each part is its first, whatever axes there are beside those that share the batch."""
+
+    def main(comm: Communicator) -> tuple[int, bool]:
+        mesh = Mesh(comm, **sizes)
+        return mesh.part_of_batch(), mesh.is_first_of_part()
+
+    places = run_threads(math.prod(sizes.values()), main)
+    parts = sizes["dp"] * sizes.get("cp", 1)
+    assert sorted(part for part, is_first in places if is_first) == list(range(parts))
+    assert Counter(part for part, _ in places) == dict.fromkeys(range(parts), len(places) // parts)
+
+
 def test_a_mesh_of_three_axes_is_drawn_as_grids() -> None:
     texts = run_threads(8, lambda comm: Mesh(comm, pp=2, dp=2, tp=2).describe())
     assert texts[5].splitlines() == [
@@ -151,7 +166,7 @@ def test_a_mesh_that_does_not_match_the_world(sizes: dict[str, int], message: st
         (MODELS["gpt"], {"tp": 1}, None, "the plan is dp=1 × tp=1 and the mesh dp=1 × tp=3"),
         (MODELS["gpt"], {"tp": 3}, None, "tp is 3: 8 heads are not divisible by it"),
         (MODELS["gpt"].replace(heads=6, width=36, kv_heads=6, mlp_width=50), {"tp": 3}, None, "the MLP's width 50"),
-        (MODELS["gpt"].replace(heads=6, width=36, kv_heads=2), {"tp": 3}, None, "tp is 3 and kv_heads 2: one must be"),
+        (MODELS["gpt"].replace(heads=6, width=36, kv_heads=2), {"tp": 3}, None, "tp is 3: 2 kv_heads can neither"),
         (None, {"tp": 3}, None, "a Linear and no splits: give a map from name patterns to kinds of split"),
         (None, {"tp": 3}, {"weigth": "column"}, "unknown module 'weigth'"),
         (None, {"tp": 3, "sequence_parallel": True}, {}, "sequence_parallel of a Linear"),

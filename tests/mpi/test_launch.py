@@ -224,9 +224,12 @@ def test_the_environment_that_is_given_counts_not_the_callers() -> None:
     assert launch(["true"], ranks=1, transport="torch", environ=outside_any_job(inside)).exit_code == 0
 
 
-def test_more_ranks_than_files_may_be_open_is_said() -> None:
-    with pytest.raises(UsageError, match="open files"):
+def test_more_ranks_than_files_may_be_open_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="expected at most"):
         launch(["true"], ranks=10_000_000, transport="torch")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (100, 100))
+    with pytest.raises(UsageError, match="open files"):
+        launch(["true"], ranks=100, transport="torch")
 
 
 def test_a_job_that_takes_too_long_names_the_rank_that_is_stuck() -> None:
@@ -280,7 +283,7 @@ def test_inside_torchrun_it_joins() -> None:
         (["-m"], {"ranks": 2}, "-m without a module name"),
         (["true"], {}, "how many ranks"),
         (["true"], {"ranks": 0}, "--ranks 0: expected at least 1"),
-        (["true"], {"ranks": 1, "restarts": -1}, "--restarts -1: expected 0 or more"),
+        (["true"], {"ranks": 1, "restarts": -1}, "restarts is -1: expected 0 or more"),
         (["true"], {"ranks": 1, "transport": "mpl"}, "unknown transport 'mpl': did you mean 'mpi'?"),
     ],
 )

@@ -152,28 +152,40 @@ def test_killed_twice_and_the_loss_is_that_of_an_undisturbed_run(
     assert [reason.split(" (")[0] for reason in reasons] == [f"rank {rank} was killed by SIGKILL" for rank in (1, 0)]
 
 
+KILLS = 5  # of one run; ten runs are fifty kills
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_twenty_seeded_moments(config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
-    """Anywhere: while ranks start, between steps, inside a checkpoint's writing, at the end."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=NEEDS_MPI), "torch"])
+@pytest.mark.parametrize("seed", range(5))
+def test_fifty_kills_at_seeded_moments(
+    config: TrainConfig, undisturbed: dict[int, float], tmp_path: Path, seed: int, transport: str
+) -> None:
+    """Anywhere: while ranks start, between steps, inside a checkpoint's writing, towards the end."""
     draw = random.Random(seed)
     folder = new_run(TRAIN, config.to_toml(), tmp_path / "run")
-    run = Started(config, folder, restarts=1, transport="torch" if seed % 4 == 3 else "auto")
-    victim, moment = draw.randrange(2), draw.random()
-    if moment < 0.2:
-        ready = lambda: rank_pids(folder)  # noqa: E731
-    elif moment < 0.6:
-        step = draw.randrange(1, 35)
-        ready = lambda: run.reached(step)  # noqa: E731
-    else:
-        step = draw.randrange(1, 35)
-        ready = lambda: run.reached(step) and list((folder / CHECKPOINTS).glob(WRITING + "*"))  # noqa: E731
-    killed = kill_when(run, victim, ready)
-    until(lambda: run.said or not run.thread.is_alive())
-    if run.said:
-        assert run.said[0][0] - killed < ENDS_WITHIN_S
-        assert f"rank {victim} was killed by SIGKILL" in run.said[0][1]
-    assert run.wait(200).failure is None
+    run = Started(config, folder, restarts=KILLS, transport=transport)
+    killed: set[int] = set()
+
+    def is_ready(moment: float, step: int, victim: int) -> bool:
+        """Whether this is the moment to kill a rank that was not killed before."""
+        if rank_pids(folder).get(victim) in (None, *killed) or (moment >= 0.2 and not run.reached(step)):
+            return False
+        return moment < 0.6 or bool(list((folder / CHECKPOINTS).glob(WRITING + "*")))
+
+    for number in range(KILLS):
+        victim, moment, step = draw.randrange(2), draw.random(), 1 + number * 4 + draw.randrange(4)
+        until(lambda: is_ready(moment, step, victim))  # noqa: B023  called before the loop goes on
+        pid = rank_pids(folder)[victim]
+        os.kill(pid, signal.SIGKILL)
+        at = time.monotonic()
+        killed.add(pid)
+        until(lambda: len(run.said) > number)  # noqa: B023
+        assert run.said[number][0] - at < ENDS_WITHIN_S
+        assert f"rank {victim} was killed by SIGKILL" in run.said[number][1]
+    outcome = run.wait(300)
+    assert (outcome.failure, outcome.attempts) == (None, KILLS + 1)
     assert losses(folder) == undisturbed
 
 

@@ -182,7 +182,7 @@ def test_calls_take_turns() -> None:
 
 @pytest.fixture
 def three_flags() -> list[Flags]:
-    memory = np.zeros(3 * LINE, np.uint8)
+    memory = np.zeros((3 + 1) * LINE, np.uint8)  # a flag for each, and what they share
     return [Flags(memoryview(memory), rank, 3, cores=1) for rank in range(3)]
 
 

@@ -54,6 +54,16 @@ def test_groups_of_a_2_by_4_mesh() -> None:
     assert page.splitlines()[-1].endswith("[5] [6] [7]")
 
 
+def test_the_minimal_collectives_are_timed_beside_the_built_in_ones() -> None:
+    main = load("minimal")["main"]
+    table = run_threads(2, lambda comm: main(comm, seconds=0.01))[0]
+    assert table is not None
+    for name in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+        assert name in table
+    assert table.count("bytes 1024") == table.count("bytes 262144") == 5
+    assert "no fit for this machine" in table
+
+
 def test_the_deadlock_is_explained_and_both_ways_out_work(capsys: pytest.CaptureFixture[str]) -> None:
     load("deadlock")["main"]()
     said = capsys.readouterr().out

@@ -369,3 +369,32 @@ def test_rows_are_combined_by_any_operation_and_as_numpy_wants_it(ranks: int) ->
                         assert (total == function.reduce(np.arange(ranks) + turn)).all(), (algorithm, op, shape)
 
     run_threads(ranks, main)
+
+
+def test_an_input_that_is_also_out_is_refused_by_direct_for_what_it_is() -> None:
+    def main(comm: Communicator) -> list[str]:
+        x = comm.empty(8 * comm.size)
+        x[:] = comm.rank
+        words = []
+        for call in (
+            lambda: comm.all_reduce(x, out=x, algorithm="direct"),
+            lambda: comm.all_to_all(x, out=x, algorithm="direct"),
+            lambda: comm.all_reduce(np.ones(3, np.float32), algorithm="direct"),
+            lambda: comm.all_reduce(np.ones(3, np.float16), "avg", algorithm="direct"),
+        ):
+            with pytest.raises(UsageError) as refused:
+                call()
+            words.append(str(refused.value))
+        assert comm.all_reduce(x, out=x, algorithm="direct_slices") is x
+        assert (x == 3).all()
+        return words
+
+    for words in run_threads(3, main):
+        assert words[0] == (
+            "algorithm 'direct' cannot serve this all_reduce: the out of ranks 0, 1, 2 overlaps the input, which the "
+            "other ranks read while it would be written; give another out, or use algorithm='direct_slices', 'auto' or "
+            "'flat'"
+        )
+        assert "all_to_all: the out of ranks 0, 1, 2 overlaps the input" in words[1]
+        assert "the input of ranks 0, 1, 2 does not lie in memory that comm.empty() made" in words[2]
+        assert "an average of float16 is computed in float32" in words[3]

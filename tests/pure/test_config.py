@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.config import dump_toml, from_dict, load, parse_toml, split_sets, to_dict
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import LARGEST_WHOLE
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,15 @@ def test_split_sets() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["a", "b.c", "d_e"]), st.integers() | st.lists(st.integers())), min_size=1))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b.c", "d_e"]),
+            st.integers(-LARGEST_WHOLE, LARGEST_WHOLE) | st.lists(st.integers(-LARGEST_WHOLE, LARGEST_WHOLE)),
+        ),
+        min_size=1,
+    )
+)
 def test_a_joined_list_of_settings_splits_back(pairs: list[tuple[str, Any]]) -> None:
     expected = [(key, str(value)) for key, value in pairs]
     assert split_sets([",".join(f"{key}={value}" for key, value in pairs)]) == expected
@@ -273,20 +282,19 @@ def test_dump_looks_like_what_a_person_writes() -> None:
     )
 
 
-# What a TOML reader must hold, and more is refused.
-WHOLE = st.integers(-(2**63), 2**63 - 1)
-models = st.builds(Model, WHOLE, WHOLE, st.sampled_from(["relu", "gelu"]), st.floats(allow_nan=False))
+whole = st.integers(-LARGEST_WHOLE, LARGEST_WHOLE)
+models = st.builds(Model, whole, whole, st.sampled_from(["relu", "gelu"]), st.floats(allow_nan=False))
 paths = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(Path)
 datas = st.builds(
     Data,
     paths,
-    st.lists(WHOLE).map(tuple),
+    st.lists(whole).map(tuple),
     st.tuples(st.floats(allow_nan=False), st.floats(allow_nan=False)),
 )
 trains = st.builds(
     Train,
     name=st.text(),
-    seed=st.none() | WHOLE,
+    seed=st.none() | whole,
     note=st.none() | st.text().filter(lambda text: text.lower() != "none"),
     compile=st.booleans(),
     model=models,

@@ -31,7 +31,7 @@ from tilemesh.kernels.matmul.padded import padded_plan
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import LAYOUTS, Matrix, Problem, contiguous, dense
 from tilemesh.kernels.matmul.select import TABLES
-from tilemesh.kernels.tuning.table import Entry, Table
+from tilemesh.kernels.tuning.table import TunedEntry, TunedTable
 
 RATES = rates_of(DEVICES["h200"], "float16")
 SHAPES = [(512, 512, 512), (2048, 2048, 2048), (64, 4096, 4096), (16, 8192, 8192), (2049, 2047, 2051), (1, 1, 1)]
@@ -271,8 +271,8 @@ def test_within_a_call_each_kernel_is_launched_early_but_the_first():
 # ---- choosing --------------------------------------------------------------------------------------------------
 
 
-def table(*pairs: tuple[Problem, Config]) -> Table:
-    return Table("gpu", {}, {problem.key: Entry(config, 1e-5) for problem, config in pairs})
+def table(*pairs: tuple[Problem, Config]) -> TunedTable:
+    return TunedTable("gpu", {}, {problem.key: TunedEntry(config, 1e-5) for problem, config in pairs})
 
 
 def test_exact_entries_win_and_the_users_come_first():
@@ -346,8 +346,8 @@ def test_cache_file_is_readable_and_grows(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     versions = {"torch": "2.11.0", "triton": "3.6.0"}
     first, second = dense(512, 512, 512).key, dense(64, 64, 64).key
-    TABLES.add("NVIDIA H200", versions, {first: Entry(Config("tma", 64, 64, 64), 4e-6, 6e-6)})
-    path = TABLES.add("NVIDIA H200", versions, {second: Entry(Config("library"), 4e-6)})
+    TABLES.add("NVIDIA H200", versions, {first: TunedEntry(Config("tma", 64, 64, 64), 4e-6, 6e-6)})
+    path = TABLES.add("NVIDIA H200", versions, {second: TunedEntry(Config("library"), 4e-6)})
     assert path.parent == tmp_path / "tilemesh" / "matmul"
     assert "h200" in path.name
     assert "3.6.0" in path.name
@@ -361,14 +361,14 @@ def test_stores_at_once_all_stay(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = [dense(8 * side, 8, 8).key for side in range(1, 41)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda key: TABLES.add("gpu", {}, {key: Entry(Config("library"), 1e-6)}), keys))
+        list(pool.map(lambda key: TABLES.add("gpu", {}, {key: TunedEntry(Config("library"), 1e-6)}), keys))
     assert set(TABLES.load("gpu", {}).entries) == set(keys)
     assert not list((tmp_path / "tilemesh" / "matmul").glob("*.part"))
 
 
 def test_what_an_entry_gets_wrong_is_said_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = TABLES.add("gpu", {}, {"8x8x8": Entry(Config("tma"), 1e-6)})
+    path = TABLES.add("gpu", {}, {"8x8x8": TunedEntry(Config("tma"), 1e-6)})
     good = path.read_text()
     bad = [
         good.replace("1e-06", '"x"'),

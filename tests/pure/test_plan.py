@@ -95,12 +95,12 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dp": 0}, "dp is 0: expected a whole number, between 1 and"),
-        ({"tp": 2.0}, "tp is 2.0: expected a whole number, between 1 and"),
-        ({"pp": True}, "pp is True: expected a whole number, between 1 and"),
-        ({"microbatch": -1}, "microbatch is -1: expected a whole number, between 1 and"),
-        ({"accumulation": 0}, "accumulation is 0: expected a whole number, between 1 and"),
-        ({"interleave": "2"}, "interleave is '2': expected a whole number, between 1 and"),
+        ({"dp": 0}, "dp is 0: expected a whole number, between 1 and 2,147,483,647"),
+        ({"tp": 2.0}, "tp is 2.0: expected a whole number, between 1 and 2,147,483,647"),
+        ({"pp": True}, "pp is True: expected a whole number, between 1 and 2,147,483,647"),
+        ({"microbatch": -1}, "microbatch is -1: expected a whole number, between 1 and 2,147,483,647"),
+        ({"accumulation": 0}, "accumulation is 0: expected a whole number, between 1 and 2,147,483,647"),
+        ({"interleave": "2"}, "interleave is '2': expected a whole number, between 1 and 2,147,483,647"),
         ({"zero": -1}, "zero is -1: expected a whole number, between 0 and 3"),
         ({"zero": 4}, "zero is 4: expected a whole number, between 0 and 3"),
         ({"tp": 2, "sequence_parallel": "yes"}, "sequence_parallel is 'yes': expected true or false"),

@@ -118,7 +118,7 @@ def test_settings_change_a_preset_and_a_file_is_a_model(tmp_path: Path) -> None:
         (["llama-3-8b", "--cluster", "8xh10"], "did you mean 'h100'"),
         (["llama-3-8b", "--cluster", "8xh100", "--set", "model.layer=3"], "did you mean 'model.layers'"),
         (["llama-3-8b", "--cluster", "8xh100", "--set", "layers=3"], "did you mean 'model.layers'"),
-        (["llama-3-8b", "--cluster", "8xh100", "--batch", "0"], "at least 1 sequence"),
+        (["llama-3-8b", "--cluster", "8xh100", "--batch", "0"], "batch is 0: expected a whole number, between 1 and"),
         (["llama-3-8b", "--cluster", "8xh100", "--batch-tokens", "4X"], "no known suffix"),
         (["llama-3-8b", "--fix", "tp=2"], "needs --cluster"),
         (["llama-3-8b", "--code", "eager"], "needs --cluster"),

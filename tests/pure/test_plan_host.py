@@ -10,7 +10,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
-from tilemesh.plan.choose import Result, search
+from tilemesh.plan.choose import SearchResult, search
 from tilemesh.plan.host import kind_of, step_s
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator, Times, predict
@@ -82,7 +82,7 @@ def test_a_calibration_from_before_has_no_floor() -> None:
     assert new.to_dict()["gpu"]["host_s"] == COSTS
 
 
-def searched(rates: Rates | None, batch: int, cluster: str = "2xh200") -> Result:
+def searched(rates: Rates | None, batch: int, cluster: str = "2xh200") -> SearchResult:
     return search("gpt2-124m", cluster, batch=batch, rates=rates, code="compiled", pins=Pins(precision="bf16"))
 
 

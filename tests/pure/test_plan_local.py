@@ -266,7 +266,7 @@ def test_a_plans_own_chunks_are_used() -> None:
 def test_chunks_that_cannot_be() -> None:
     with pytest.raises(UsageError, match="has 3 numbers and pp 2 is 2 chunks"):
         ParallelPlan(pp=2, chunk_layers=(1, 1, 2))
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError, match="chunk_layers is 0: expected a whole number, between 1"):
         ParallelPlan(pp=2, chunk_layers=(0, 4))
     with pytest.raises(UsageError, match="add up to 5 layers, the model has 4"):
         predict(preset("tiny"), parse_cluster("2xh100"), ParallelPlan(pp=2, chunk_layers=(2, 3)))

@@ -195,7 +195,7 @@ def test_gradients_that_come_after_the_fullest_moment() -> None:
     """Alone, with one microbatch, a compiled step begins without gradients; at its end all of them are there."""
     cluster = parse_cluster("1xh200")
 
-    def found(model: str, **fields: Any) -> memory.Memory:
+    def found(model: str, **fields: Any) -> memory.RankMemory:
         return predict(preset(model), cluster, ParallelPlan(precision="bf16", **fields), code="compiled").memory
 
     large = found("gpt2-124m", microbatch=32)

@@ -13,7 +13,7 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
-from tilemesh.plan.choose import NothingFitsError, Result, choose_batch, search
+from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
 from tilemesh.plan.layout import Candidate, short
 from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
@@ -23,15 +23,15 @@ from tilemesh.report.plan_page import render
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
+def result() -> SearchResult:
     return search("llama-3-70b", "64xh100", batch_tokens=4_000_000)
 
 
-def test_the_same_question_has_the_same_answer(result: Result) -> None:
+def test_the_same_question_has_the_same_answer(result: SearchResult) -> None:
     assert search("llama-3-70b", "64xh100", batch_tokens=4_000_000) == result
 
 
-def test_ten_that_fit_best_first(result: Result) -> None:
+def test_ten_that_fit_best_first(result: SearchResult) -> None:
     assert len(result.predictions) == 10
     assert all(found.fits and found.plan.world == 64 and found.plan.batch == 512 for found in result.predictions)
     times = [found.step_time_s for found in result.predictions]
@@ -55,7 +55,7 @@ def test_nothing_it_looked_at_beats_it(cluster: str, batch: int, data: st.DataOb
     assert best.step_time_s <= estimator.predict(rival.plan()).step_time_s * 1.01
 
 
-def test_pins_hold_and_never_help(result: Result) -> None:
+def test_pins_hold_and_never_help(result: SearchResult) -> None:
     pinned = search("llama-3-70b", "64xh100", batch_tokens=4_000_000, pins=Pins(tp=8, zero=1, schedule="gpipe"))
     for found in pinned.predictions:
         assert (found.plan.tp, found.plan.zero, found.plan.schedule) == (8, 1, "gpipe")
@@ -195,7 +195,7 @@ def test_what_cannot_be_says_why(cluster: str, batch: int, fix: str, words: str)
 # ---- words and pictures ----------------------------------------------------------------------------------------
 
 
-def test_why_goes_from_one_device_to_across_nodes(result: Result) -> None:
+def test_why_goes_from_one_device_to_across_nodes(result: SearchResult) -> None:
     lines = why(result)
     starts = ("One h100 is not enough", "The step's", "Memory first", "Within a node", "Across nodes")
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
@@ -232,7 +232,7 @@ def test_a_page_of_one_layout_ranks_nothing() -> None:
     assert "Why the first" not in page
 
 
-def test_the_page_stands_alone(result: Result) -> None:
+def test_the_page_stands_alone(result: SearchResult) -> None:
     page = render(result, "llama-3-70b", why(result))
     assert page.startswith("<!doctype html>")
     assert f"{result.batch:,} sequences x 8,192 tokens" in page

@@ -21,7 +21,7 @@ import tilemesh
 from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.report import compare_page, run, run_page
-from tilemesh.report.layout import Beside
+from tilemesh.report.kind_page import Beside
 from tilemesh.runs import names
 from tilemesh.runs.contents import QUIET_S, read_contents, version
 from tilemesh.runs.files import Unread, read_lines, read_object, write_object
@@ -182,7 +182,7 @@ def text_of(page: str) -> str:
 
 def test_a_kind_without_a_page_of_its_own_gets_the_general_one(tmp_path: Path) -> None:
     words = text_of(run_page.render(run.read(thrown(tmp_path / "a", [1, 2, 6])), Beside()))
-    assert "Done, step 3." in words
+    assert "Done after step 3." in words
     assert re.search(r"mean\s+3\s+3.5\s+-14.3 %", words)
     assert re.search(r"sixes\s+–\s+2", words), "a prediction that the summary has no figure for"
     assert re.search(r"2\s+rolled-off\s+a die fell off the table", words), "an event under its own name"

@@ -96,8 +96,8 @@ def test_a_manifest_is_read_back_and_damage_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "shard-00000.safetensors").write_bytes(b"abc")
     stored = StoredFile("shard-00000.safetensors", 3, digest(folder / "shard-00000.safetensors"))
-    piece = Piece("weight:w", stored.file, "weight:w", (0, 2), (3, 4), (3, 8), "F32")
-    manifest = Manifest(7, {"position": 56}, [stored], [piece], {"plan": {}})
+    pieces = [Piece("weight:w", stored.file, f"w{start}", (0, start), (3, 4), (3, 8), "F32") for start in (0, 4)]
+    manifest = Manifest(7, {"position": 56}, [stored], pieces, {"plan": {}})
     (folder / "manifest.json").write_text(manifest.to_json())
     again = Manifest.read(folder)
     assert again == manifest

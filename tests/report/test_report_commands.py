@@ -19,7 +19,6 @@ import pytest
 
 from tilemesh.cli.bench_page import read_trials
 from tilemesh.cli.main import main
-from tilemesh.cli.report_run import expected_memory
 from tilemesh.cli.train_run import write_page
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels.matmul.config import Config
@@ -28,6 +27,7 @@ from tilemesh.kernels.tuning.search import Tried
 from tilemesh.kernels.tuning.tuner import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
+from tilemesh.plan.expected import expected_memory
 from tilemesh.report import memory_part, run, serve
 from tilemesh.runs.folder import write_environment
 
@@ -106,7 +106,7 @@ def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: M
               "later_bytes": 100, "total_bytes": 950, "usable_bytes": 5000}  # fmt: skip
     (folder / "predicted.json").write_text(json.dumps({"step_time_s": 1.0, "memory": memory}))
     found = run.read(folder)
-    expected = expected_memory(found)
+    expected = expected_memory(found.config, found.predicted, found.summary)
     assert ("reserved" in expected) is (device == "cpu")
     whole = 900 if device == "cuda" else 950
     for held in ({"weights": 200.0, "gradients": 100.0, "other": 600.0}, {}):
@@ -118,7 +118,7 @@ def test_predicted_memory_adds_up_to_what_a_run_can_see(device: str, make_run: M
 
 def test_a_page_that_cannot_be_written_is_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run()
-    assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 1
+    assert main(["report", str(folder), "--html", str(folder / "config.toml" / "p.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -170,9 +170,9 @@ def test_tune_writes_what_it_tried_and_a_heat_map(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def server(make_run: MakeRun) -> Iterator[serve.Server]:
+def server(make_run: MakeRun) -> Iterator[serve.PageServer]:
     folder = make_run()
-    made = serve.Server(str(folder), lambda live: f"<p>{live}</p>")
+    made = serve.PageServer(str(folder), lambda live: f"<p>{live}</p>")
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()
     yield made
@@ -180,7 +180,7 @@ def server(make_run: MakeRun) -> Iterator[serve.Server]:
     thread.join(10)
 
 
-def ask(server: serve.Server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
+def ask(server: serve.PageServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes]:
     place = server.address.removeprefix("http://").rstrip("/")
     connection = http.client.HTTPConnection(place, timeout=10)
     connection.putrequest(method, path, skip_host=True)
@@ -192,7 +192,7 @@ def ask(server: serve.Server, path: str, method: str = "GET", host: str | None =
     return found
 
 
-def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.Server) -> None:
+def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.PageServer) -> None:
     assert ask(server, "/")[0] == 200
     code, state = ask(server, "/state")
     assert (code, state.decode()) == (200, server.version())
@@ -210,7 +210,7 @@ def test_there_is_a_page_and_its_state_and_nothing_else(server: serve.Server) ->
     assert {ask(server, path)[0] for path in paths} == {404}
 
 
-def test_it_only_reads_and_only_for_this_machine(server: serve.Server) -> None:
+def test_it_only_reads_and_only_for_this_machine(server: serve.PageServer) -> None:
     assert {ask(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert ask(server, "/", "HEAD") == (200, b"")
     port = server.address.rpartition(":")[2].rstrip("/")
@@ -235,7 +235,7 @@ def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun
         now += 0.1
         return live
 
-    server = serve.Server(str(folder), render, clock=lambda: now)
+    server = serve.PageServer(str(folder), render, clock=lambda: now)
     server.page()
     (folder / "sample.txt").write_text("more")
     now += 0.9
@@ -245,12 +245,12 @@ def test_a_page_that_is_slow_to_make_is_not_made_again_at_once(make_run: MakeRun
     assert len(made) == 2
 
 
-def test_a_port_that_is_taken_is_one_sentence(server: serve.Server) -> None:
+def test_a_port_that_is_taken_is_one_sentence(server: serve.PageServer) -> None:
     port = int(server.address.rpartition(":")[2].rstrip("/"))
     with pytest.raises(RunError, match="cannot be used"):
-        serve.Server("x", str, port)
+        serve.PageServer("x", str, port)
     with pytest.raises(UsageError, match="port 99999: expected 0 to 65535"):
-        serve.Server("x", str, 99999)
+        serve.PageServer("x", str, 99999)
 
 
 def test_watch_says_where_and_ends_when_interrupted(make_run: MakeRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ from tilemesh.plan.choose import search
 from tilemesh.plan.why import why
 from tilemesh.report import collective_page, plan_page, run, run_page, serve
 from tilemesh.report.html import write
+from tilemesh.runs import metrics
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.journal import Journal
+from tilemesh.runs.kind import Kind
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MakeRun = Callable[..., Path]
@@ -158,6 +163,28 @@ def test_two_runs_side_by_side(browser: Any, make_run: MakeRun) -> None:
             assert page.value("document.querySelectorAll('td.worse').length") >= 2
 
 
+@pytest.mark.parametrize(("width", "dark"), [(WIDE, False), (NARROW, True)])
+def test_the_pages_of_a_kind_without_its_own(browser: Any, tmp_path: Path, width: int, dark: bool) -> None:
+    kind = Kind("dice")
+    for name, ending in (("whole", ""), ("failed", metrics.FAILED)):
+        folder = new_run(kind, "sides = 6\n", tmp_path / name)
+        journal = Journal(folder)
+        for step in range(1, 31):
+            journal.add(metrics.STEP, step, eyes=1 + step % 6, odd=math.nan if step % 5 == 0 else step)
+            if step % 10 == 0:
+                journal.add("rolled-off", step, text="a die fell off <b>the table</b>")
+        if ending:
+            journal.add(ending, 30, why="the table broke")
+        else:
+            journal.summarize(kind, {"mean": 3.5, "by": {"six": 5}})
+    for paths, words in ((["whole"], "Done after step 30."), (["failed"], "Failed at step 30: the table broke."),
+                         (["whole", "failed"], "no figure differs")):  # fmt: skip
+        (path,) = make([str(tmp_path / name) for name in paths], None)
+        with browser.open(f"file://{path}", width=width, dark=dark) as page:
+            check(page, charts=2)
+            assert words in page.value("document.querySelector('.verdict').textContent")
+
+
 # ---- benches and plans -----------------------------------------------------------------------------------------
 
 
@@ -244,7 +271,7 @@ def test_a_run_in_progress_is_followed(browser: Any, make_run: MakeRun) -> None:
         found = run.read(folder)
         return run_page.render(found, beside(found), live=live)
 
-    server = serve.Server(str(folder), render)
+    server = serve.PageServer(str(folder), render)
     threading.Thread(target=server.serve, daemon=True).start()
     try:
         with browser.open(server.address) as page:

@@ -17,8 +17,8 @@ from tilemesh.core.busy import Busyness
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.report import compare, compare_page, kernel_page, layout, run, run_page, series, spans, verdict
-from tilemesh.report.draw import Axis, around
+from tilemesh.report import compare, compare_page, kernel_page, kind_page, run, run_page, series, spans, verdict
+from tilemesh.report.draw import PlotAxis, around
 from tilemesh.report.html import asset, data, el, escape, page
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED
 from tilemesh.runs.folder import write_busyness
@@ -206,12 +206,12 @@ def test_a_bucket_of_no_numbers_breaks_the_line() -> None:
 
 
 def test_axes_have_round_ticks() -> None:
-    assert Axis(0, 10_000, "").ticks(5) == [0, 2000, 4000, 6000, 8000, 10_000]
-    assert Axis(0, 3, "", whole=True).ticks(6) == [0, 1, 2, 3]
-    assert Axis(0, 80 * 2**30, "", binary=True).ticks(4) == [0, 20 * 2**30, 40 * 2**30, 60 * 2**30, 80 * 2**30]
-    assert Axis(1e-6, 1e-3, "", log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
-    assert Axis(1, 4096, "", log=True, binary=True).ticks() == [1, 16, 256, 4096]
-    assert Axis(5, 5, "").place(5) == 0.5
+    assert PlotAxis(0, 10_000, "").ticks(5) == [0, 2000, 4000, 6000, 8000, 10_000]
+    assert PlotAxis(0, 3, "", whole=True).ticks(6) == [0, 1, 2, 3]
+    assert PlotAxis(0, 80 * 2**30, "", binary=True).ticks(4) == [0, 20 * 2**30, 40 * 2**30, 60 * 2**30, 80 * 2**30]
+    assert PlotAxis(1e-6, 1e-3, "", log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
+    assert PlotAxis(1, 4096, "", log=True, binary=True).ticks() == [1, 16, 256, 4096]
+    assert PlotAxis(5, 5, "").place(5) == 0.5
     assert around([]) == (0.0, 1.0)
     assert around([3.0, math.nan])[1] > 3
 
@@ -288,7 +288,7 @@ def test_a_loss_that_is_no_number_is_the_verdict(make_run: MakeRun) -> None:
     folder = make_run(steps=20, summary=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 21, "loss": NaN}\n')
-    (folder / "bad-batch-step-00000021-replica-0.safetensors").write_bytes(b"")
+    (folder / "bad-batch-step-00000021-part-0.safetensors").write_bytes(b"")
     found = verdict.judge(run.read(folder, now=later()), None)
     assert found.is_bad
     assert "Stopped at step 21: it came to no number" in found.sentence
@@ -300,10 +300,10 @@ def test_the_facts_of_a_page_go_with_its_rows(make_run: MakeRun) -> None:
     row |= {"machine": "m", "versions": {}, "commit": None, "predicted": None, "limit": None}
     step = Row(name="step time", unit="s", measured=Sample(2.0, 1.9, 2.1, 5), **row)
     speed = Row(name="throughput", unit="tokens/s", measured=Sample(1024.0, 1000.0, 1100.0, 5), **row)
-    shown = run_page.render(found, layout.Beside([step, speed]))
+    shown = run_page.render(found, kind_page.Beside([step, speed]))
     assert "1.02k<small>at the median step" in shown
     assert "how near the limit is not known (no calibration)" in shown
-    without = run_page.render(found, layout.Beside([], "the summary is of another version: 'cores'"))
+    without = run_page.render(found, kind_page.Beside([], "the summary is of another version: 'cores'"))
     assert "median of the last 10 steps" in without
     assert "how near the limit is not known (the summary is of another version: &#x27;cores&#x27;)" in without
 
@@ -313,10 +313,10 @@ def test_a_run_that_goes_on_is_held_against_the_limit_it_began_with(make_run: Ma
     (folder / "predicted.json").write_text('{"limit_s": 0.025}')
     taken = run.read(folder).step_time()
     assert taken is not None
-    shown = run_page.render(run.read(folder), layout.Beside()).replace("\u00a0", " ")
+    shown = run_page.render(run.read(folder), kind_page.Beside()).replace("\u00a0", " ")
     assert f"{0.025 / taken.median:.0%} of the calibrated limit".replace("%", " %") in shown
     (folder / "predicted.json").write_text('{"limit_s": NaN}')
-    assert "of the calibrated limit" not in run_page.render(run.read(folder), layout.Beside())
+    assert "of the calibrated limit" not in run_page.render(run.read(folder), kind_page.Beside())
 
 
 def test_metrics_that_cannot_be_read_are_not_a_run_that_has_not_begun(make_run: MakeRun) -> None:
@@ -345,8 +345,8 @@ def test_the_saving_of_rows_is_of_time_and_every_command_is_named() -> None:
 
 
 def test_what_a_tuner_tried_has_a_sentence() -> None:
-    def trial(problem: str, kind: str, seconds: float) -> kernel_page.Trial:
-        return kernel_page.Trial(problem, {"kind": kind, "block_m": 64, "block_n": 64}, seconds)
+    def trial(problem: str, kind: str, seconds: float) -> kernel_page.TimedConfig:
+        return kernel_page.TimedConfig(problem, {"kind": kind, "block_m": 64, "block_n": 64}, seconds)
 
     tried = [trial("a", "tma", 2.0), trial("a", "tma", 1.0), trial("a", "library", 1.5), trial("a", "torch", 3.0),
              trial("b", "tma", 2.0), trial("b", "torch", 1.0), trial("b", "tma", math.inf)]  # fmt: skip
@@ -358,14 +358,14 @@ def test_what_a_tuner_tried_has_a_sentence() -> None:
 
 def test_a_page_of_a_run_on_a_busy_machine_says_so(make_run: MakeRun) -> None:
     folder = make_run()
-    assert 'id="busy"' not in run_page.render(run.read(folder), layout.Beside())
+    assert 'id="busy"' not in run_page.render(run.read(folder), kind_page.Beside())
     write_busyness(folder, Busyness(0.01, 0.0))
-    assert 'id="busy"' not in run_page.render(run.read(folder), layout.Beside())
+    assert 'id="busy"' not in run_page.render(run.read(folder), kind_page.Beside())
     write_busyness(folder, Busyness(0.35, 0.0))
-    page = run_page.render(run.read(folder), layout.Beside())
+    page = run_page.render(run.read(folder), kind_page.Beside())
     assert "The machine was busy while this run went on (other work used 35% of the cores)" in page
     (folder / "predicted.json").write_text(json.dumps({"calibration_busy": "other work used 60% of the cores"}))
-    page = run_page.render(run.read(folder), layout.Beside())
+    page = run_page.render(run.read(folder), kind_page.Beside())
     assert "a calibration of a busy machine (other work used 60% of the cores): calibrate again" in page
 
 
@@ -374,12 +374,12 @@ def test_two_runs_say_what_each_lacks(make_run: MakeRun) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:9] + lines[12:]))
     first, second = run.read(folder), run.read(make_run("b"))
-    shown = compare_page.render(first, layout.Beside(), second, layout.Beside())
+    shown = compare_page.render(first, kind_page.Beside(), second, kind_page.Beside())
     assert "<li>a: steps 10 to 12: not in the metrics</li>" in shown
     assert '<th scope="col">b</th>' in shown
     # A name that would push the columns out of sight stands in the title alone.
     long = run.read(make_run("B" * 200, seconds=0.2))
-    shown = compare_page.render(first, layout.Beside(), long, layout.Beside())
+    shown = compare_page.render(first, kind_page.Beside(), long, kind_page.Beside())
     assert shown.count("B" * 200) == 2  # the page's title and its heading
     assert f"<h1>First: a; second: {'B' * 200}</h1>" in shown
     assert '<th scope="col">second</th>' in shown

@@ -12,7 +12,7 @@ from tilemesh.kernels import registry
 from tilemesh.measure.row import Row
 from tilemesh.report import collective_page, kernel_page
 from tilemesh.report.html import write
-from tilemesh.report.kernel_page import Trial, Work
+from tilemesh.report.kernel_page import RowWork, TimedConfig
 from tilemesh.runs.files import Unread, read_lines
 
 
@@ -37,7 +37,7 @@ def is_trials(path: str) -> bool:
     return bool(lines) and "problem" in lines[0] and isinstance(lines[0].get("config"), dict)
 
 
-def read_trials(path: str) -> list[Trial]:
+def read_trials(path: str) -> list[TimedConfig]:
     """What `tilemesh tune --json` wrote."""
     try:
         lines, _ = read_lines(Path(path))
@@ -50,13 +50,13 @@ def read_trials(path: str) -> list[Trial]:
             continue
         if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float))):
             raise UsageError(f"'{path}', trial {number}: seconds is {str(seconds)[:80]!r}, expected a number or null")
-        made.append(Trial(str(trial["problem"]), config, math.inf if seconds is None else float(seconds)))
+        made.append(TimedConfig(str(trial["problem"]), config, math.inf if seconds is None else float(seconds)))
     if not made:
         raise UsageError(f"'{path}' holds nothing that a tuner tried: expected what `tilemesh tune --json` writes")
     return made
 
 
-def _work(row: Row) -> Work | None:
+def _work(row: Row) -> RowWork | None:
     """FLOPs and bytes of an operator's row; None for rows of anything else."""
     entry = registry.find_function(row.name)
     if entry is None or entry.form is None or "shape" not in row.case:
@@ -65,4 +65,4 @@ def _work(row: Row) -> Work | None:
         found = entry.load("form").cost_of(row.case)
     except UsageError:  # a shape or a setting that this version's operator does not have
         return None
-    return Work(found.flops, found.bytes_moved)
+    return RowWork(found.flops, found.bytes_moved)

@@ -125,8 +125,9 @@ def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | Non
     if isinstance(error, RunError):
         return str(error), 1
     if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours
-        # A failed write does not know its file: commands name it themselves, so what is left is the output.
-        where = "standard output" if error.filename is None else f"file {error.filename}"
+        # A failed write does not know its file, or only a descriptor: commands name it, so what is left is the output.
+        is_named = isinstance(error.filename, (str, bytes))
+        where = f"file {os.fsdecode(error.filename)}" if is_named else "standard output"
         return f"{where} cannot be read or written: {error.strerror or error}", 1
     if isinstance(error, MemoryError):
         return f"out of memory: {error or 'what was asked for does not fit into this machine'}", 1

@@ -36,9 +36,9 @@ def plan(
 ) -> None:
     """Predict step time and memory, choose a layout for a cluster, and say why."""
     # Late: `tilemesh --help` needs none of it.
-    from tilemesh.cli.plan_run import Asked, run
+    from tilemesh.cli.plan_run import PlanQuestion, run
 
-    asked = Asked(
+    asked = PlanQuestion(
         model=model,
         cluster=cluster,
         batch_tokens=batch_tokens,

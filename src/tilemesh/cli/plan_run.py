@@ -27,8 +27,8 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds, pars
 from tilemesh.measure.machine import this_machine
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
 from tilemesh.plan.capability import pins_to_train, trainable
-from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, Result, choose_batch, search
-from tilemesh.plan.explain import Section, model_sections, parameter_section, states_section, zero_section
+from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, SearchResult, choose_batch, search
+from tilemesh.plan.explain import ExplainedPart, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.figures import figures, plan_figures
 from tilemesh.plan.local import is_local, local_machine
@@ -44,7 +44,7 @@ REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanQuestion:
     """What the command line said, as it was said."""
 
     model: str | None
@@ -62,7 +62,7 @@ class Asked:
     html: str | None
 
 
-def run(asked: Asked) -> None:
+def run(asked: PlanQuestion) -> None:
     """Answer: print, write, or raise."""
     # Standard output belongs to the figures when they go there; people read the other one.
     console = _console(stderr=asked.json == "-")
@@ -100,7 +100,7 @@ def run(asked: Asked) -> None:
         _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
 
 
-def _grade(asked: Asked, console: Console) -> None:
+def _grade(asked: PlanQuestion, console: Console) -> None:
     """Runs beside their predictions; everything else on the command line is about a plan."""
     others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "save", "html")
     given = [name for name in others if getattr(asked, name) not in (None, ())]
@@ -112,7 +112,7 @@ def _grade(asked: Asked, console: Console) -> None:
         _write_json((found | _origin() for found in objects), asked.json)
 
 
-def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
+def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResult:
     pins = Pins.parse(asked.fix)
     if asked.code is not None and asked.code not in get_args(Code):
         raise unknown("code", asked.code, get_args(Code))
@@ -135,7 +135,7 @@ def _search(asked: Asked, model: ModelConfig, cluster: str) -> Result:
         raise RunError(f"{asked.model} {error}") from None
 
 
-def _tokens(asked: Asked) -> int | None:
+def _tokens(asked: PlanQuestion) -> int | None:
     return None if asked.batch_tokens is None else parse_count(asked.batch_tokens)
 
 
@@ -185,7 +185,7 @@ _CODES: Mapping[Code, str] = {
 }
 
 
-def _headline(asked: Asked, result: Result) -> str:
+def _headline(asked: PlanQuestion, result: SearchResult) -> str:
     total = result.batch * result.context
     wish = ""
     if asked.batch is None:
@@ -203,7 +203,7 @@ def _headline(asked: Asked, result: Result) -> str:
     return f"{words}{pinned}\n{looked}"
 
 
-def _print_layouts(console: Console, result: Result) -> None:
+def _print_layouts(console: Console, result: SearchResult) -> None:
     """A line a layout, and below them what `tilemesh train` lacks for some. Silent columns are left out."""
     said = dict.fromkeys(trainable(found.plan) for found in result.predictions)
     lacks = [words for words in said if words != "yes"]
@@ -246,7 +246,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if 10 <= value < 120 else format_seconds(value)
 
 
-def _explain_model(console: Console, asked: Asked, name: str, model: ModelConfig) -> None:
+def _explain_model(console: Console, asked: PlanQuestion, name: str, model: ModelConfig) -> None:
     context = model.context if asked.context is None else asked.context
     layout = ParallelPlan(precision="bf16-master", attention="materialized")
     # No cluster was named; the ridge needs some device, and says which.
@@ -259,7 +259,7 @@ def _explain_model(console: Console, asked: Asked, name: str, model: ModelConfig
     console.print("With --cluster, such as --cluster 64xh100, layouts are searched and one is explained.")
 
 
-def _print_sections(console: Console, sections: Iterable[Section]) -> None:
+def _print_sections(console: Console, sections: Iterable[ExplainedPart]) -> None:
     for section in sections:
         console.print(f"\n{section.title}")
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
@@ -273,7 +273,7 @@ def _print_sections(console: Console, sections: Iterable[Section]) -> None:
     console.print()
 
 
-def _reasons(result: Result) -> list[str]:
+def _reasons(result: SearchResult) -> list[str]:
     """Why the first, and what the second loses."""
     lines = [*why(result), *filter(None, [_sentence(runner_up(result))])]
     if result.cluster.device.kind != "cpu":
@@ -297,7 +297,7 @@ def _origin() -> dict[str, Any]:
     return {"versions": {"tilemesh": tilemesh.__version__}, "command": shlex.join(["tilemesh", *sys.argv[1:]])}
 
 
-def _save(result: Result, path: str) -> None:
+def _save(result: SearchResult, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tilemesh.cli.targets import check_targets
-from tilemesh.core.config import from_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import device_for, parse_cluster
-from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.row import read_rows
-from tilemesh.model.config import ModelConfig
-from tilemesh.plan.step import predict
+from tilemesh.plan.expected import expected_memory
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
-from tilemesh.report.layout import Beside
+from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import Run
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.names import CONFIG, PAGE, page_beside
-from tilemesh.runs.values import number, section
+from tilemesh.runs.names import PAGE, page_beside
 from tilemesh.train.rows import rows
 
 
@@ -62,7 +56,7 @@ def follow(folder: str, port: int) -> None:
         found = run.read(folder)
         return run_page.render(found, beside(found), live=live)
 
-    server = serve.Server(folder, render, port)
+    server = serve.PageServer(folder, render, port)
     print(f"watching {folder}: {server.address} (Ctrl-C ends this; the run goes on)", flush=True)
     server.serve()
 
@@ -79,26 +73,4 @@ def beside(found: Run) -> Beside:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError) as error:
             lacks = f"it has no {error}" if isinstance(error, LookupError) else str(error)
             why = f"the summary is of another version: {lacks}"
-    return Beside(made, why, expected_memory(found))
-
-
-def expected_memory(found: Run) -> dict[str, float]:
-    """Bytes a rank by kind as the planner counts them: what it said before the run, else from the configuration.
-
-    Of a GPU what torch allocates, as a run measures it, without what the context and the libraries reserve.
-    """
-    told: Mapping[str, object] = section(found.predicted, "memory")
-    if not told:
-        try:
-            model = from_dict(ModelConfig, dict(section(found.config, "model")), CONFIG)
-            plan = from_dict(ParallelPlan, dict(section(found.config, "plan")), CONFIG)
-            context = section(found.config, "train").get("context") or model.context
-            name = str(found.summary.get("cluster", "")).partition("x")[2]
-            device = device_for(name) if name != "local" else None
-            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
-            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
-            return {}
-    kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
-    unseen = ("total", "usable") if found.summary.get("device") in (None, "cpu") else ("total", "usable", "reserved")
-    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in unseen}
+    return Beside(made, why, expected_memory(found.config, found.predicted, found.summary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -23,6 +24,9 @@ def train(
     restarts: Annotated[int, typer.Option(metavar="N", help="How often a failed job goes on by itself.")] = 0,
     transport: Annotated[str, typer.Option(help="mpi, torch or auto.")] = "auto",
     stop_after: Annotated[int | None, typer.Option(metavar="STEP", help="Stop there, with a checkpoint.")] = None,
+    fallback_dir: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For the last checkpoint, where the run's folder has no room.")
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
     """Train a Transformer over ranks, watch it, lose nothing, and see where the time went."""
@@ -43,6 +47,7 @@ def train(
         restarts=restarts,
         transport=transport,
         stop_after=stop_after,
+        fallback_dir=fallback_dir,
         json=json,
     )
     raise typer.Exit(run_training(asked))
@@ -59,7 +64,7 @@ def generate(
     """Write text with a trained model."""
     from tilemesh.train.sampling import generate as write
 
-    print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step))
+    print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step, say=_tell))
 
 
 def export(
@@ -70,7 +75,11 @@ def export(
     """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
     from tilemesh.train.sampling import export as write
 
-    print(f"step {write(run, folder, step)} of {run}: {folder}")
+    print(f"step {write(run, folder, step, _tell)} of {run}: {folder}")
+
+
+def _tell(text: str) -> None:
+    print(f"tilemesh: {text}", file=sys.stderr)
 
 
 @data.command("prepare")

@@ -10,6 +10,7 @@ from rich.console import Console
 from tilemesh.cli.train_run import Asked, configuration, fit_asked, program, show, write_page
 from tilemesh.core.context import membership
 from tilemesh.train.progress import Shown
+from tilemesh.train.result import WeightsLostError
 
 
 def main(text: str) -> int:
@@ -19,17 +20,22 @@ def main(text: str) -> int:
     assert member is not None
     # mpiexec's pipe to a rank says it is a terminal; what comes out at its end may be a log.
     shown = Shown(Console(highlight=False, markup=False, force_terminal=False))
-    result = fit_asked(asked, configuration(asked, member), shown)
-    if member.rank == 0:
-        page = write_page(result.folder)
-        if result.interrupted:
-            again = f"{program()} train --resume {result.folder}"
-            print(f"stopped after step {result.step}; go on with: {again}", flush=True)
-        else:
-            console = Console(highlight=False, markup=False, stderr=asked.json == "-", force_terminal=False)
-            show(result, console, asked.json)
-            console.print(page, soft_wrap=True)
-    return 0
+    lost = ""
+    try:
+        result = fit_asked(asked, configuration(asked, member), shown)
+    except WeightsLostError as error:
+        result, lost = error.result, f"tilemesh: {error}"
+    if member.rank:
+        return int(bool(lost))
+    page = write_page(result.folder)
+    if not result.interrupted:
+        console = Console(highlight=False, markup=False, stderr=asked.json == "-", force_terminal=False)
+        return show(result, console, asked.json, page, lost)
+    again = f"{program()} train --resume {result.saved_in}"
+    print(f"stopped after step {result.step}; go on with: {again}", flush=True)
+    if lost:
+        print(lost, file=sys.stderr, flush=True)
+    return int(bool(lost))
 
 
 if __name__ == "__main__":

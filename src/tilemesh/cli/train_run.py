@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +29,7 @@ from tilemesh.train.config import DEFAULT_PRESET, TrainConfig
 from tilemesh.train.job import fit
 from tilemesh.train.load import load
 from tilemesh.train.progress import Shown
-from tilemesh.train.result import RanksFailedError, Result
+from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 
 _SHARES = (
     ("compute", "compute"),
@@ -52,6 +54,7 @@ class Asked:
     restarts: int = 0
     transport: str = "auto"
     stop_after: int | None = None
+    fallback_dir: str | None = None
     json: str | None = None
     typed: str = ""
     """The command, where ranks are started with another."""
@@ -65,8 +68,11 @@ def run(asked: Asked) -> int:
         return _as_rank(asked, config, member)
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
     shown = Shown(console)
+    lost = ""
     try:
         result = fit_asked(asked, config, shown)
+    except WeightsLostError as error:
+        result, lost = error.result, f"tilemesh: {error}"
     except RanksFailedError as error:
         shown.close()
         write_page(error.folder)
@@ -79,13 +85,16 @@ def run(asked: Asked) -> int:
         shown.close()
     page = write_page(result.folder)
     if result.by_signal:
-        return _stopped(result.folder, result.by_signal)
-    show(result, console, asked.json)
-    console.print(page, soft_wrap=True)
-    return 0
+        if lost:
+            print(lost, file=sys.stderr)
+        return _stopped(result.saved_in or result.folder, result.by_signal)
+    return show(result, console, asked.json, page, lost)
 
 
 def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
+    if asked.fallback_dir is not None:
+        kept = dataclasses.replace(config.checkpoint, fallback_dir=Path(asked.fallback_dir))
+        config = dataclasses.replace(config, checkpoint=kept)
     return fit(
         config,
         run=asked.run,
@@ -139,12 +148,26 @@ def _as_rank(asked: Asked, config: TrainConfig, member: Membership) -> int:
 # ---- afterwards ------------------------------------------------------------------------------------------------
 
 
-def show(result: Result, console: Console, json_file: str | None) -> None:
-    """The sample, the rows, where the time went, and where everything is."""
+def show(result: Result, console: Console, json_file: str | None, page: str, lost: str) -> int:
+    """What a run came to and where everything is; the exit code. `lost`: the last line, where weights are."""
+    found = folders.read_small(result.folder, SUMMARY)
+    if found.get("step") == result.step:
+        _show_summary(result, found, console)
+    else:
+        lost = lost or f"tilemesh: {result.folder} has no {SUMMARY} of step {result.step}: was the disk full?"
+    if json_file is not None:
+        write_rows(result.rows, json_file)
+    console.print(page, soft_wrap=True)
+    if not lost:
+        return 0
+    console.file.flush()
+    print(lost, file=sys.stderr, flush=True)
+    return 1
+
+
+def _show_summary(result: Result, found: Mapping[str, Any], console: Console) -> None:
+    """The sample, the rows, where the time went, and how to go on."""
     folder, made = result.folder, result.rows
-    found = folders.read_small(folder, SUMMARY)
-    if not found:
-        raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
     sample = folder / SAMPLE
     if sample.exists() and not found["interrupted"]:
         console.print(f"\n--- sample\n{sample.read_text(errors='replace')}\n---\n", soft_wrap=True)
@@ -165,14 +188,17 @@ def show(result: Result, console: Console, json_file: str | None) -> None:
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     console.print(words, soft_wrap=True)
     further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"
+    console.print(f"written: {folder} ({CONFIG}, {METRICS}, {TRACE} for ui.perfetto.dev, {SUMMARY})", soft_wrap=True)
+    if result.saved_step is None:
+        return
+    weights, step = result.saved_in or folder, result.saved_step
+    again = further if step == result.step else ""
     console.print(
-        f"written: {folder} ({CONFIG}, {METRICS}, {CHECKPOINTS}/, {TRACE} for ui.perfetto.dev, {SUMMARY})\n"
-        f"go on:   {program()} train --resume {folder}{further}\n"
-        f"write:   {program()} generate {folder} --prompt 'import '",
+        f"weights: step {step}, {weights / CHECKPOINTS}\n"
+        f"go on:   {program()} train --resume {weights}{again}\n"
+        f"write:   {program()} generate {weights} --prompt 'import '",
         soft_wrap=True,
     )
-    if json_file is not None:
-        write_rows(made, json_file)
 
 
 def program() -> str:
@@ -204,6 +230,6 @@ def _stopped(folder: Path, sentence: str) -> int:
 
 
 def _hint(folder: Path, console: Console) -> None:
-    step = folders.newest_checkpoint(folder)
+    step = folders.newest_whole_checkpoint(folder)
     if step is not None:
         console.print(f"the last good checkpoint is of step {step}; go on with: {program()} train --resume {folder}")

@@ -47,7 +47,7 @@ def tune(
     from tilemesh.kernels.tuning.table import versions
     from tilemesh.kernels.tuning.tuner import tune as tune_one
     from tilemesh.report.html import write
-    from tilemesh.report.kernel_page import Trial, render, trial_line
+    from tilemesh.report.kernel_page import TimedConfig, render, trial_line
 
     operator, shapes = (shapes[0], shapes[1:]) if shapes[0].isidentifier() else ("matmul", shapes)
     entry = registry.find(operator)
@@ -64,7 +64,7 @@ def tune(
         raise UsageError("tuning needs an NVIDIA GPU and torch with CUDA; here torch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     entries = {}
-    trials: list[Trial] = []
+    trials: list[TimedConfig] = []
     with Compiler(device) as compiler:
         for problem in problems:
             with console.status(problem.key) as status:
@@ -74,7 +74,9 @@ def tune(
 
                 found = tune_one(tuning, problem, device, compiler=compiler, progress=show)
             entries[problem.key] = found.entry
-            trials += [Trial(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in found.trials]
+            trials += [
+                TimedConfig(problem.key, tuning.tables.encode(trial.config), trial.seconds) for trial in found.trials
+            ]
             console.print(f"{problem.key}: {found.config.label}; tried {found.tried} of {found.grid}", soft_wrap=True)
             for label, sample in sorted(found.finals.items(), key=lambda pair: pair[1].median):
                 console.print(f"  {format_seconds(sample.median):>10}  {label}", soft_wrap=True)

@@ -21,7 +21,7 @@ from tilemesh.core.errors import RunError, UsageError, unknown
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
-    from tilemesh.parallel.gate.compare import Result
+    from tilemesh.parallel.gate.compare import GateResult
 
 TRANSPORTS = ("auto", "mpi", "torch", "threads")
 TIMEOUT_S = 600.0  # ranks that a small layout does not need wait until it is done
@@ -57,7 +57,7 @@ def verify(
         raise unknown("transport", transport, TRANSPORTS)
     _require(options)
     check_targets(json=json_file)
-    table = Table(json_file)
+    table = LayoutTable(json_file)
     if membership() is not None:  # inside mpiexec, srun or torchrun: this is one of the ranks
         from tilemesh.comm import connect
 
@@ -92,7 +92,7 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
         yield _fields(result)
 
 
-def _fields(result: Result) -> dict[str, Any]:
+def _fields(result: GateResult) -> dict[str, Any]:
     case = result.case
     return {
         "model": case.model,
@@ -125,7 +125,7 @@ def _require(options: Options) -> None:
             raise unknown("bug", options.plant, PLANTS)
 
 
-def _on_threads(options: Options, table: Table) -> None:
+def _on_threads(options: Options, table: LayoutTable) -> None:
     from tilemesh.comm import run_threads
 
     if options.device != "cpu":
@@ -138,7 +138,7 @@ def _on_threads(options: Options, table: Table) -> None:
     run_threads(options.ranks, main, timeout_s=TIMEOUT_S)
 
 
-def _in_processes(options: Options, transport: str, table: Table) -> None:
+def _in_processes(options: Options, transport: str, table: LayoutTable) -> None:
     from tilemesh.launch import call
 
     call(
@@ -155,7 +155,7 @@ def on_a_rank(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from results(connect(timeout_s=TIMEOUT_S), Options(**options))
 
 
-class Table:
+class LayoutTable:
     """A row a layout, printed when all its models are in: of each difference the one nearest to its bound."""
 
     def __init__(self, file: Path | None) -> None:

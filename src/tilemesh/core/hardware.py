@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import shown
 
 DTYPE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one element by dtype name; a tf32 operand lies in memory as fp32."""
@@ -324,12 +325,12 @@ def make_node(device: Device, count: int) -> Node:
 
 def parse_cluster(text: str) -> Cluster:
     """A cluster from "64xh100" (64 GPUs in nodes of 8; up to 8 are one node) or "4x8xa100" (4 nodes of 8)."""
-    match = re.fullmatch(r"(\d+)x(?:(\d+)x)?([a-z][a-z0-9-]*)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,18})x(?:([0-9]{1,18})x)?([a-z][a-z0-9-]*)", text.strip().lower())
     if match is None:
-        raise UsageError(f"cluster '{text}' is not understood: write 64xh100 (64 GPUs) or 4x8xa100 (4 nodes of 8)")
+        raise UsageError(f"cluster {shown(text)} is not understood: write 64xh100 (64 GPUs) or 4x8xa100 (4 nodes of 8)")
     device = find_device(match[3])
     first, second = int(match[1]), match[2]
-    if first == 0 or second == "0":
+    if first == 0 or (second is not None and int(second) == 0):
         raise UsageError(f"cluster '{text}' has no devices: write at least 1x{match[3]}")
     if first * int(second or 1) > _LARGEST_CLUSTER:
         raise UsageError(f"cluster '{text}' has more than {_LARGEST_CLUSTER:,} devices: write a smaller one")

@@ -7,6 +7,7 @@ tp, pp at most the layers) is checked where the model is known.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -96,9 +97,14 @@ class ParallelPlan:
             )
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes and their sizes: dp and tp always, others where they have more than one rank."""
+        return {"dp": self.dp, "tp": self.tp} | ({"pp": self.pp} if self.pp > 1 else {})
+
+    @property
     def world(self) -> int:
         """Ranks the plan needs."""
-        return self.dp * self.tp * self.pp
+        return math.prod(self.axes.values())
 
     @property
     def batch(self) -> int:

@@ -12,8 +12,9 @@ import re
 from decimal import Decimal
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import LARGEST_WHOLE, shown
 
-_NUMBER = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 _BYTE_UNITS = {"": 1, "b": 1} | {
     name: base**power
@@ -38,7 +39,7 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"size '{text}' has no known unit: use B, kB, MB, GB, TB or KiB, MiB, GiB, TiB")
     if unit in ("", "b") and number != int(number):
         raise UsageError(f"size '{text}' is not a whole number of bytes")
-    return int((number * _BYTE_UNITS[unit]).to_integral_value())
+    return _bounded(number * _BYTE_UNITS[unit], text, "size")
 
 
 def parse_count(text: str) -> int:
@@ -47,9 +48,10 @@ def parse_count(text: str) -> int:
     if unit not in _COUNT_UNITS:
         raise UsageError(f"count '{text}' has no known suffix: use k, M, G (or B) or T")
     value = number * _COUNT_UNITS[unit]
-    if value != int(value):
+    count = _bounded(value, text, "count")
+    if value != count:
         raise UsageError(f"count '{text}' is not a whole number")
-    return int(value)
+    return count
 
 
 def format_bytes(n: float) -> str:
@@ -102,8 +104,15 @@ def format_seconds(s: float) -> str:
 def _split(text: str, kind: str, examples: str) -> tuple[Decimal, str]:
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{kind} '{text}' is not a number with a unit: write it {examples}")
+        raise UsageError(f"{kind} {shown(text)} is not a number with a unit: write it {examples}")
     return Decimal(match[1].replace("_", "")), match[2].lower()
+
+
+def _bounded(value: Decimal, text: str, kind: str) -> int:
+    """The nearest whole number; no memory and no count is beyond 2**63."""
+    if value > LARGEST_WHOLE:
+        raise UsageError(f"{kind} {shown(text)} is too large: write one below 2**63")
+    return int(value.to_integral_value())
 
 
 def _as_float(x: float) -> float:

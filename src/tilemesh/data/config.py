@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.ranges import Range
+from tilemesh.core.ranges import Range, shown
 
 STDLIB = "stdlib"
 """The source that every Python has: its own library."""
@@ -37,12 +37,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source.strip():
-            raise UsageError(f"data.source is {self.source!r}: expected {_EXPECTED}")
+            raise UsageError(f"data.source is {shown(self.source)}: expected {_EXPECTED}")
         _HELD_OUT.check("data.held_out", self.held_out)
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
-            raise UsageError(f"data.pattern is {self.pattern!r}: expected a pattern of file names, such as *.py")
+            raise UsageError(f"data.pattern is {shown(self.pattern)}: expected a pattern of file names, such as *.py")
         if self.tokenizer is not None and not isinstance(self.tokenizer, Path):
-            raise UsageError(f"data.tokenizer is {self.tokenizer!r}: expected a path (pathlib.Path)")
+            raise UsageError(f"data.tokenizer is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
 
 
 _EXPECTED = f"{STDLIB}, a text file, a folder of text, or a folder of {SHARD_SUFFIX} shards"
@@ -63,14 +63,14 @@ def has_shards(folder: Path) -> bool:
 def check_source(data: DataConfig) -> None:
     """Refuse a source, or a tokenizer, that is not there or that cannot be read as text."""
     if data.tokenizer is not None and not data.tokenizer.is_file():
-        raise UsageError(f"data.tokenizer '{data.tokenizer}' does not exist: expected a tokenizer.json file")
+        raise UsageError(f"data.tokenizer {shown(str(data.tokenizer))} does not exist: expected a tokenizer.json file")
     if data.source == STDLIB:
         return
     path = source_path(data.source)
     try:
         is_there = path.exists()
     except OSError as error:  # a name that is too long
-        raise UsageError(f"data.source '{data.source}': {error.strerror}") from None
+        raise UsageError(f"data.source {shown(data.source)}: {error.strerror}") from None
     if not is_there:
         raise no_source(data.source)
     if path.is_file():
@@ -108,8 +108,8 @@ def _is_pattern(pattern: str) -> bool:
 
 
 def no_source(source: str) -> UsageError:
-    return UsageError(f"data.source '{source}' does not exist: expected {_EXPECTED}")
+    return UsageError(f"data.source {shown(source)} does not exist: expected {_EXPECTED}")
 
 
 def no_files(source: str, pattern: str) -> UsageError:
-    return UsageError(f"data.source '{source}' has no text file named like '{pattern}': set data.pattern")
+    return UsageError(f"data.source {shown(source)} has no text file named like {shown(pattern)}: set data.pattern")

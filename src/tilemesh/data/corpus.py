@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.config import DataConfig, has_shards, source_path
+from tilemesh.data.config import DataConfig, check_source, has_shards, source_path
 from tilemesh.data.documents import documents
 from tilemesh.data.shards import SHARD_TOKENS, open_shards, shards_tokenizer, write_shards
 from tilemesh.data.stream import Corpus, Stream, cut_end
@@ -50,7 +50,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
 
 def prepare(data: DataConfig, out: str | Path, shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
     """Write a source as token shards that `data.source` then names; returns what `meta.json` says."""
+    if not str(out).strip():
+        raise UsageError("the folder to write to is empty: name one")
     target = Path(out)
+    check_source(data)
     if has_shards(target):
         raise UsageError(f"{target} has shards already: name another folder, or remove it first")
     return write_shards(open_corpus(data), data, target, shard_tokens)

@@ -103,4 +103,8 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    return [int(token) for token in tokenizer.encode(prompt.encode())]
+    try:
+        text = prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise UsageError("the prompt is not UTF-8 text: give it in UTF-8") from None
+    return [int(token) for token in tokenizer.encode(text)]

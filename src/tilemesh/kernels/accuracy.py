@@ -33,6 +33,14 @@ def sum_error(magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
     return magnitude * (CONFIDENCE * math.sqrt(max(terms, 1)) * unit(dtype))
 
 
+def norm_error(operations: int, dtype: torch.dtype) -> float:
+    """The relative error of the norm of many values that went through so many operations, each of which rounds.
+
+    Independent errors add up by their squares; over many values they average, so that no confidence is needed.
+    """
+    return math.sqrt(operations) * unit(dtype)
+
+
 def rounding_error(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The error of storing values in a dtype, the smallest of which are spaced evenly."""
     return value.abs() * unit(dtype) + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

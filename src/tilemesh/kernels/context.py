@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tilemesh.kernels.tuning.table import Table, Tables, versions
+from tilemesh.kernels.tuning.table import Tables, TunedTable, versions
 
 MOST_RUNNERS = 1024  # of a generation
 
@@ -47,35 +47,35 @@ class OperatorState:
     given: the user's tables by GPU, instead of those on disk.
     """
 
-    def __init__(self, given: Mapping[str, Table[Any]] | None = None) -> None:
+    def __init__(self, given: Mapping[str, TunedTable[Any]] | None = None) -> None:
         self.picked: dict[str, str] = {}
         self.kept: dict[str, str] = {}  # what an earlier process picked, which this one goes on with
         self.tuned: set[str] = set()  # problems that were tuned in this process
         self._given = dict(given or {})
         self.forget_tables()
 
-    def user_table(self, tables: Tables[Any], gpu: str) -> Table[Any]:
+    def user_table(self, tables: Tables[Any], gpu: str) -> TunedTable[Any]:
         """The user's table for a GPU, read from disk when first asked for."""
         if gpu not in self._user:
             self._user[gpu] = tables.load(gpu, versions())
         return self._user[gpu]
 
-    def shipped_table(self, tables: Tables[Any], gpu: str) -> Table[Any] | None:
+    def shipped_table(self, tables: Tables[Any], gpu: str) -> TunedTable[Any] | None:
         """The table that travels with the package for a GPU, if there is one."""
         if gpu not in self._shipped:
             self._shipped[gpu] = tables.shipped(gpu)
         return self._shipped[gpu]
 
     def forget_tables(self) -> None:
-        self._user: dict[str, Table[Any]] = dict(self._given)
-        self._shipped: dict[str, Table[Any] | None] = {}
+        self._user: dict[str, TunedTable[Any]] = dict(self._given)
+        self._shipped: dict[str, TunedTable[Any] | None] = {}
 
 
 class Context:
     """One set of runners and choices. `tables`: tuned tables by operator and GPU, instead of those on disk."""
 
     def __init__(
-        self, tables: Mapping[str, Mapping[str, Table[Any]]] | None = None, *, most_runners: int = MOST_RUNNERS
+        self, tables: Mapping[str, Mapping[str, TunedTable[Any]]] | None = None, *, most_runners: int = MOST_RUNNERS
     ) -> None:
         self.runners = Runners(most_runners)
         self._given = {operator: dict(by_gpu) for operator, by_gpu in (tables or {}).items()}

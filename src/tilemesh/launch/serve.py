@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.context import JOB_VARIABLE, membership
+from tilemesh.core.context import JOB_VARIABLE, Membership, membership
 from tilemesh.core.errors import UsageError
 from tilemesh.launch import values
 from tilemesh.launch.board import my_status
@@ -52,6 +52,15 @@ def main() -> None:
             if line.strip() == END:
                 return
             server.answer(int(line))
+
+
+def this_rank() -> Membership:
+    """This process's place among the ranks: `.rank`, `.size`, `.local_rank`, `.local_size`. For a function that needs
+    no communicator; UsageError in a process that was not started as a rank."""
+    member = membership()
+    if member is None:
+        raise UsageError("this process is no rank: start it by tilemesh.launch, mpiexec, srun or torchrun")
+    return member
 
 
 class Server:
@@ -103,10 +112,14 @@ class Server:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """The exception's type, its message and its traceback from the function on."""
+    """The exception's type, its message and its traceback from the function on. `sys.exit` counts as raising, whatever
+    its code: it leaves no result, and ranks are not to end before their caller lets them."""
     trace = own_frames(error.__traceback__, __file__)
     lines = traceback.format_exception(type(error), error, trace)
-    return {"type": type(error).__name__, "message": str(error), "traceback": "".join(lines)}
+    message = str(error)
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({error.code!r}); a called function returns its result"
+    return {"type": type(error).__name__, "message": message, "traceback": "".join(lines)}
 
 
 if __name__ == "__main__":

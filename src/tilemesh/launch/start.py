@@ -54,7 +54,7 @@ def choose_transport(transport: str) -> str:
 
 def check_restarts(restarts: int) -> None:
     if restarts < 0:
-        raise UsageError(f"--restarts {restarts}: expected 0 or more")
+        raise UsageError(f"restarts is {restarts}: expected 0 or more")
 
 
 def find_mpiexec() -> str | None:

@@ -19,7 +19,7 @@ from tilemesh.core.calibration import Calibration, Part, Rates, find
 from tilemesh.core.errors import RunError
 from tilemesh.measure.calibrate_cpu import cpu_figures
 from tilemesh.measure.calibrate_gpu import gpu_figures
-from tilemesh.measure.figure import Figure, Outcome
+from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.machine import Machine, stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.timing import reason_of
@@ -85,7 +85,7 @@ def measure_figures(figures: Sequence[Figure], progress: Progress | None = None)
         try:
             outcome = figure.measure()
         except Exception as error:  # out of memory, an unsupported dtype: one figure less, not no calibration
-            outcome = Outcome(None, missing={"measured": reason_of(error), "peers": "ours could not be measured"})
+            outcome = FigureOutcome(None, missing={"measured": reason_of(error), "peers": "ours could not be measured"})
         rows.append(figure.row(outcome, origin))
     if progress is not None:
         progress(len(figures), len(figures), "done")

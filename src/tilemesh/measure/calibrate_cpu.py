@@ -21,7 +21,7 @@ from tilemesh.core.units import format_bytes
 from tilemesh.measure.calibrate_layer import layer_figures
 from tilemesh.measure.calibrate_operators import AVX2_BYTES, operator_figures, torch_threads, vector_bytes
 from tilemesh.measure.calibrate_pinned import Pinned
-from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best, best_size
 from tilemesh.measure.machine import Machine, last_cache_bytes
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare, settle
@@ -98,7 +98,7 @@ def _launch_figure(seconds: float) -> Figure:
     )
 
 
-def _matmul(dtype: str, cores: int, all_cores: int, seconds: float) -> Outcome:
+def _matmul(dtype: str, cores: int, all_cores: int, seconds: float) -> FigureOutcome:
     with torch_threads(cores):
         settle()
         size = best_size(lambda n: _one_matmul_s(n, DTYPES[dtype]), SIZES, longest_s=seconds / 4, slack=0.1)
@@ -115,7 +115,7 @@ def _matmul(dtype: str, cores: int, all_cores: int, seconds: float) -> Outcome:
             {"numpy": lambda index: np.matmul(a_numpy, b_numpy, out=out_numpy)}, repeats=9, seconds=seconds
         )
         peers, missing = {"numpy": theirs["numpy"].rate(2.0 * size**3)}, {}
-    return Outcome(outcome.measured, peers, {**outcome.missing, **missing}, {**outcome.case, "n": size})
+    return FigureOutcome(outcome.measured, peers, {**outcome.missing, **missing}, {**outcome.case, "n": size})
 
 
 def _why_no_numpy(dtype: str, cores: int, all_cores: int) -> dict[str, str]:
@@ -141,7 +141,7 @@ def _matrices(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     return a, b, torch.zeros_like(a)
 
 
-def _stream(kind: str, cores: int, buffers: Buffers, seconds: float) -> Outcome:
+def _stream(kind: str, cores: int, buffers: Buffers, seconds: float) -> FigureOutcome:
     x, y = buffers.pair
     x_numpy, y_numpy = x.numpy(), y.numpy()
     # Several routines where torch has them: the figure is what the memory gives, not what one routine reaches.
@@ -161,7 +161,7 @@ def _stream(kind: str, cores: int, buffers: Buffers, seconds: float) -> Outcome:
     return best(result, amount, peers=["numpy"])
 
 
-def _launch(seconds: float) -> Outcome:
+def _launch(seconds: float) -> FigureOutcome:
     x = torch.zeros(1)
     x_numpy = np.zeros(1, dtype=np.float32)
     with torch_threads(1):

@@ -15,7 +15,7 @@ import torch
 
 from tilemesh.core.hardware import Device, device_for
 from tilemesh.core.units import format_bytes
-from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best, best_size
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best, best_size
 from tilemesh.measure.gpu import KernelTimer, call_timer, l2_cache_bytes
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Call, compare
@@ -51,7 +51,7 @@ def gpu_figures(*, quick: bool = False) -> list[Figure]:
     capability = torch.cuda.get_device_capability()
     dtypes = [dtype for dtype in DTYPES if capability >= NEEDS_CAPABILITY.get(dtype, (0, 0))]
     figures = [_matmul_figure(name, device, silent, dtype, seconds) for dtype in dtypes]
-    buffers = Buffers(max(4 * l2_cache_bytes(), 1 << 30))
+    buffers = GpuBuffers(max(4 * l2_cache_bytes(), 1 << 30))
     figures += [_stream_figure(name, device, silent, kind, buffers, seconds) for kind in ("copy", "read", "write")]
     return [*figures, *_launch_figures(name, device, seconds)]
 
@@ -74,7 +74,7 @@ def _matmul_figure(name: str, device: Device | None, silent: str, dtype: str, se
 
 
 def _stream_figure(
-    name: str, device: Device | None, silent: str, kind: str, buffers: Buffers, seconds: float
+    name: str, device: Device | None, silent: str, kind: str, buffers: GpuBuffers, seconds: float
 ) -> Figure:
     rate = None if device is None else device.memory_bytes_per_s
     return Figure(
@@ -93,7 +93,7 @@ def _stream_figure(
 def _launch_figures(name: str, device: Device | None, seconds: float) -> list[Figure]:
     missing = {"limit": "no datasheet says what a launch costs", "peers": NO_PEER}
 
-    def figure(rate: str, what: str, predicted: float, measure: Callable[[], Outcome]) -> Figure:
+    def figure(rate: str, what: str, predicted: float, measure: Callable[[], FigureOutcome]) -> Figure:
         return Figure(
             part="gpu", rate=rate, name=what, case={"gpu": name}, unit="s", predicted=predicted,
             limit=None, missing=missing, measure=measure,
@@ -106,7 +106,7 @@ def _launch_figures(name: str, device: Device | None, seconds: float) -> list[Fi
     ]
 
 
-def _matmul(dtype: str, seconds: float) -> Outcome:
+def _matmul(dtype: str, seconds: float) -> FigureOutcome:
     """The best of the sizes; each is timed alone, so that only one size's matrices are in memory."""
     samples: dict[int, Sample] = {}
 
@@ -117,7 +117,7 @@ def _matmul(dtype: str, seconds: float) -> Outcome:
 
     with _fp32_precision(dtype):
         size = best_size(seconds_of, SIZES, LONGEST_S)
-    return Outcome(samples[size].rate(2.0 * size**3), case={"n": size})
+    return FigureOutcome(samples[size].rate(2.0 * size**3), case={"n": size})
 
 
 def _matmul_call(dtype: str, size: int) -> Call:
@@ -144,7 +144,7 @@ def _fp32_precision(dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _stream(kind: str, buffers: Buffers, seconds: float) -> Outcome:
+def _stream(kind: str, buffers: GpuBuffers, seconds: float) -> FigureOutcome:
     x, y = buffers.pair
     routines: dict[str, dict[str, Callable[[int], Any]]] = {
         "copy": {"copy_": lambda index: y.copy_(x), "mul": lambda index: torch.mul(x, 1.0, out=y)},
@@ -155,13 +155,13 @@ def _stream(kind: str, buffers: Buffers, seconds: float) -> Outcome:
     return best(compare(routines[kind], timer=KernelTimer(), repeats=15, seconds=seconds), amount)
 
 
-def _tiny(host: bool, seconds: float) -> Outcome:
+def _tiny(host: bool, seconds: float) -> FigureOutcome:
     x = torch.zeros(1, device="cuda")
     timer = call_timer() if host else KernelTimer()
     return best(compare({"add_": lambda index: x.add_(1)}, timer=timer, repeats=31, seconds=seconds), None)
 
 
-class Buffers:
+class GpuBuffers:
     """Two buffers far larger than the L2, made when first needed and shared by all streams."""
 
     def __init__(self, size_bytes: int) -> None:

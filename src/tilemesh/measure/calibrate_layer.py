@@ -17,7 +17,7 @@ from torch.nn import functional
 from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
 from tilemesh.measure.calibrate_operators import NO_LIMIT, NO_PEER, torch_threads, vector_bytes
-from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best
 from tilemesh.measure.row import CaseValue
 from tilemesh.measure.timing import compare, settle
 
@@ -54,7 +54,7 @@ def layer_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
 
 
 def _figure(
-    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], Outcome], key: str = ""
+    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], FigureOutcome], key: str = ""
 ) -> Figure:
     case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"}
     if key:
@@ -66,14 +66,14 @@ def _figure(
     )  # fmt: skip
 
 
-def _timed(name: str, call: Callable[[int], object], cores: int, seconds: float, amount: float | None) -> Outcome:
+def _timed(name: str, call: Callable[[int], object], cores: int, seconds: float, amount: float | None) -> FigureOutcome:
     with torch_threads(cores):
         settle()
         result = compare({name: call}, repeats=9, warmup=1, seconds=seconds)
     return best(result, amount)
 
 
-def _projection(width: int, backward: bool, cores: int, seconds: float) -> Outcome:
+def _projection(width: int, backward: bool, cores: int, seconds: float) -> FigureOutcome:
     """x W^T, or both gradients."""
     other = max(width, 128)
     xs = [torch.rand(TOKENS, width) for _ in range(SETS)]
@@ -92,7 +92,7 @@ def _projection(width: int, backward: bool, cores: int, seconds: float) -> Outco
     return _timed("mm", back if backward else forward, cores, seconds, 2 * flops if backward else flops)
 
 
-def _norm(cores: int, seconds: float) -> Outcome:
+def _norm(cores: int, seconds: float) -> FigureOutcome:
     x, gain = torch.rand(4 * TOKENS, 128, requires_grad=True), torch.rand(128, requires_grad=True)
     gradient = torch.rand(4 * TOKENS, 128)
 
@@ -103,7 +103,7 @@ def _norm(cores: int, seconds: float) -> Outcome:
     return _timed("rms_norm", both, cores, seconds, NORM_MOVES * 4.0 * x.numel())
 
 
-def _turn(cores: int, seconds: float) -> Outcome:
+def _turn(cores: int, seconds: float) -> FigureOutcome:
     x = torch.rand(4 * TOKENS // 128, 128, 4, 32, requires_grad=True)
     cos, sin = torch.rand(128, 16), torch.rand(128, 16)
     gradient = torch.rand(4 * TOKENS // 128, 4, 128, 32)
@@ -119,7 +119,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _block(cores: int, seconds: float) -> Outcome:
+def _block(cores: int, seconds: float) -> FigureOutcome:
     """Layers so small that only their calls take time: norm, q, k, v, turn, attention, norm, gated MLP."""
     width, hidden, tokens = 8, 16, 8
     weights = [
@@ -144,7 +144,7 @@ def _block(cores: int, seconds: float) -> Outcome:
 
     outcome = _timed("layer", step, cores, seconds, None)
     measured = None if outcome.measured is None else outcome.measured.scaled(1 / (BLOCKS * BLOCK_CALLS))
-    return Outcome(measured, outcome.peers, outcome.missing, outcome.case)
+    return FigureOutcome(measured, outcome.peers, outcome.missing, outcome.case)
 
 
 def _shapes(width: int, hidden: int) -> list[tuple[int, int]]:

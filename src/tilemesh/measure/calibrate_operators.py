@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from tilemesh.core.calibration import Part
 from tilemesh.core.hardware import CPU
-from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, Outcome, best
+from tilemesh.measure.figure import MATMUL_SHARE, MEMORY_SHARE, Figure, FigureOutcome, best
 from tilemesh.measure.row import CaseValue
 from tilemesh.measure.timing import compare, settle
 
@@ -54,7 +54,7 @@ def operator_figures(part: Part, cores: int, seconds: float) -> list[Figure]:
 
 
 def _figure(
-    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], Outcome], key: str = ""
+    part: Part, cores: int, rate: str, unit: str, predicted: float, measure: Callable[[], FigureOutcome], key: str = ""
 ) -> Figure:
     name = rate.partition("_")[0]
     case: dict[str, CaseValue] = {"cores": cores, "dtype": "fp32"}
@@ -73,7 +73,7 @@ def attention_flops(rows: int, heads: int, context: int, width: int, backward: b
     return 2.5 * forward if backward else forward
 
 
-def _attention(width: int, backward: bool, cores: int, seconds: float) -> Outcome:
+def _attention(width: int, backward: bool, cores: int, seconds: float) -> FigureOutcome:
     q, k, v = (torch.rand(ROWS, HEADS, CONTEXT, width, requires_grad=True) for _ in range(3))
 
     def forward(index: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _attention(width: int, backward: bool, cores: int, seconds: float) -> Outcom
     return best(result, attention_flops(ROWS, HEADS, CONTEXT, width, backward))
 
 
-def _product(cores: int, seconds: float) -> Outcome:
+def _product(cores: int, seconds: float) -> FigureOutcome:
     """A new tensor each time, as eager code makes them."""
     a, b = torch.rand(ELEMENTS), torch.rand(ELEMENTS)
     with torch_threads(cores):
@@ -100,7 +100,7 @@ def _product(cores: int, seconds: float) -> Outcome:
     return best(result, 3 * 4 * ELEMENTS)
 
 
-def _activation(cores: int, seconds: float) -> Outcome:
+def _activation(cores: int, seconds: float) -> FigureOutcome:
     x = torch.rand(ELEMENTS)
     with torch_threads(cores):
         settle()

@@ -18,7 +18,7 @@ from typing import Any
 
 from tilemesh.core.cores import visible_cores
 from tilemesh.core.errors import RunError
-from tilemesh.measure.figure import Figure, Outcome
+from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 
 MOST_PROCESSES = 8
@@ -37,11 +37,11 @@ class Pinned:
         """The same figure, measured here."""
         return replace(figure, measure=partial(self._outcome, figure.rate, figure.key))
 
-    def _outcome(self, rate: str, key: str) -> Outcome:
+    def _outcome(self, rate: str, key: str) -> FigureOutcome:
         found = self._found[f"{rate} {key}"]
         if "why" in found:
             raise RunError(str(found["why"]))
-        return Outcome(Sample(**found["sample"]), case=found["case"])
+        return FigureOutcome(Sample(**found["sample"]), case=found["case"])
 
     @cached_property
     def _found(self) -> Mapping[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FigureOutcome:
     """What measuring gave, in the figure's unit; `case` says what it settled on (size, routine)."""
 
     measured: Sample | None
@@ -41,12 +41,12 @@ class Figure:
     predicted: float | None
     limit: float | None
     missing: Mapping[str, str]
-    measure: Callable[[], Outcome]
+    measure: Callable[[], FigureOutcome]
     dtype: str = ""
     key: str = ""
     """Which of several: the dtype of a matmul if not said otherwise."""
 
-    def row(self, outcome: Outcome, stamp: Stamp) -> Row:
+    def row(self, outcome: FigureOutcome, stamp: Stamp) -> Row:
         """The figure and what was measured, side by side."""
         missing = {**self.missing, **outcome.missing}
         if outcome.measured is None:
@@ -65,7 +65,7 @@ class Figure:
         )
 
 
-def best(result: Comparison, amount: float | None, peers: Iterable[str] = ()) -> Outcome:
+def best(result: Comparison, amount: float | None, peers: Iterable[str] = ()) -> FigureOutcome:
     """The fastest candidate that is not a peer, as a rate of `amount` a second, or as seconds when that is None."""
     samples = {name: one if amount is None else one.rate(amount) for name, one in result.items()}
     named = set(peers)
@@ -73,9 +73,9 @@ def best(result: Comparison, amount: float | None, peers: Iterable[str] = ()) ->
     missing = {name: why for name, why in result.missing.items() if name in named}
     if not ours:
         reasons = [f"{name}: {why}" for name, why in result.missing.items() if name not in named]
-        return Outcome(None, missing={"measured": "; ".join(reasons), "peers": "nothing of ours to compare with"})
+        return FigureOutcome(None, missing={"measured": "; ".join(reasons), "peers": "nothing of ours to compare with"})
     winner = min(ours, key=lambda name: ours[name].median)
-    return Outcome(samples[winner], {n: s for n, s in samples.items() if n in named}, missing, {"by": winner})
+    return FigureOutcome(samples[winner], {n: s for n, s in samples.items() if n in named}, missing, {"by": winner})
 
 
 def best_size(seconds_of: Callable[[int], float], sizes: Iterable[int], longest_s: float, *, slack: float = 0.0) -> int:

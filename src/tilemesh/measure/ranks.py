@@ -16,7 +16,7 @@ from tilemesh.measure.row import CaseValue
 from tilemesh.measure.timing import MIN_READING_S, LoopTimer
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """What timing needs of a communicator."""
 
     def barrier(self) -> None: ...
@@ -25,7 +25,7 @@ class Group(Protocol):
 
 
 def rank_timer(
-    group: Group, *, clock: Callable[[], float] = time.perf_counter, min_reading_s: float = MIN_READING_S
+    group: RankGroup, *, clock: Callable[[], float] = time.perf_counter, min_reading_s: float = MIN_READING_S
 ) -> LoopTimer:
     """A timer for `compare` whose readings start at a barrier and are the slowest rank's.
 

@@ -73,9 +73,9 @@ class Trace:
             # By a thread, because a rank that has gone quiet (in a long call, in a hang) must keep its last spans too.
             threading.Thread(target=self._keep_flushing, name="trace", daemon=True).start()
 
-    def span(self, name: str, *, kind: str = "work", **details: Any) -> Span | _Nothing:
+    def span(self, name: str, *, kind: str = "work", **details: Any) -> RecordedSpan | _Nothing:
         """A stretch of time, as a context manager; `details` show when it is clicked."""
-        return Span(self, name, kind, details) if self.on else _NOTHING
+        return RecordedSpan(self, name, kind, details) if self.on else _NOTHING
 
     def add(self, name: str, began_s: float, ended_s: float, *, kind: str = "work", **details: Any) -> None:
         """A stretch of time that somebody else has timed, by `time.perf_counter`."""
@@ -144,7 +144,7 @@ class Trace:
         return [("T", ident, names.get(ident, f"thread {ident}")) for ident in unnamed]
 
 
-class Span:
+class RecordedSpan:
     """An open stretch of time; it becomes an event when it closes, with the error's name if one passed through."""
 
     __slots__ = ("_began_ns", "_details", "_kind", "_name", "_trace")
@@ -153,7 +153,7 @@ class Span:
         self._trace, self._name, self._kind, self._details = trace, name, kind, details
         self._began_ns = 0
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> RecordedSpan:
         self._began_ns = self._trace._clock()
         return self
 

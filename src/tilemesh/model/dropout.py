@@ -40,7 +40,7 @@ class Site(IntEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class DropoutPlace:
     """Where the first element of a tensor stands in the whole activation of the step."""
 
     row: int = 0
@@ -53,10 +53,12 @@ class Place:
             raise UsageError(f"{self} is before the beginning: expected numbers of at least 0")
 
 
-ORIGIN = Place()
+ORIGIN = DropoutPlace()
 
 
-def dropout(x_BTD: Tensor, rate: float, *, seed: int | Tensor, layer: int, site: Site, place: Place = ORIGIN) -> Tensor:
+def dropout(
+    x_BTD: Tensor, rate: float, *, seed: int | Tensor, layer: int, site: Site, place: DropoutPlace = ORIGIN
+) -> Tensor:
     """x with elements dropped at this rate and the rest scaled so that the mean stays; saves one byte an element."""
     if rate == 0:
         return x_BTD
@@ -71,7 +73,7 @@ def keep_mask(
     seed: int | Tensor,
     layer: int,
     site: Site,
-    place: Place = ORIGIN,
+    place: DropoutPlace = ORIGIN,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """True where an element is kept, for the block of this (B, T, D) shape that begins at `place`.

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilemesh.core.errors import RunError
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
 
@@ -33,5 +34,13 @@ def read_model(config: ModelConfig, weights: Weights, device: torch.device | str
 
 
 def read_weights(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Every parameter that a model of this configuration has, by name."""
-    return {name: weights.weight(name) for name, _ in Transformer(config, device="meta").named_parameters()}
+    """Every parameter that a model of this configuration has, by name; weights of another shape are refused."""
+    found = {}
+    for name, parameter in Transformer(config, device="meta").named_parameters():
+        found[name] = weights.weight(name)
+        if found[name].shape != parameter.shape:
+            there, here = tuple(found[name].shape), tuple(parameter.shape)
+            raise RunError(
+                f"the weights of {name} have shape {there} and this model's {here}: they are another model's"
+            )
+    return found

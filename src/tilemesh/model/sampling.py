@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import check_sampling
 from tilemesh.model.cache import DenseCache, KeyValueCache
-
-COLDEST, HOTTEST = 1e-6, 1e6  # beyond them logits divided by the temperature are infinite, or all alike
 
 Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
@@ -35,10 +34,7 @@ def sample(
     """
     if not prompt:
         raise UsageError("an empty prompt: give at least one character")
-    if tokens < 0:
-        raise UsageError(f"{tokens} tokens were asked for: expected 0 or more")
-    if not 0 <= temperature <= HOTTEST or 0 < temperature < COLDEST:
-        raise UsageError(f"temperature is {temperature}: expected 0, or between {COLDEST:g} and {HOTTEST:g}")
+    check_sampling(tokens, temperature, seed)
     generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
     cache = DenseCache(1, context, device)
@@ -56,7 +52,8 @@ def sample(
         if temperature == 0:
             token = int(scores.argmax())
         else:
-            shares = torch.softmax(scores / temperature, dim=0)
+            # The largest is 0 before the division: a tiny temperature gives -inf beside it, never inf - inf.
+            shares = torch.softmax((scores - scores.max()) / temperature, dim=0)
             token = int(torch.multinomial(shares, 1, generator=generator))
         whole.append(token)
         pending = [token]

@@ -22,7 +22,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.dropout import ORIGIN, Place, Site, dropout
+from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -40,7 +40,7 @@ class Pass:
     """Cosines and sines of the tokens' positions: (T, E/2), or with a cache (B, T, 1, E/2), each row its own."""
     dropout_seed: int | Tensor | None
     """None: nothing is dropped."""
-    place: Place
+    place: DropoutPlace
     """Where this pass's activations stand in the whole batch: says what is dropped and, without a cache, positions."""
     cache: KeyValueCache | None
 
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
-        place: Place = ORIGIN,
+        place: DropoutPlace = ORIGIN,
     ) -> Tensor:
         """Logits (B, T, V). With a cache the tokens attend to those already in it and stand where it says.
 
@@ -214,7 +214,7 @@ class Transformer(nn.Module):
         *,
         cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
-        place: Place = ORIGIN,
+        place: DropoutPlace = ORIGIN,
     ) -> Pass:
         """Check the tokens and gather what the layers need beside their activations."""
         if tokens_BT.dim() != 2 or tokens_BT.dtype not in (torch.int64, torch.int32):

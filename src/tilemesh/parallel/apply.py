@@ -21,7 +21,7 @@ from tilemesh.model.config import ModelConfig, why_not_tp
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
-from tilemesh.parallel.gradients import Gradients, Local, Naive, Parts, Way
+from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
@@ -79,7 +79,7 @@ def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | No
     if way == "local":
         if tokens is None:
             raise UsageError("local gradients without tokens: say how many targets a step has")
-        return Local(parts, tokens)
+        return LocalGradients(parts, tokens)
     raise unknown("gradients", way, ("bucketed", "naive", "local"))
 
 
@@ -113,13 +113,14 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
-    if (plan.dp, plan.tp) != (mesh.dp.size, mesh.tp.size):
-        raise UsageError(f"the plan is dp={plan.dp} × tp={plan.tp} and the mesh {mesh}: make the mesh from the plan")
-    others = [name for name, size in mesh.shape if size > 1 and name not in ("dp", "tp")]
-    if plan.pp > 1 or others:
-        name = others[0] if others else "pp"
-        size = mesh.axis(name).size if others else plan.pp
-        raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
+    sizes = {name: size for name, size in mesh.shape if size > 1}
+    wanted = {name: size for name, size in plan.axes.items() if size > 1}
+    for name, size in {**wanted, **sizes}.items():
+        if name not in ("dp", "tp"):
+            raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
+    if sizes != wanted:
+        shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
+        raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
     if plan.zero > 1:
         raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
     if isinstance(model, Transformer):

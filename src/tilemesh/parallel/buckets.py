@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tilemesh.core.axes import Blocks
 from tilemesh.core.errors import UsageError
-from tilemesh.parallel.gradients import Exchanging, Parts, Step, batch_summed, copies_summed
+from tilemesh.parallel.gradients import Exchanging, GradientStep, Parts, batch_summed, copies_summed
 from tilemesh.parallel.shard import Held
 
 BUCKET_BYTES = 8 << 20
@@ -81,7 +81,7 @@ class Bucketed(Exchanging):
         self.count(loss_sum, count, scale)
         torch.autograd.backward(loss_sum if scale == 1.0 else loss_sum * scale)
 
-    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         if not self._is_last:
             raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
         for bucket in self.buckets[self._next :]:

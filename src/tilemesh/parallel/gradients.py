@@ -39,7 +39,7 @@ _EPSILON = 1e-6  # as torch's clip_grad_norm_ has it
 
 
 @dataclass(frozen=True)
-class Step:
+class GradientStep:
     """What one step came to over the whole mesh; the same on every rank. Tensors where it is not waited for."""
 
     loss: float | Tensor
@@ -50,13 +50,13 @@ class Step:
     divisor: Tensor | None = None
     """What gradients are yet to be divided by, where that was left to the optimizer."""
 
-    def copied(self) -> Step:
+    def copied(self) -> GradientStep:
         """Loss and norm in memory of their own: where a captured step leaves them, its next replay writes."""
         loss, norm = (value.clone() if isinstance(value, Tensor) else value for value in (self.loss, self.norm))
         return replace(self, loss=loss, norm=norm, divisor=None)
 
 
-def read(steps: Sequence[Step]) -> list[tuple[float, float]]:
+def read(steps: Sequence[GradientStep]) -> list[tuple[float, float]]:
     """(loss, norm) of some steps as numbers, with one wait for all of them."""
     if not steps:
         return []
@@ -80,7 +80,7 @@ class Gradients(Protocol):
         `last`: no microbatch follows, so an exchange may begin. `scale`: a factor on the loss, taken out by `finish`.
         """
 
-    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         """End the step: every `.grad` is the mean over the mesh, clipped to `max_norm`.
 
         Without `divide` gradients may be left as they are, with `Step.divisor` for the optimizer to divide them by on
@@ -131,7 +131,7 @@ def settle(
     factor: float = 1.0,
     max_norm: float | None = None,
     divide: bool = True,
-) -> Step:
+) -> GradientStep:
     """Make gradients means and clip them: the one place that does.
 
     `factor`: what turns them into means, 1 where the loss was divided before backward; `norm`: of the means, a number,
@@ -146,7 +146,7 @@ def settle(
         if divide and divisor is not None:
             torch._foreach_mul_(list(gradients), divisor.reciprocal().to(gradients[0].dtype))
             divisor = None
-        return Step(loss, tokens, norm, divisor)
+        return GradientStep(loss, tokens, norm, divisor)
     if max_norm is not None and math.isfinite(norm):
         factor *= min(1.0, max_norm / (norm + _EPSILON))
     if divide:
@@ -154,7 +154,7 @@ def settle(
             gradient.mul_(factor)
     else:
         divisor = torch.tensor(1 / factor, dtype=torch.float32, device=gradients[0].device)
-    return Step(loss, tokens, norm, divisor)
+    return GradientStep(loss, tokens, norm, divisor)
 
 
 class Exchanging:
@@ -182,7 +182,7 @@ class Exchanging:
         self._totals = now if self._totals is None else self._totals + now
         self._scale = scale
 
-    def settled(self, summed: list[tuple[Tensor, int]], max_norm: float | None, divide: bool) -> Step:
+    def settled(self, summed: list[tuple[Tensor, int]], max_norm: float | None, divide: bool) -> GradientStep:
         """`summed`: gradients that have been exchanged, each with how many ranks of the mesh hold the same."""
         assert self._totals is not None
         parts = [torch.linalg.vector_norm(flat).double().square() / copies for flat, copies in summed]
@@ -230,7 +230,7 @@ class Naive(Exchanging):
         self.count(loss_sum, count, scale)
         torch.autograd.backward(loss_sum * scale)
 
-    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         if not self._is_last:
             raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
         summed = []
@@ -244,7 +244,7 @@ class Naive(Exchanging):
         return self.settled(summed, max_norm, divide)
 
 
-class Local:
+class LocalGradients:
     """Gradients of a model on one process, for steps that the host does not wait for.
 
     An exchange over a mesh ends in numbers that every rank must know before it goes on. On one process mean and
@@ -272,7 +272,7 @@ class Local:
         self._total = mean.detach() if self._total is None else self._total + mean.detach()
         torch.autograd.backward(mean)
 
-    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Step:
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         if self._total is None:
             raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
         gradients = self.buffers

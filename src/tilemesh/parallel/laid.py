@@ -16,7 +16,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
-from tilemesh.model.dropout import ORIGIN, Place
+from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.transformer import Pass, Transformer, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
@@ -67,7 +67,7 @@ class Laid:
         targets_BT: Tensor,
         *,
         dropout_seed: int | Tensor | None = None,
-        place: Place = ORIGIN,
+        place: DropoutPlace = ORIGIN,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
@@ -107,7 +107,7 @@ class Laid:
         model: Transformer,
         tokens_BT: Tensor,
         dropout_seed: int | Tensor | None,
-        place: Place,
+        place: DropoutPlace,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """This rank's part of the logits."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.core.axes import ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
+from tilemesh.core.axes import BATCH, ORDER, Blocks, coordinates, members, ordered, rank_at, ranks_of, size_of
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.parallel.agree import agree
 
@@ -84,6 +84,15 @@ class Mesh:
     def pp(self) -> Axis:
         """The ranks that share the layers."""
         return self.axis("pp")
+
+    def part_of_batch(self) -> int:
+        """Which part of the batch this rank takes, counted over the axes that share it."""
+        shared = tuple((name, size) for name, size in self.shape if name in BATCH)
+        return rank_at({name: self.axes[name].index for name, _ in shared}, shared)
+
+    def is_first_of_part(self) -> bool:
+        """Whether this rank is the first of those that take the same part of the batch."""
+        return all(axis.index == 0 for name, axis in self.axes.items() if name not in BATCH)
 
     def group(self, *names: str) -> Communicator:
         """The ranks that differ from this one along these axes alone (`group("dp", "cp")`), in order of rank."""

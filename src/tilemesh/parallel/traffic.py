@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilemesh.core.axes import Blocks
+from tilemesh.core.axes import BATCH, Axes, Blocks, size_of
 from tilemesh.core.plan import Precision
 from tilemesh.model.config import ModelConfig
 
@@ -45,10 +45,10 @@ class Exchange:
 
 
 def microbatch(
-    config: ModelConfig, tp: int, sequence: bool, rows: int, tokens: int, precision: Precision
+    config: ModelConfig, axes: Axes, sequence: bool, rows: int, tokens: int, precision: Precision
 ) -> list[Exchange]:
-    """What the ranks of tp exchange in one forward and backward pass."""
-    if tp == 1:
+    """What the ranks of tp exchange in one forward and backward pass. `axes`: of the mesh, whichever it has."""
+    if size_of(axes, "tp") == 1:
         return []
     widths, whole = WIDTHS[precision], rows * tokens * config.width
     return [*_forward(config, sequence, whole, rows * tokens, widths), *_backward(config, sequence, whole, widths)]
@@ -81,9 +81,13 @@ def _backward(config: ModelConfig, sequence: bool, whole: int, widths: Widths) -
         yield Exchange("token_embedding", "tp", "all_gather", whole, widths.stream)
 
 
-def step_end(buckets: Sequence[tuple[int, Blocks]], dp: int, itemsize: int) -> list[Exchange]:
-    """What a step exchanges once, whatever the accumulation: buckets as (elements, the copies that are summed)."""
-    made = [Exchange("gradients", "dp", "all_reduce", size, itemsize) for size, _ in buckets if dp > 1]
+def step_end(buckets: Sequence[tuple[int, Blocks]], axes: Axes, itemsize: int) -> list[Exchange]:
+    """What a step exchanges once, whatever the accumulation: buckets as (elements, the copies that are summed).
+
+    Gradients are summed over all axes that share the batch, named as `Mesh.axes_of` names them: "dp", "dp+cp".
+    """
+    batch = "+".join(name for name, size in reversed(axes) if name in BATCH and size > 1)
+    made = [Exchange("gradients", batch, "all_reduce", size, itemsize) for size, _ in buckets if batch]
     made += [
         Exchange("copies", f"{axis} {count}", "all_reduce", size, itemsize)
         for size, blocks in buckets

@@ -7,14 +7,14 @@ from typing import Any
 
 _WHERE = {
     "search": "choose",
-    "Result": "choose",
+    "SearchResult": "choose",
     "Pins": "space",
     "Estimator": "step",
     "Prediction": "step",
     "predict": "step",
 }
 
-__all__ = ["Estimator", "Pins", "Prediction", "Result", "predict", "search"]
+__all__ = ["Estimator", "Pins", "Prediction", "SearchResult", "predict", "search"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, count_parameters, preset
 from tilemesh.plan.layout import Candidate, short
@@ -26,6 +27,8 @@ SHOWN = 10
 DEFAULT_BATCH_TOKENS = 1_000_000
 BATCH_SLACK = 0.05
 """A batch given in tokens is a wish: the count of sequences may differ by so much to divide well."""
+_BATCH = Range(1, 2**31 - 1)
+_BATCH_TOKENS = Range(1, LARGEST_WHOLE)
 
 _FEW = {base << power for base in (5, 7) for power in range(4)}
 _GROWTH = tuple(sorted({base << power for base in (1, 3) for power in range(12)} | _FEW))
@@ -41,7 +44,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search found, best first."""
 
     model: ModelConfig
@@ -89,7 +92,7 @@ def search(
     shown: int = SHOWN,
     rates: Rates | None = None,
     code: Code | None = None,
-) -> Result:
+) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
     `predict`.
 
@@ -109,7 +112,9 @@ def search(
     # The exact cut may weigh a little more than the quick one that was found to fit.
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
-    return Result(model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code)
+    return SearchResult(
+        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code
+    )
 
 
 def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> int:
@@ -117,14 +122,13 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     if batch is not None and batch_tokens is not None:
         raise UsageError("--batch and --batch-tokens both say the batch: give one")
     if batch is not None:
-        if batch < 1:
-            raise UsageError(f"batch is {batch}: expected at least 1 sequence")
+        _BATCH.check("batch", batch, whole=True)
         return batch
-    wanted = (DEFAULT_BATCH_TOKENS if batch_tokens is None else batch_tokens) / context
+    tokens = DEFAULT_BATCH_TOKENS if batch_tokens is None else batch_tokens
+    _BATCH_TOKENS.check("batch_tokens", tokens, whole=True)
+    wanted = tokens / context
     if wanted < 1 - BATCH_SLACK:
-        raise UsageError(
-            f"{batch_tokens} tokens a step are less than one sequence of {context}: give more, or --context"
-        )
+        raise UsageError(f"{tokens} tokens a step are less than one sequence of {context}: give more, or --context")
     low, high = max(1, -int(-wanted * (1 - BATCH_SLACK) // 1)), max(1, int(wanted * (1 + BATCH_SLACK)))
     low = min(low, high)
     # The largest power of two with a multiple in reach; of its multiples the nearest, of two as near the smaller.

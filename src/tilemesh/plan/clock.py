@@ -8,8 +8,8 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants, work
-from tilemesh.plan.collectives import Group, group, neighbour_s
-from tilemesh.plan.layout import Layout
+from tilemesh.plan.collectives import RanksOfNodes, group, neighbour_s
+from tilemesh.plan.layout import PlanFields
 from tilemesh.plan.memory import AUTOCAST
 from tilemesh.plan.passes import Code, default_code
 
@@ -63,15 +63,15 @@ class Clock:
         self.context = context
         self._rates = rates
         self._code = code
-        self._groups: dict[tuple[int, int], Group] = {}
+        self._groups: dict[tuple[int, int], RanksOfNodes] = {}
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> RanksOfNodes:
         if (size, stride) not in self._groups:
             self._groups[size, stride] = group(self.cluster, size, stride)
         return self._groups[size, stride]
 
-    def layer(self, plan: Layout) -> LayerTimes:
+    def layer(self, plan: PlanFields) -> LayerTimes:
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision)
         found = self._layers.get(key)
         if found is None:
@@ -80,15 +80,15 @@ class Clock:
             )
         return found
 
-    def code(self, plan: Layout) -> Code:
+    def code(self, plan: PlanFields) -> Code:
         """What runs this layout: as told, or what its precision and device are usually trained with."""
         return self._code or default_code(self.cluster.device, plan.precision)
 
-    def stream_bytes(self, plan: Layout) -> int:
+    def stream_bytes(self, plan: PlanFields) -> int:
         """One microbatch's activations between two layers."""
         return plan.microbatch * self.context * self.model.width * DTYPE_BYTES[plan.compute_dtype]
 
-    def hop_s(self, plan: Layout) -> float:
+    def hop_s(self, plan: PlanFields) -> float:
         """One microbatch's activations to the next stage: each rank of tp sends its share."""
         whole = self.stream_bytes(plan)
         hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, whole / plan.tp)
@@ -96,7 +96,7 @@ class Clock:
             hop += self.group(plan.tp, 1).all_gather_s(whole)
         return hop
 
-    def chunks(self, plan: Layout, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
+    def chunks(self, plan: PlanFields, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
         forward = layer.forward_s + layer.exchange_s
@@ -115,7 +115,7 @@ class Clock:
 def layer_times(
     model: ModelConfig,
     cluster: Cluster,
-    plan: Layout,
+    plan: PlanFields,
     context: int,
     rates: Rates | None = None,
     code: Code = "fused",

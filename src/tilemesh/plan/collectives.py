@@ -30,7 +30,7 @@ def tree_all_reduce_s(ranks: int, nbytes: float, alpha_s: float, bytes_per_s: fl
 
 
 @dataclass(frozen=True)
-class Group:
+class RanksOfNodes:
     """Ranks that exchange with one another: `inside` of them in each of `nodes` nodes."""
 
     inside: int
@@ -68,12 +68,12 @@ class Group:
         return passes * nbytes * (self.ranks - 1) / self.ranks
 
 
-def group(cluster: Cluster, size: int, stride: int) -> Group:
+def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
     """The group of an axis: `size` ranks, `stride` apart, ranks laid on nodes in order."""
     node = cluster.node
     fit = max(1, min(size, node.count // stride))
     inside = max(d for d in range(1, fit + 1) if size % d == 0)
-    return Group(
+    return RanksOfNodes(
         inside=inside,
         nodes=size // inside,
         inside_alpha_s=node.intra.latency_s,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from tilemesh.core.hardware import DTYPE_BYTES
 from tilemesh.model.config import ModelConfig, count_parameters
-from tilemesh.plan.collectives import Group
+from tilemesh.plan.collectives import RanksOfNodes
 from tilemesh.plan.constants import HIDDEN_COST
-from tilemesh.plan.layout import Layout
+from tilemesh.plan.layout import PlanFields
 from tilemesh.plan.memory import AUTOCAST, STATE_BYTES
 from tilemesh.plan.passes import Code
 from tilemesh.plan.shards import kv_width_per_rank, shard_parameters, stage_parameters
@@ -28,7 +28,7 @@ class DataExchange:
 
 
 def data_exchange(
-    plan: Layout, axis: Group, parameters: int, forward_s: float, backward_s: float, layers: int
+    plan: PlanFields, axis: RanksOfNodes, parameters: int, forward_s: float, backward_s: float, layers: int
 ) -> DataExchange:
     """For a rank with so many parameters in so many layers, whose passes of one microbatch take so long."""
     weight, gradient, _ = STATE_BYTES[plan.precision]
@@ -77,7 +77,7 @@ def repeated_parameters(model: ModelConfig, tp: int, layers: int) -> int:
     return layers * 2 * kv_width_per_rank(model, tp) * (model.width + bool(model.biases))
 
 
-def exchanged(model: ModelConfig, plan: Layout, context: int, layers: int, code: Code) -> dict[str, dict[str, int]]:
+def exchanged(model: ModelConfig, plan: PlanFields, context: int, layers: int, code: Code) -> dict[str, dict[str, int]]:
     """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
 
     The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on

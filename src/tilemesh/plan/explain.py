@@ -13,10 +13,10 @@ from tilemesh.core.units import format_bytes, format_count
 from tilemesh.model.config import ModelConfig, count_parameters, why_not_tp
 from tilemesh.plan import memory
 from tilemesh.plan.flops import forward_flops, recomputed_flops
-from tilemesh.plan.layout import Layout
+from tilemesh.plan.layout import PlanFields
 
 
-class Row(NamedTuple):
+class ExplainedFigure(NamedTuple):
     """One figure. Empty formula and numbers: given, not computed."""
 
     what: str
@@ -25,13 +25,13 @@ class Row(NamedTuple):
     value: str
 
 
-class Section(NamedTuple):
+class ExplainedPart(NamedTuple):
     title: str
-    rows: list[Row]
+    rows: list[ExplainedFigure]
     note: str = ""
 
 
-def model_sections(model: ModelConfig, context: int, layout: Layout, sequences: int = 1) -> list[Section]:
+def model_sections(model: ModelConfig, context: int, layout: PlanFields, sequences: int = 1) -> list[ExplainedPart]:
     """Parameters, FLOPs of a step, states, activations of one layer and KV cache."""
     return [
         parameter_section(model),
@@ -46,7 +46,7 @@ def model_sections(model: ModelConfig, context: int, layout: Layout, sequences: 
     ]
 
 
-def parameter_section(model: ModelConfig) -> Section:
+def parameter_section(model: ModelConfig) -> ExplainedPart:
     parts = count_parameters(model)
     D, F, V, kv = model.width, model.mlp_width, model.vocabulary, model.kv_width
     bias = model.biases
@@ -54,41 +54,41 @@ def parameter_section(model: ModelConfig) -> Section:
     # A LayerNorm has a weight and a bias, an RMSNorm a weight.
     norm = 2 if model.norm == "layernorm" else 1
     rows = [
-        Row("token embedding", "V D", f"{V:,} x {D:,}", f"{parts.token_embedding:,}"),
-        Row("position embedding", "S D", f"{model.context:,} x {D:,}", f"{parts.position_embedding:,}"),
-        Row(
+        ExplainedFigure("token embedding", "V D", f"{V:,} x {D:,}", f"{parts.token_embedding:,}"),
+        ExplainedFigure("position embedding", "S D", f"{model.context:,} x {D:,}", f"{parts.position_embedding:,}"),
+        ExplainedFigure(
             "attention, a layer",
             "D (D + 2 K) + D D" + (" + (D + 2 K) + D" if bias else ""),
             f"{D:,} x {D + 2 * kv:,} + {D:,} x {D:,}" + (f" + {D + 2 * kv:,} + {D:,}" if bias else ""),
             f"{parts.attention:,}",
         ),
-        Row(
+        ExplainedFigure(
             "MLP, a layer",
             f"{inputs + 1} D F" + (f" + {inputs} F + D" if bias else ""),
             f"{inputs + 1} x {D:,} x {F:,}" + (f" + {inputs} x {F:,} + {D:,}" if bias else ""),
             f"{parts.mlp:,}",
         ),
-        Row("norms, a layer", f"2 x {norm} D", f"2 x {norm} x {D:,}", f"{parts.norms:,}"),
-        Row(
+        ExplainedFigure("norms, a layer", f"2 x {norm} D", f"2 x {norm} x {D:,}", f"{parts.norms:,}"),
+        ExplainedFigure(
             "layers",
             "L (attention + MLP + norms)",
             f"{model.layers} x {parts.layer:,}",
             f"{parts.layers * parts.layer:,}",
         ),
-        Row("final norm", f"{norm} D", f"{norm} x {D:,}", f"{parts.final_norm:,}"),
-        Row("output projection", "V D", f"{V:,} x {D:,}", f"{parts.output:,}"),
-        Row("parameters N", "sum", "", f"{parts.total:,}"),
+        ExplainedFigure("final norm", f"{norm} D", f"{norm} x {D:,}", f"{parts.final_norm:,}"),
+        ExplainedFigure("output projection", "V D", f"{V:,} x {D:,}", f"{parts.output:,}"),
+        ExplainedFigure("parameters N", "sum", "", f"{parts.total:,}"),
     ]
     shown = [row for row in rows if row.value != "0"]
     tied = "; the output projection is the embedding" if model.tied else ""
-    return Section(
+    return ExplainedPart(
         f"Parameters (L {model.layers} layers, D {D:,} wide, K {kv:,} wide keys, F {F:,} in the MLP, V {V:,} tokens"
         f"{tied})",
         shown,
     )
 
 
-def flops_section(model: ModelConfig, sequences: int, context: int, recompute: str) -> Section:
+def flops_section(model: ModelConfig, sequences: int, context: int, recompute: str) -> ExplainedPart:
     """A step over so many sequences."""
     T, s, D, kv = sequences * context, context, model.width, model.kv_width
     L, F, V, inputs = model.layers, model.mlp_width, model.vocabulary, model.mlp_inputs
@@ -99,51 +99,54 @@ def flops_section(model: ModelConfig, sequences: int, context: int, recompute: s
     repeated = {"none": "nothing", "selective": "scores", "full": "all layers"}[recompute]
     six = 6 * parameters * T
     rows = [
-        Row("q, k, v and output", "2 T D (2 D + 2 K) L", f"2 x {T:,} x {D:,} x {2 * D + 2 * kv:,} x {L}",
+        ExplainedFigure("q, k, v and output", "2 T D (2 D + 2 K) L", f"2 x {T:,} x {D:,} x {2 * D + 2 * kv:,} x {L}",
             _flops(forward.projections)),
-        Row("scores and values", "4 T S D L", f"4 x {T:,} x {s:,} x {D:,} x {L}", _flops(forward.scores)),
-        Row("MLP", f"2 T {inputs + 1} D F L", f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}", _flops(forward.mlp)),
-        Row("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),
-        Row("forward", "sum", "", _flops(forward.total)),
-        Row("backward", "2 x forward", f"2 x {_flops(forward.total)}", _flops(2 * forward.total)),
-        Row("recomputed", repeated, f"recompute = {recompute}", _flops(again)),
-        Row("all", "forward + backward + recomputed", "", _flops(total)),
-        Row("6 N T, for comparison", "6 N T", f"6 x {parameters:,} x {T:,}",
+        ExplainedFigure("scores and values", "4 T S D L", f"4 x {T:,} x {s:,} x {D:,} x {L}", _flops(forward.scores)),
+        ExplainedFigure("MLP", f"2 T {inputs + 1} D F L", f"2 x {T:,} x {inputs + 1} x {D:,} x {F:,} x {L}",
+            _flops(forward.mlp)),
+        ExplainedFigure("logits", "2 T D V", f"2 x {T:,} x {D:,} x {V:,}", _flops(forward.logits)),
+        ExplainedFigure("forward", "sum", "", _flops(forward.total)),
+        ExplainedFigure("backward", "2 x forward", f"2 x {_flops(forward.total)}", _flops(2 * forward.total)),
+        ExplainedFigure("recomputed", repeated, f"recompute = {recompute}", _flops(again)),
+        ExplainedFigure("all", "forward + backward + recomputed", "", _flops(total)),
+        ExplainedFigure("6 N T, for comparison", "6 N T", f"6 x {parameters:,} x {T:,}",
             f"{_flops(six)} ({six / (3 * forward.total):.1%} of forward + backward)"),
     ]  # fmt: skip
     words = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
-    return Section(
+    return ExplainedPart(
         f"FLOPs of a step over {words} of S = {s:,} tokens (T = {T:,})",
         rows,
         "A multiply-add is 2; scores are counted as the whole square, also under a causal mask.",
     )
 
 
-def states_section(model: ModelConfig, precision: str) -> Section:
+def states_section(model: ModelConfig, precision: str) -> ExplainedPart:
     parameters = count_parameters(model).total
     rounded = _three_digits(parameters)
     rows = []
     for name, size in zip(("weights", "gradients", "optimizer"), memory.STATE_BYTES[precision], strict=True):
-        rows.append(Row(name, f"{size} N", f"{size} x {parameters:,}", _gigabytes(size * parameters)))
+        rows.append(ExplainedFigure(name, f"{size} N", f"{size} x {parameters:,}", _gigabytes(size * parameters)))
     whole = sum(memory.STATE_BYTES[precision])
-    rows.append(Row("all states", f"{whole} N", f"{whole} x {parameters:,}", _gigabytes(whole * parameters)))
+    rows.append(
+        ExplainedFigure("all states", f"{whole} N", f"{whole} x {parameters:,}", _gigabytes(whole * parameters))
+    )
     for name, size in (("16-bit weights, N rounded", 2), ("Adam states, N rounded", 12)):
         rows.append(
-            Row(
+            ExplainedFigure(
                 name,
                 f"{size} N",
                 f"{size} x {format_count(rounded)}",
                 f"{size * rounded / 1e9:,.{0 if rounded >= 1e9 else 3}f} GB",
             )
         )
-    return Section(
+    return ExplainedPart(
         f"States of the whole model, precision {precision}",
         rows,
         "Optimizer: two moments, and fp32 master weights where the weights have 16 bits.",
     )
 
 
-def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
+def zero_section(model: ModelConfig, precision: str, dp: int) -> ExplainedPart:
     """The ZeRO table, for the dp of the plan or, without one, for 64."""
     parameters, ranks = count_parameters(model).total, dp if dp > 1 else 64
     w, g, o = memory.STATE_BYTES[precision]
@@ -154,7 +157,7 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
         f"{w + g + o} M/{ranks}",
     )
     rows = [
-        Row(
+        ExplainedFigure(
             f"ZeRO-{stage}" if stage else "no ZeRO",
             form,
             f"M = {parameters:,}",
@@ -162,10 +165,12 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> Section:
         )
         for stage, form in enumerate(forms)
     ]
-    return Section(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
+    return ExplainedPart(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
 
 
-def activation_section(model: ModelConfig, context: int, layout: Layout, by: memory.Keeps = "fused") -> Section:
+def activation_section(
+    model: ModelConfig, context: int, layout: PlanFields, by: memory.Keeps = "fused"
+) -> ExplainedPart:
     """Tensor by tensor, what a layer keeps for its backward pass."""
     b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
     rows, total = [], 0
@@ -178,22 +183,22 @@ def activation_section(model: ModelConfig, context: int, layout: Layout, by: mem
         over = 1 if kept.split == "whole" or (kept.split == "sequence" and not sp) else tp
         split = f" / {over}" if over > 1 else ""
         rows.append(
-            Row(
+            ExplainedFigure(
                 kept.name,
                 f"{kept.element_bytes} B x {_elements(kept.name)}" + (" / tp" if over > 1 else ""),
                 f"{kept.element_bytes} x {kept.elements:,}{split}",
                 "dropped, recomputed" if dropped else format_bytes(nbytes),
             )
         )
-    rows.append(Row("a layer keeps", "sum", "", f"{format_bytes(total)} ({total:,} B)"))
+    rows.append(ExplainedFigure("a layer keeps", "sum", "", f"{format_bytes(total)} ({total:,} B)"))
     title = (
         f"Activations of one layer and microbatch of {b} on a rank: tp {tp}, "
         f"sequence parallel {'yes' if sp else 'no'}, {layout.attention} attention, recompute {layout.recompute}"
     )
-    return Section(title, rows)
+    return ExplainedPart(title, rows)
 
 
-def recipes_section(model: ModelConfig, context: int, layout: Layout, tp: int = 8) -> Section:
+def recipes_section(model: ModelConfig, context: int, layout: PlanFields, tp: int = 8) -> ExplainedPart:
     """What a layer keeps under every recipe: attention, recomputation, tensor and sequence parallelism."""
     sbd = layout.microbatch * context * model.width
     whole = why_not_tp(model, tp) is None
@@ -219,9 +224,9 @@ def recipes_section(model: ModelConfig, context: int, layout: Layout, tp: int = 
             if memory.is_paper_model(model, layout.precision):
                 form = _paper_form(attention, recompute, ranks, sp)
             name = f"{attention}, {recompute}, {split}"
-            rows.append(Row(name, form, f"{sbd:,} x {nbytes / sbd:.2f} B", format_bytes(nbytes)))
+            rows.append(ExplainedFigure(name, form, f"{sbd:,} x {nbytes / sbd:.2f} B", format_bytes(nbytes)))
     note = "a heads, t ranks of tensor parallelism; a fused kernel keeps 4 B a head and token instead of the scores"
-    return Section("Activations a layer keeps, by recipe", rows, f"{note}.")
+    return ExplainedPart("Activations a layer keeps, by recipe", rows, f"{note}.")
 
 
 def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:
@@ -236,42 +241,46 @@ def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:
     return f"S b D x ({flat.strip('()')} + {scores})"
 
 
-def relation_section(model: ModelConfig, context: int) -> Section:
+def relation_section(model: ModelConfig, context: int) -> ExplainedPart:
     done = 3 * forward_flops(model, 1, context).total
     rows = []
     for recompute in ("none", "selective", "full"):
         again = recomputed_flops(model, 1, context, recompute)
         numbers = f"1 + {again:.4g} / {done:.4g}"
         rows.append(
-            Row(
+            ExplainedFigure(
                 f"recompute {recompute}", "HFU / MFU = 1 + recomputed / model FLOPs", numbers, f"{1 + again / done:.4f}"
             )
         )
-    return Section("MFU counts FLOPs that had to be done, HFU all that were done", rows)
+    return ExplainedPart("MFU counts FLOPs that had to be done, HFU all that were done", rows)
 
 
-def laws_section(serial: float = 0.01) -> Section:
+def laws_section(serial: float = 0.01) -> ExplainedPart:
     """Amdahl's and Gustafson's laws for a step of which one percent does not shrink with more ranks."""
     rows = []
     for n in (8, 64, 512):
         fixed, grown = 1 / (serial + (1 - serial) / n), n - serial * (n - 1)
         rows.append(
-            Row(f"Amdahl, {n} ranks", "1 / (f + (1 - f)/n)", f"1 / ({serial} + {1 - serial} / {n})", f"{fixed:.1f}")
+            ExplainedFigure(
+                f"Amdahl, {n} ranks", "1 / (f + (1 - f)/n)", f"1 / ({serial} + {1 - serial} / {n})", f"{fixed:.1f}"
+            )
         )
-        rows.append(Row(f"Gustafson, {n} ranks", "n - f (n - 1)", f"{n} - {serial} x {n - 1}", f"{grown:.1f}"))
+        rows.append(
+            ExplainedFigure(f"Gustafson, {n} ranks", "n - f (n - 1)", f"{n} - {serial} x {n - 1}", f"{grown:.1f}")
+        )
     note = "Amdahl keeps the batch, Gustafson lets it grow with the ranks; with --cluster f is the plan's own"
-    return Section(f"Speed-up when a fraction f = {serial} of the step does not shrink", rows, f"{note}.")
+    return ExplainedPart(f"Speed-up when a fraction f = {serial} of the step does not shrink", rows, f"{note}.")
 
 
-def cache_section(model: ModelConfig, context: int) -> Section:
+def cache_section(model: ModelConfig, context: int) -> ExplainedPart:
     nbytes = memory.kv_cache_bytes(model, context)
-    row = Row(
+    row = ExplainedFigure(
         "keys and values",
         "2 x 2 B x L K S",
         f"2 x 2 x {model.layers} x {model.kv_width:,} x {context:,}",
         format_bytes(nbytes),
     )
-    return Section("KV cache of one sequence, when serving", [row])
+    return ExplainedPart("KV cache of one sequence, when serving", [row])
 
 
 def _elements(name: str) -> str:

@@ -9,17 +9,17 @@ from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.plan import work
-from tilemesh.plan.choose import Result
-from tilemesh.plan.explain import Row, Section, activation_section, flops_section
+from tilemesh.plan.choose import SearchResult
+from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.flops import recomputed_flops
 from tilemesh.plan.memory import STATE_BYTES
-from tilemesh.plan.passes import Pass
+from tilemesh.plan.passes import MemoryPass
 from tilemesh.plan.room import layers_in_flight
 from tilemesh.plan.shards import stage_parameters, vocabulary_per_rank
 from tilemesh.plan.step import Estimator, Prediction
 
 
-def plan_sections(result: Result) -> list[Section]:
+def plan_sections(result: SearchResult) -> list[ExplainedPart]:
     """What the best plan's figures are made of."""
     best = result.best
     estimator = result.estimator()
@@ -35,7 +35,7 @@ def plan_sections(result: Result) -> list[Section]:
     ]
 
 
-def memory_section(estimator: Estimator, best: Prediction) -> Section:
+def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """The fullest rank: which stage it is on, and its terms."""
     plan, room, model = best.plan, estimator.room, estimator.model
     stages = [room.stage(plan, stage, best.chunk_layers).total_bytes for stage in range(plan.pp)]
@@ -48,7 +48,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
     parameters = stage_parameters(shards, layers, first, last)
     ends = " + embeddings" * first + " + head" * last
     rows = [
-        Row(
+        ExplainedFigure(
             "parameters P",
             f"layers x a layer's share{ends}",
             f"{layers} x {shards.layer:,} + {parameters - layers * shards.layer:,}",
@@ -61,7 +61,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
         sharded = plan.zero >= sharded_from and plan.dp > 1
         value: int = getattr(best.memory, f"{name}_bytes")
         rows.append(
-            Row(
+            ExplainedFigure(
                 name,
                 f"{size} B x P" + " / dp" * sharded,
                 f"{size} x {parameters:,}" + f" / {plan.dp}" * sharded,
@@ -72,24 +72,26 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
     tokens = plan.microbatch * estimator.context
     each = room.logits_bytes(plan) // (tokens * vocabulary)
     rows += [
-        Row("layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"),
-        Row("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
-        Row(
+        ExplainedFigure(
+            "layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"
+        ),
+        ExplainedFigure("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
+        ExplainedFigure(
             "logits",
             f"{each} B x b S V/tp, last stage" + (" + its ends" if room.code(plan) == "compiled" else ""),
             f"{each} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
             format_bytes(best.memory.logits_bytes),
         ),
-        Row(
+        ExplainedFigure(
             "working",
             "recomputed layer + gathered + cast copies",
             f"{recomputed:,} + {best.memory.working_bytes - recomputed:,} B",
             format_bytes(best.memory.working_bytes),
         ),
-        Row("reserved", "context and libraries", "assumed", format_bytes(best.memory.reserved_bytes)),
+        ExplainedFigure("reserved", "context and libraries", "assumed", format_bytes(best.memory.reserved_bytes)),
         *(
             [
-                Row(
+                ExplainedFigure(
                     "not yet there",
                     "gradients, at the loss",
                     "one microbatch",
@@ -99,21 +101,21 @@ def memory_section(estimator: Estimator, best: Prediction) -> Section:
             if best.memory.later_bytes
             else []
         ),
-        Row(
+        ExplainedFigure(
             "total",
             "sum",
             "",
             f"{format_bytes(best.memory.total_bytes)} of {format_bytes(best.usable_bytes)} usable",
         ),
     ]
-    return Section("Memory of the fullest GPU", rows)
+    return ExplainedPart("Memory of the fullest GPU", rows)
 
 
-def bubble_section(best: Prediction) -> Section:
+def bubble_section(best: Prediction) -> ExplainedPart:
     plan = best.plan
     v, m, p = plan.interleave, plan.accumulation, plan.pp
     rows = [
-        Row(
+        ExplainedFigure(
             "bubble of the schedule",
             "(p - 1) / (v m + p - 1)" if v > 1 else "(p - 1) / (m + p - 1)",
             f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else ""),
@@ -123,12 +125,14 @@ def bubble_section(best: Prediction) -> Section:
     if p > 1:
         held = [pipeline.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
         rows.append(
-            Row("passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk")
+            ExplainedFigure(
+                "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"
+            )
         )
-    return Section("Pipeline", rows)
+    return ExplainedPart("Pipeline", rows)
 
 
-def time_section(estimator: Estimator, best: Prediction) -> Section:
+def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """Each part with what it is made of: m microbatches, n layers on the busiest stage."""
     plan, times, layer = best.plan, best.times, estimator.clock.layer(best.plan)
     m, n = plan.accumulation, estimator.busiest_layers(plan)
@@ -136,44 +140,48 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
     passed = format_seconds(estimator.chunk_times(plan).hop_s)
     ends = times.compute_s / m - n * (compute + back)
     rows = [
-        Row(
+        ExplainedFigure(
             "compute",
             "m (n (forward + backward) + ends)",
             f"{m} x ({n} x ({format_seconds(compute)} + {format_seconds(back)}) + {format_seconds(max(0.0, ends))})",
             format_seconds(times.compute_s),
         ),
-        Row(
+        ExplainedFigure(
             "recomputation",
             "m n (what is done again)",
             f"{m} x {n} x {format_seconds(times.recompute_s / m / n)}",
             format_seconds(times.recompute_s),
         ),
-        Row(
+        ExplainedFigure(
             "tensor-parallel exchanges",
             "m (n (forward + backward [+ forward]) + ends)",
             f"{m} x ({n} x ({format_seconds(layer.exchange_s)} + {format_seconds(layer.exchange_back_s)}) + ...)",
             format_seconds(times.tp_s),
         ),
-        Row("sending between stages", "m x messages x one", f"one takes {passed}", format_seconds(times.pp_s)),
-        Row(
+        ExplainedFigure(
+            "sending between stages", "m x messages x one", f"one takes {passed}", format_seconds(times.pp_s)
+        ),
+        ExplainedFigure(
             "bubble and waiting",
             "simulated - busy",
             f"{plan.schedule}, {plan.pp} stages",
             format_seconds(times.bubble_s),
         ),
-        Row(
+        ExplainedFigure(
             "data-parallel exchange",
             "not hidden + what hiding costs",
             f"{format_bytes(best.traffic['dp'])} sent a rank",
             format_seconds(times.dp_s),
         ),
-        Row(
+        ExplainedFigure(
             "optimizer",
             "bytes a parameter x P / bandwidth",
             f"{estimator.optimizer_bytes(plan)} B a parameter",
             format_seconds(times.optimizer_s),
         ),
-        Row("waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)),
+        ExplainedFigure(
+            "waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)
+        ),
     ]
     shown = [row for row in rows if row.value != "0 s"]
     whole = [
@@ -181,24 +189,30 @@ def time_section(estimator: Estimator, best: Prediction) -> Section:
         for row, value in zip(rows, dataclasses.astuple(times), strict=True)
         if row in shown
     ]
-    whole.append(Row("step", "sum", "", f"{best.step_time_s:.4g} s, 100%"))
-    return Section("Where the step's time goes, on the busiest stage", whole)
+    whole.append(ExplainedFigure("step", "sum", "", f"{best.step_time_s:.4g} s, 100%"))
+    return ExplainedPart("Where the step's time goes, on the busiest stage", whole)
 
 
-def utilisation_section(result: Result, best: Prediction) -> Section:
+def utilisation_section(result: SearchResult, best: Prediction) -> ExplainedPart:
     peak = result.cluster.device.peak(best.plan.compute_dtype)
     whole = f"{best.step_time_s:.4g} s x {best.plan.world} x {peak / 1e12:.4g} TFLOP/s"
     again = recomputed_flops(result.model, best.plan.batch, result.context, best.plan.recompute)
     ratio = best.hardware_flops / best.model_flops
     rows = [
-        Row("MFU", "model FLOPs / (step x ranks x peak)", f"{best.model_flops:.4g} / ({whole})", f"{best.mfu:.1%}"),
-        Row("HFU", "all FLOPs / (step x ranks x peak)", f"{best.hardware_flops:.4g} / ({whole})", f"{best.hfu:.1%}"),
-        Row("HFU / MFU", "1 + recomputed / model FLOPs", f"1 + {again:.4g} / {best.model_flops:.4g}", f"{ratio:.4f}"),
+        ExplainedFigure(
+            "MFU", "model FLOPs / (step x ranks x peak)", f"{best.model_flops:.4g} / ({whole})", f"{best.mfu:.1%}"
+        ),
+        ExplainedFigure(
+            "HFU", "all FLOPs / (step x ranks x peak)", f"{best.hardware_flops:.4g} / ({whole})", f"{best.hfu:.1%}"
+        ),
+        ExplainedFigure(
+            "HFU / MFU", "1 + recomputed / model FLOPs", f"1 + {again:.4g} / {best.model_flops:.4g}", f"{ratio:.4f}"
+        ),
     ]
-    return Section("Utilisation", rows)
+    return ExplainedPart("Utilisation", rows)
 
 
-def scaling_section(best: Prediction) -> Section:
+def scaling_section(best: Prediction) -> ExplainedPart:
     """Amdahl and Gustafson with the step's own parts, for several ranks: what more do not shorten counts as serial."""
     n = best.plan.world
     useful = best.times.compute_s + best.times.recompute_s
@@ -206,31 +220,31 @@ def scaling_section(best: Prediction) -> Section:
     speedup = n * share
     serial = (1 / speedup - 1 / n) / (1 - 1 / n)
     rows = [
-        Row("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
-        Row("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
-        Row(
+        ExplainedFigure("working share", "compute / step", f"{useful:.4g} / {best.step_time_s:.4g}", f"{share:.1%}"),
+        ExplainedFigure("speed-up over one rank", "n x share", f"{n} x {share:.4f}", f"{speedup:.1f}"),
+        ExplainedFigure(
             "serial fraction f (Karp-Flatt)",
             "(1/S - 1/n) / (1 - 1/n)",
             f"S = {speedup:.1f}, n = {n}",
             f"{serial:.2e}",
         ),
-        Row(
+        ExplainedFigure(
             "Amdahl: this batch on any n",
             "1 / f at most",
             f"1 / {serial:.2e}",
             f"{1 / serial:,.0f}" if serial > 0 else "no bound",
         ),
-        Row(
+        ExplainedFigure(
             "Gustafson: a batch that grows",
             "n - (1 - share) (n - 1)",
             f"{n} - {1 - share:.4f} x {n - 1}",
             f"{n - (1 - share) * (n - 1):.1f}",
         ),
     ]
-    return Section("Scaling", rows, "One rank is imagined with memory enough.")
+    return ExplainedPart("Scaling", rows, "One rank is imagined with memory enough.")
 
 
-def roofline_section(estimator: Estimator, plan: ParallelPlan) -> Section:
+def roofline_section(estimator: Estimator, plan: ParallelPlan) -> ExplainedPart:
     """The operations of one layer's forward pass, and on which side of the ridge each lies."""
     device = estimator.cluster.device
     dtype = plan.compute_dtype
@@ -241,15 +255,15 @@ def roofline_section(estimator: Estimator, plan: ParallelPlan) -> Section:
     layer = work.layer_work(estimator.model, *sizes, plan.attention, dtype, code)
     rows = []
     for op in layer.forward:
-        if isinstance(op, Pass):
+        if isinstance(op, MemoryPass):
             side, intensity, shape = "memory", "0 (moves bytes only)", f"{op.nbytes:,} B"
         else:
             nbytes = op.nbytes if isinstance(op, work.FusedAttention) else speed.matmul_bytes(op)
             value = op.flops / nbytes
             side = "compute" if value >= ridge else "memory"
             intensity, shape = f"{value:.0f} FLOP/B", f"{op.flops:.3g} FLOP / {nbytes:.3g} B"
-        rows.append(Row(op.name, shape, intensity, f"{side}, {format_seconds(speed.op_s(op))}"))
+        rows.append(ExplainedFigure(op.name, shape, intensity, f"{side}, {format_seconds(speed.op_s(op))}"))
     peak, rate = format_rate(device.peak(dtype), "FLOP/s"), format_rate(device.memory_bytes_per_s, "B/s")
-    return Section(
+    return ExplainedPart(
         f"Roofline of a layer's forward pass on {device.name}: ridge at {peak} / {rate} = {ridge:.0f} FLOP/B", rows
     )

@@ -8,12 +8,12 @@ from typing import Any
 from tilemesh.core import config
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan.capability import trainable
-from tilemesh.plan.choose import Result
+from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Prediction
 
 
-def figures(result: Result, place: int) -> dict[str, Any]:
+def figures(result: SearchResult, place: int) -> dict[str, Any]:
     """The plan at that place of a search's result, 0 being the best, with what was asked."""
     return plan_figures(result.model, result.cluster.name, result.pins, place, result.predictions[place])
 

@@ -81,7 +81,7 @@ class Graded:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSummary:
     """What a summary says, checked."""
 
     source: str
@@ -92,7 +92,7 @@ class Run:
     data: Mapping[str, Any]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunSummary:
     """The run in a folder (or in a summary file itself); RunError says what is wrong with it."""
     data = read_summary(path, TRAIN)
     try:
@@ -103,10 +103,10 @@ def read_run(path: Path) -> Run:
     context = data.get("context", model.context)
     if not isinstance(context, int):
         raise RunError(f"the summary of '{path}' has context {context!r}, expected a whole number")
-    return Run(str(path), model, plan, context, str(data["cluster"]), data)
+    return RunSummary(str(path), model, plan, context, str(data["cluster"]), data)
 
 
-def code_of(run: Run, cluster: Cluster) -> Code | None:
+def code_of(run: RunSummary, cluster: Cluster) -> Code | None:
     """What ran it: as the summary says, else torch without its compiler."""
     said = run.data.get("code")
     if said in ("fused", "compiled", "eager"):
@@ -114,7 +114,7 @@ def code_of(run: Run, cluster: Cluster) -> Code | None:
     return "eager" if cluster.device.kind == "cpu" or run.data.get("compile") is False else None
 
 
-def grade(run: Run, cluster: Cluster, rates: Rates | None = None) -> Graded:
+def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Graded:
     """Every figure of a run beside its prediction."""
     now = predict(run.model, cluster, run.plan, run.context, rates=rates, code=code_of(run, cluster))
     told = run.data.get("predicted")
@@ -153,7 +153,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
 
 
-def _memory(run: Run, cluster: Cluster, now: Prediction) -> Grade:
+def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
     """On a GPU what torch allocates; on a CPU what the process grew by, with what its first step loads."""
     cpu = cluster.device.kind == "cpu"
     before = run.data.get("predicted")
@@ -172,7 +172,7 @@ def _memory(run: Run, cluster: Cluster, now: Prediction) -> Grade:
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
 
-def _exchanges(run: Run, now: Prediction) -> list[Grade]:
+def _exchanges(run: RunSummary, now: Prediction) -> list[Grade]:
     """Bytes by axis and operation; "control" (agreements, single numbers) is not the model's."""
     counted = run.data.get("exchanges")
     if not isinstance(counted, Mapping):
@@ -191,7 +191,7 @@ def _exchanges(run: Run, now: Prediction) -> list[Grade]:
     ]
 
 
-def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
+def _advice(run: RunSummary, now: Prediction, grades: Sequence[Grade]) -> list[str]:
     """What to measure or mend, from the figures that are off."""
     off = {g.name: g for g in grades if g.holds is False}
     found = []
@@ -211,7 +211,7 @@ def _advice(run: Run, now: Prediction, grades: Sequence[Grade]) -> list[str]:
     return found
 
 
-def _which_part(run: Run, now: Prediction) -> str:
+def _which_part(run: RunSummary, now: Prediction) -> str:
     """Whether computing or exchanging is off, by the shares that the run recorded."""
     step, _ = _sample(run.data.get("step_time_s"))
     shares = run.data.get("shares")

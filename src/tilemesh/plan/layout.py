@@ -16,7 +16,7 @@ _COMPUTE_DTYPE = {
 }
 
 
-class Layout(Protocol):
+class PlanFields(Protocol):
     """Read-only fields of a plan."""
 
     @property
@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
         return ParallelPlan(**self._asdict())
 
 
-def short(plan: Layout) -> str:
+def short(plan: PlanFields) -> str:
     """A layout in a few words: the mesh and what sets it apart."""
     parts = [f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}"]
     if plan.sequence_parallel:

@@ -26,14 +26,14 @@ FITS = "collectives"
 """The section of a calibration that `comm` keeps its fits in, by transport and number of ranks."""
 TRANSPORTS = ("mpi", "torch")
 """What `tilemesh train` takes on a CPU, best first."""
-_PATTERN = re.compile(r"(?:(\d+)x)?local(-cpu)?")
+_PATTERN = re.compile(r"(?:([0-9]{1,6})x)?local(-cpu)?")
 _NAMES = ("local", "local-cpu")
 LINK_BYTES = 1 << 20
 """The size whose time gives a link's bandwidth: what a layer exchanges, about."""
 
 
 @dataclass(frozen=True)
-class Local:
+class MeasuredCluster:
     """A cluster whose device rates were measured."""
 
     cluster: Cluster
@@ -42,7 +42,7 @@ class Local:
     """Which machine, and when it was measured."""
 
 
-class Machine(Protocol):
+class AnyMachine(Protocol):
     """What is asked of a machine (`measure.machine.this_machine()` knows this one)."""
 
     @property
@@ -74,7 +74,7 @@ def is_local(text: str) -> bool:
     return False
 
 
-def local_machine(text: str, machine: Machine) -> Local:
+def local_machine(text: str, machine: AnyMachine) -> MeasuredCluster:
     """This machine from its stored calibration.
 
     "local": a rank per GPU, or per core; "4xlocal": so many; "4xlocal-cpu": cores, also where there is a GPU.
@@ -92,7 +92,7 @@ def local_machine(text: str, machine: Machine) -> Local:
     return local_cpu(found, ranks, machine.cores, machine.memory_bytes)
 
 
-def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> Local:
+def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: int) -> MeasuredCluster:
     """So many ranks on the cores of a machine."""
     if ranks < 1:
         raise UsageError(f"{ranks} ranks on this machine: expected at least 1")
@@ -112,7 +112,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = _measured(calibration)
-    return Local(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
+    return MeasuredCluster(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
 
 
 def _measured(calibration: Calibration) -> str:
@@ -155,7 +155,7 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
     return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s)
 
 
-def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Local:
+def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> MeasuredCluster:
     """So many of a machine's GPUs."""
     if not 1 <= ranks <= len(gpus):
         raise UsageError(f"{ranks} ranks on this machine's {len(gpus)} GPUs: expected one rank a GPU")
@@ -163,7 +163,7 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Lo
     if device is None:
         raise UsageError(f"no datasheet of '{gpus[0]}' is known here: plan for a GPU that is, such as 1xh100")
     words = _measured(calibration)
-    return Local(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
+    return MeasuredCluster(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 
 def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int) -> Rates:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
-from tilemesh.plan.layout import Layout
+from tilemesh.plan.layout import PlanFields
 from tilemesh.plan.passes import Code, logits_element_bytes
 from tilemesh.plan.shards import Shards, kv_width_per_rank, vocabulary_per_rank
 
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Peak of one rank, in bytes."""
 
     weights_bytes: int
@@ -192,13 +192,13 @@ def kept_bytes(tensor: Kept, model: ModelConfig, tp: int, sequence_parallel: boo
     return nbytes // tp
 
 
-def layer_input_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+def layer_input_bytes(model: ModelConfig, plan: PlanFields, context: int) -> int:
     """What full recomputation keeps of a layer: its input."""
     tensors = kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
     return kept_bytes(tensors[0], model, plan.tp, plan.sequence_parallel)
 
 
-def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int, by: Keeps = "fused") -> int:
+def layer_activation_bytes(model: ModelConfig, plan: PlanFields, context: int, by: Keeps = "fused") -> int:
     """What one layer keeps of one microbatch on one rank."""
     if plan.recompute == "full":
         return layer_input_bytes(model, plan, context)
@@ -209,7 +209,7 @@ def layer_activation_bytes(model: ModelConfig, plan: Layout, context: int, by: K
     )
 
 
-def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, by: Keeps = "fused") -> int:
+def recomputed_layer_bytes(model: ModelConfig, plan: PlanFields, context: int, by: Keeps = "fused") -> int:
     """What comes back for one layer while its backward pass runs."""
     if plan.recompute == "none":
         return 0
@@ -223,7 +223,7 @@ def recomputed_layer_bytes(model: ModelConfig, plan: Layout, context: int, by: K
 # ---- the rest --------------------------------------------------------------------------------------------------
 
 
-def logits_bytes(model: ModelConfig, plan: Layout, context: int, code: Code) -> int:
+def logits_bytes(model: ModelConfig, plan: PlanFields, context: int, code: Code) -> int:
     """Logits on the last stage and what the loss makes of them."""
     size = DTYPE_BYTES[plan.compute_dtype]
     each = logits_element_bytes(model, plan.tp, size, code)
@@ -236,7 +236,7 @@ def logits_bytes(model: ModelConfig, plan: Layout, context: int, code: Code) -> 
     return total
 
 
-def later_bytes(plan: Layout, gradients: int, activations: int, logits: int) -> int:
+def later_bytes(plan: PlanFields, gradients: int, activations: int, logits: int) -> int:
     """Gradients that are not there when the loss is: alone and with one microbatch, a step begins without any.
 
     They come as activations go, so what the end of the backward pass holds is a bound.
@@ -246,7 +246,7 @@ def later_bytes(plan: Layout, gradients: int, activations: int, logits: int) -> 
     return min(gradients, activations + logits)
 
 
-def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0) -> int:
+def working_bytes(plan: PlanFields, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0) -> int:
     """What lives for moments: the recomputed layer, gathered weights, cast copies.
 
     `looked_up`: parameters of tables from which rows are only taken, so that nobody casts them.
@@ -263,7 +263,7 @@ def working_bytes(plan: Layout, shards: Shards, parameters: int, recomputed_byte
     return total
 
 
-def backward_bytes(model: ModelConfig, plan: Layout, context: int) -> int:
+def backward_bytes(model: ModelConfig, plan: PlanFields, context: int) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
     hidden = plan.microbatch * context * model.mlp_width // plan.tp

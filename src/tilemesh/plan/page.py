@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilemesh.core import pipeline
-from tilemesh.plan.choose import Result
+from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.step import Prediction
 
 ROUNDS = (3, 2, 1)
@@ -27,7 +27,9 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     return kept
 
 
-def simulated(result: Result, best: Prediction) -> tuple[pipeline.PipelineSchedule, tuple[pipeline.Slot, ...], float]:
+def simulated(
+    result: SearchResult, best: Prediction
+) -> tuple[pipeline.PipelineSchedule, tuple[pipeline.Slot, ...], float]:
     """The schedule's first microbatches, every pass with its stage, beginning and end, and the seconds of all."""
     plan = best.plan
     per_round = 2 * plan.pp * plan.pp * plan.interleave

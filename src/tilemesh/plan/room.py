@@ -6,8 +6,8 @@ from tilemesh.core import pipeline
 from tilemesh.core.hardware import Cluster
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants, memory
-from tilemesh.plan.layout import Layout
-from tilemesh.plan.memory import Memory
+from tilemesh.plan.layout import PlanFields
+from tilemesh.plan.memory import RankMemory
 from tilemesh.plan.passes import Code, default_code
 from tilemesh.plan.shards import Shards, shard_parameters, stage_parameters
 
@@ -35,16 +35,16 @@ class Room:
             self._shards[tp] = shard_parameters(self.model, tp)
         return self._shards[tp]
 
-    def fullest(self, plan: Layout, counts: tuple[int, ...]) -> Memory:
+    def fullest(self, plan: PlanFields, counts: tuple[int, ...]) -> RankMemory:
         """Memory of the fullest rank, with so many layers in each chunk."""
         if plan.pp == 1:
             return self.stage(plan, 0, counts)
         terms = (self._terms(plan, stage, counts) for stage in self._worth_a_look(plan.pp, counts))
-        return Memory(*max(terms, key=sum))  # what is taken off a sum is 0 in a pipeline
+        return RankMemory(*max(terms, key=sum))  # what is taken off a sum is 0 in a pipeline
 
-    def stage(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> Memory:
+    def stage(self, plan: PlanFields, stage: int, counts: tuple[int, ...]) -> RankMemory:
         """Memory of a rank of one stage."""
-        return Memory(*self._terms(plan, stage, counts))
+        return RankMemory(*self._terms(plan, stage, counts))
 
     def _worth_a_look(self, pp: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Stages that can be the fullest: the ends, and of those with the same layers the first, which holds most."""
@@ -56,7 +56,7 @@ class Room:
             found = self._looked[pp, counts] = tuple(sorted({0, pp - 1, *first.values()}))
         return found
 
-    def _terms(self, plan: Layout, stage: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    def _terms(self, plan: PlanFields, stage: int, counts: tuple[int, ...]) -> tuple[int, ...]:
         """The fields of `Memory`, in order: plain numbers, because a search asks for tens of thousands."""
         last = stage == plan.pp - 1
         layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
@@ -78,22 +78,22 @@ class Room:
             later = memory.later_bytes(plan, gradients, activations, logits)
         return weights, gradients, optimizer, activations, logits, working, self._reserved, later
 
-    def keeps(self, plan: Layout) -> memory.Keeps:
+    def keeps(self, plan: PlanFields) -> memory.Keeps:
         """By what a layer's tensors are kept: torch's own operators on a CPU keep more, a compiler its own choice."""
         code = self.code(plan)
         if code == "compiled":
             return "compiled"
         return "plain" if self._device.kind == "cpu" and code == "eager" else "fused"
 
-    def code(self, plan: Layout) -> Code:
+    def code(self, plan: PlanFields) -> Code:
         return self._code or default_code(self._device, plan.precision)
 
-    def logits_bytes(self, plan: Layout) -> int:
+    def logits_bytes(self, plan: PlanFields) -> int:
         """What the loss holds at its fullest moment."""
         code = self.code(plan)
         return memory.logits_bytes(self.model, plan, self.context, code)
 
-    def layer(self, plan: Layout) -> tuple[int, int]:
+    def layer(self, plan: PlanFields) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
         found = self._activations.get(key)
@@ -105,7 +105,7 @@ class Room:
         return found
 
 
-def layers_in_flight(plan: Layout, stage: int, counts: tuple[int, ...]) -> int:
+def layers_in_flight(plan: PlanFields, stage: int, counts: tuple[int, ...]) -> int:
     """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
     if plan.pp == 1:
         return counts[0]

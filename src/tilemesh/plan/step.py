@@ -22,8 +22,8 @@ from tilemesh.plan import constants, host
 from tilemesh.plan.clock import Chunks, Clock
 from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
 from tilemesh.plan.flops import hardware_flops, model_flops
-from tilemesh.plan.layout import Layout
-from tilemesh.plan.memory import Memory
+from tilemesh.plan.layout import PlanFields
+from tilemesh.plan.memory import RankMemory
 from tilemesh.plan.passes import Code
 from tilemesh.plan.room import Room, usable_bytes
 from tilemesh.plan.shards import stage_parameters
@@ -75,7 +75,7 @@ class Prediction:
     hardware_flops: int
     peak_flops_per_s: float
     """Of all ranks together."""
-    memory: Memory
+    memory: RankMemory
     usable_bytes: int
     """What a rank's device has for it."""
     times: Times
@@ -173,7 +173,7 @@ class Estimator:
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
-    def why_not(self, plan: Layout) -> str | None:
+    def why_not(self, plan: PlanFields) -> str | None:
         """Why this layout cannot exist for this model and cluster; None when it can. Memory is not looked at."""
         world = plan.dp * plan.tp * plan.pp
         if world != self.cluster.world:
@@ -192,13 +192,13 @@ class Estimator:
 
     # ---- two answers -------------------------------------------------------------------------------------------
 
-    def fits(self, plan: Layout) -> bool:
+    def fits(self, plan: PlanFields) -> bool:
         return self.memory(plan).total_bytes <= self.usable_bytes
 
-    def memory(self, plan: Layout) -> Memory:
+    def memory(self, plan: PlanFields) -> RankMemory:
         return self.room.fullest(plan, self._frame(plan).counts)
 
-    def rank_s(self, plan: Layout) -> float:
+    def rank_s(self, plan: PlanFields) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
         device_s = (
@@ -232,18 +232,18 @@ class Estimator:
             exchanges=exchanged(self.model, plan, self.context, frame.stages[0], self.clock.code(plan)),
         )
 
-    def chunk_times(self, plan: Layout) -> Chunks:
+    def chunk_times(self, plan: PlanFields) -> Chunks:
         """Seconds of each chunk's passes, as `predict` simulates them."""
         return self._frame(plan, exact=True).chunks
 
-    def busiest_layers(self, plan: Layout) -> int:
+    def busiest_layers(self, plan: PlanFields) -> int:
         """Layers of the stage whose passes take longest."""
         frame = self._frame(plan, exact=True)
         return frame.stages[_busiest(frame.chunks, plan.pp)[0]]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
-    def _frame(self, plan: Layout, exact: bool = False) -> Frame:
+    def _frame(self, plan: PlanFields, exact: bool = False) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
         near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
         key = (
@@ -263,7 +263,7 @@ class Estimator:
             found = self._frames[key] = Frame(counts, stages, chunks, max(*ends, max(stages) * shards.layer))
         return found
 
-    def _counts(self, plan: Layout, exact: bool) -> tuple[int, ...]:
+    def _counts(self, plan: PlanFields, exact: bool) -> tuple[int, ...]:
         """Layers of each chunk: as the plan says, or cut here."""
         if plan.chunk_layers:
             return plan.chunk_layers
@@ -280,48 +280,48 @@ class Estimator:
             return cut((1.0,) * self.model.layers, chunks, first, last)
         return spread(self.model.layers, chunks, first, last)
 
-    def _accumulate_s(self, plan: Layout) -> float:
+    def _accumulate_s(self, plan: PlanFields) -> float:
         """Adding a microbatch's gradients of a layer to those before."""
         if plan.accumulation == 1:
             return 0.0
         nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan.tp).layer
         return nbytes / self._stream_bytes_per_s
 
-    def _exchange(self, plan: Layout, frame: Frame) -> DataExchange:
+    def _exchange(self, plan: PlanFields, frame: Frame) -> DataExchange:
         if plan.dp == 1:
             return DataExchange(0.0, 0.0)
         forward_s, backward_s = sum(frame.chunks.forward_s[:: plan.pp]), sum(frame.chunks.backward_s[:: plan.pp])
         axis = self.clock.group(plan.dp, plan.tp)
         return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
 
-    def _optimizer_s(self, plan: Layout, parameters: int) -> float:
+    def _optimizer_s(self, plan: PlanFields, parameters: int) -> float:
         updated = -(-parameters // plan.dp) if plan.zero else parameters
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
         return updated * self.optimizer_bytes(plan) / rate
 
-    def optimizer_bytes(self, plan: Layout) -> int:
+    def optimizer_bytes(self, plan: PlanFields) -> int:
         """Bytes that clipping and the update move for a parameter."""
         usual = constants.OPTIMIZER_BYTES[plan.precision]
         if plan.dp * plan.tp * plan.pp == 1 and self._is_ours_on_a_gpu(plan):
             return constants.DIVIDED_BYTES.get(plan.precision, usual)
         return usual
 
-    def _is_ours_on_a_gpu(self, plan: Layout) -> bool:
+    def _is_ours_on_a_gpu(self, plan: PlanFields) -> bool:
         return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
 
-    def replays(self, plan: Layout) -> bool:
+    def replays(self, plan: PlanFields) -> bool:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
         if plan.dp * plan.tp * plan.pp > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
             return False
         return self.graph and self.memory(plan).total_bytes <= REPLAY_ROOM * self.cluster.device.usable_bytes
 
-    def host_s(self, plan: Layout) -> float:
+    def host_s(self, plan: PlanFields) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
         return self._host_s(plan, max(self._frame(plan).stages))
 
-    def _host_s(self, plan: Layout, layers: int) -> float:
+    def _host_s(self, plan: PlanFields, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
         if self.replays(plan):
             return 0.0
@@ -375,7 +375,7 @@ class Estimator:
         }
 
 
-def _closed_form_s(plan: Layout, chunks: Chunks) -> float:
+def _closed_form_s(plan: PlanFields, chunks: Chunks) -> float:
     """All microbatches through the slowest stage, and once through a chunk of each of the others."""
     both = [f + b for f, b in zip(chunks.forward_s, chunks.backward_s, strict=True)]
     if plan.interleave > 1:

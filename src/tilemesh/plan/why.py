@@ -11,7 +11,7 @@ import dataclasses
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.plan import memory
-from tilemesh.plan.choose import Result
+from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.layout import short
 from tilemesh.plan.room import Room, usable_bytes
 from tilemesh.plan.step import Prediction
@@ -21,7 +21,7 @@ SHORT_LAYER_S = 3e-3
 """Seconds of a layer's passes below which a host matters: on two H200's, torch launches one in 0.8 to 3.1 ms."""
 
 
-def why(result: Result) -> list[str]:
+def why(result: SearchResult) -> list[str]:
     """One sentence a decision."""
     best = result.best
     lines = [_one_device(result), _time(result, best), _memory_techniques(result, best)]
@@ -29,7 +29,7 @@ def why(result: Result) -> list[str]:
     return [line for line in lines if line]
 
 
-def runner_up(result: Result) -> str:
+def runner_up(result: SearchResult) -> str:
     """What the second plan loses, by the parts of its step that are longer."""
     if len(result.predictions) < 2:
         return "there is no runner-up: nothing else fits" if not result.pins.describe() else ""
@@ -66,7 +66,7 @@ _PARTS = {
 }
 
 
-def _one_device(result: Result) -> str:
+def _one_device(result: SearchResult) -> str:
     """Alone, with everything recomputed: the least one device could do with."""
     plan = result.best.plan
     alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
@@ -86,7 +86,7 @@ def _one_device(result: Result) -> str:
     )
 
 
-def _time(result: Result, best: Prediction) -> str:
+def _time(result: SearchResult, best: Prediction) -> str:
     device_s = best.model_flops / (best.mfu * best.peak_flops_per_s / best.plan.world)
     world = best.plan.world
     if world == 1:
@@ -97,7 +97,7 @@ def _time(result: Result, best: Prediction) -> str:
     )
 
 
-def _memory_techniques(result: Result, best: Prediction) -> str:
+def _memory_techniques(result: SearchResult, best: Prediction) -> str:
     plan, parts = best.plan, []
     free = best.usable_bytes - best.memory.total_bytes
     if plan.zero and plan.dp == 1:
@@ -123,7 +123,7 @@ def _memory_techniques(result: Result, best: Prediction) -> str:
     return f"Memory first: {text}; {format_bytes(free)} stay free." if free >= 0 else f"Memory first: {text}."
 
 
-def _host(result: Result, best: Prediction) -> str:
+def _host(result: SearchResult, best: Prediction) -> str:
     """What of the host is in the figures: a GPU waits for it where steps are short."""
     if result.cluster.device.kind != "gpu":
         return ""
@@ -157,7 +157,7 @@ def _unsharded(best: Prediction, whole: int) -> int:
     return parameters * whole
 
 
-def _within_node(result: Result, best: Prediction) -> str:
+def _within_node(result: SearchResult, best: Prediction) -> str:
     plan, node = best.plan, result.cluster.node
     if plan.tp == 1:
         if plan.world == 1:
@@ -174,7 +174,7 @@ def _within_node(result: Result, best: Prediction) -> str:
     )
 
 
-def _across(result: Result, best: Prediction) -> str:
+def _across(result: SearchResult, best: Prediction) -> str:
     plan, parts = best.plan, []
     if plan.pp > 1:
         layers = [sum(best.chunk_layers[stage :: plan.pp]) for stage in range(plan.pp)]

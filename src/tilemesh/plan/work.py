@@ -19,7 +19,16 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants
-from tilemesh.plan.passes import Code, Pass, head_casts, layer_passes, logit_columns, loss_passes, shape_of, unaligned
+from tilemesh.plan.passes import (
+    Code,
+    MemoryPass,
+    head_casts,
+    layer_passes,
+    logit_columns,
+    loss_passes,
+    shape_of,
+    unaligned,
+)
 from tilemesh.plan.shards import kv_width_per_rank
 
 
@@ -36,7 +45,7 @@ class Matmul(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-Curve = tuple[tuple[int, float], ...]
+RateCurve = tuple[tuple[int, float], ...]
 
 
 class FusedAttention(NamedTuple):
@@ -50,11 +59,11 @@ class FusedAttention(NamedTuple):
     context: int
 
 
-Op = Matmul | Pass | FusedAttention
+Op = Matmul | MemoryPass | FusedAttention
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """The operations of one layer on one rank, for one microbatch."""
 
     forward: tuple[Op, ...]
@@ -76,7 +85,7 @@ def layer_work(
     dtype: str,
     code: Code = "fused",
     autocast: bool = False,
-) -> Work:
+) -> LayerWork:
     """One layer, forward and backward."""
     size = DTYPE_BYTES[dtype]
     shape = shape_of(model, tp, sequence_parallel, microbatch, context, dtype, autocast)
@@ -99,7 +108,7 @@ def layer_work(
         *(Matmul(f"{op.name}, input gradient", 1, op.m, op.k, op.n, True) for op in matmuls),
         *(Matmul(f"{op.name}, weight gradient", 1, op.k, op.n, op.m, True) for op in matmuls),
     ]
-    return Work((*forward, *scores), tuple(scores), (*backward, *scores_back))
+    return LayerWork((*forward, *scores), tuple(scores), (*backward, *scores_back))
 
 
 def _attention(
@@ -116,16 +125,16 @@ def _attention(
         return [forward], [FusedAttention("fused attention", 5 * flops // 2, nbytes, True, d, context)]
     square = heads * context * context
     mask = square if model.dropout else 0
-    drop = [Pass("dropout of scores", 2 * square * size + mask)] if model.dropout else []
+    drop = [MemoryPass("dropout of scores", 2 * square * size + mask)] if model.dropout else []
     products = [
         Matmul("scores", heads, context, context, d),
         Matmul("values", heads, context, d, context),
     ]
-    forward_ops: list[Op] = [*products, Pass("softmax", 2 * square * size), *drop]
+    forward_ops: list[Op] = [*products, MemoryPass("softmax", 2 * square * size), *drop]
     backward_ops: list[Op] = [
         *(Matmul(f"{op.name}, first gradient", heads, op.m, op.k, op.n) for op in products),
         *(Matmul(f"{op.name}, second gradient", heads, op.k, op.n, op.m) for op in products),
-        Pass("softmax", 3 * square * size),
+        MemoryPass("softmax", 3 * square * size),
         *drop,
     ]
     return forward_ops, backward_ops
@@ -141,37 +150,39 @@ def head_work(
     code: Code = "fused",
     autocast: bool = False,
     gpu: bool = True,
-) -> Work:
+) -> LayerWork:
     """Final norm, logits and loss, on the last stage."""
     size = DTYPE_BYTES[dtype]
     T, D, V = microbatch * context, model.width, logit_columns(model, tp, dtype, code, gpu)
     local = T * D * size // (tp if sequence_parallel else 1)
     loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code, gpu)
     casts, casts_back = head_casts(model, tp, dtype, code, gpu, autocast)
-    forward: tuple[Op, ...] = (Pass("final norm", 2 * local), *casts, Matmul("logits", 1, T, V, D), *loss)
+    forward: tuple[Op, ...] = (MemoryPass("final norm", 2 * local), *casts, Matmul("logits", 1, T, V, D), *loss)
     backward: tuple[Op, ...] = (
         *loss_back,
         Matmul("logits, input gradient", 1, T, D, V, True),
         Matmul("logits, weight gradient", 1, D, V, T, True),
         *casts_back,
-        Pass("final norm", 3 * local),
+        MemoryPass("final norm", 3 * local),
     )
-    return Work(forward, (), backward)
+    return LayerWork(forward, (), backward)
 
 
 def embedding_work(
     model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, dtype: str
-) -> Work:
+) -> LayerWork:
     """Looking rows up and, backward, adding to them, on the first stage."""
     nbytes = microbatch * context * model.width * DTYPE_BYTES[dtype]
     local = nbytes // (tp if sequence_parallel else 1)
-    return Work((Pass("embedding", 2 * nbytes + 2 * local, 3),), (), (Pass("embedding", 3 * nbytes + 2 * local, 3),))
+    return LayerWork(
+        (MemoryPass("embedding", 2 * nbytes + 2 * local, 3),), (), (MemoryPass("embedding", 3 * nbytes + 2 * local, 3),)
+    )
 
 
 # ---- how long it takes -----------------------------------------------------------------------------------------
 
 
-class Attention(NamedTuple):
+class AttentionRates(NamedTuple):
     """What a fused attention kernel sustains: FLOP/s by head width for either pass, and how short sequences lose."""
 
     forward: tuple[tuple[int, float], ...]
@@ -191,14 +202,14 @@ class Speed:
 
     flops_per_s: float
     """What a large matmul sustains."""
-    attention: Attention
+    attention: AttentionRates
     stream_bytes_per_s: float
     elementwise_bytes_per_s: float
     """Of tensors of a layer's size: on a CPU caches and allocation make it another figure than the memory's."""
     exponentials_per_s: float
     kinds_bytes_per_s: Mapping[str, float]
     """By a pass's kind, where that was measured apart."""
-    narrow: tuple[Curve, Curve]
+    narrow: tuple[RateCurve, RateCurve]
     """Of the sustained rate, what products reach by their smallest dim, forward and backward; empty: all of it."""
     launch_s: float
     processors: int
@@ -227,7 +238,7 @@ class Speed:
     def op_s(self, op: Op) -> float:
         if isinstance(op, Matmul):
             return self.matmul_s(op)
-        if isinstance(op, Pass):
+        if isinstance(op, MemoryPass):
             rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
             moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
             return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
@@ -276,7 +287,7 @@ PEAK_WIDTH = 1024
 """From this smallest dim on a product runs at the rate of the peak, which is measured there."""
 
 
-def _narrow(measured: Rates) -> tuple[Curve, Curve]:
+def _narrow(measured: Rates) -> tuple[RateCurve, RateCurve]:
     """Measured rates of narrow products, as fractions of the measured peak, so that they hold for any dtype."""
     peak = measured.matmul_flops_per_s.get("fp32")
     found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
@@ -288,7 +299,7 @@ def _narrow(measured: Rates) -> tuple[Curve, Curve]:
     return forward, backward
 
 
-def narrow_fraction(curve: Curve, op: Matmul) -> float:
+def narrow_fraction(curve: RateCurve, op: Matmul) -> float:
     """Between measured widths in a line over the width's logarithm; beyond them as at the ends."""
     width = min(op.m, op.n, op.k)
     if not curve or width >= curve[-1][0]:
@@ -299,18 +310,18 @@ def narrow_fraction(curve: Curve, op: Matmul) -> float:
     return y0 + (y1 - y0) * math.log(width / x0) / math.log(x1 / x0)
 
 
-def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> Attention:
+def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> AttentionRates:
     if measured.attention_flops_per_s:
         passes: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
         for key, rate in measured.attention_flops_per_s.items():
             name, _, width = key.partition("-")
             passes[name].append((int(width), rate))
-        return Attention(tuple(sorted(passes["forward"])), tuple(sorted(passes["backward"])))
+        return AttentionRates(tuple(sorted(passes["forward"])), tuple(sorted(passes["backward"])))
     known = constants.TORCH_ATTENTION_FRACTION.get(device.name)
     if known is None or code == "fused":
         forward, backward = constants.FUSED_ATTENTION_FRACTION[device.name]
-        return Attention(((128, forward * peak),), ((128, backward * peak),))
-    return Attention(
+        return AttentionRates(((128, forward * peak),), ((128, backward * peak),))
+    return AttentionRates(
         tuple((width, forward * peak) for width, (forward, _) in known.items()),
         tuple((width, backward * peak) for width, (_, backward) in known.items()),
         constants.TORCH_ATTENTION_FILL,

@@ -13,7 +13,7 @@ _LETTER = 0.022  # of a bar: a letter's width on a phone
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A piece of a bar."""
 
     size: float
@@ -25,7 +25,7 @@ class Part:
 @dataclass(frozen=True)
 class Bar:
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     value: str = ""
 
 

@@ -12,8 +12,8 @@ from tilemesh.comm.schedules.schedule import Schedule
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
-from tilemesh.report.bars import Bar, Part, bars
-from tilemesh.report.draw import Axis, Layer, Line, Plot, Rule, Table, chart, figure
+from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
@@ -22,7 +22,7 @@ PARTS = {"set-up": 4, "copy": 5, "wire": 1, "reduce": 0, "wait": 6}
 ORDER = ("auto", "native", "limit")
 MOST_LINES = 8  # colours that can be told apart
 
-Points = list[tuple[int, float]]
+SizePoints = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Panel:
     collective: str
     ranks: int
     buffers: str
-    times: Mapping[str, Points]
+    times: Mapping[str, SizePoints]
     auto: Sequence[Row]
 
     @property
@@ -63,7 +63,7 @@ def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
 
 def panels_of(rows: Sequence[Row]) -> list[Panel]:
     """Rows by collective, ranks and whose memory; what is no collective's time is passed over."""
-    found: dict[tuple[str, int, str], tuple[dict[str, Points], list[Row]]] = {}
+    found: dict[tuple[str, int, str], tuple[dict[str, SizePoints], list[Row]]] = {}
     for row in rows:
         size, ranks, algorithm = row.case.get("bytes"), row.case.get("ranks"), row.case.get("algorithm")
         if row.unit != "s" or row.measured is None or not isinstance(size, int) or not isinstance(ranks, int):
@@ -84,7 +84,7 @@ def panels_of(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-def crossovers(times: Mapping[str, Points]) -> list[tuple[int, int, str, str]]:
+def crossovers(times: Mapping[str, SizePoints]) -> list[tuple[int, int, str, str]]:
     """Where the quickest of ours changes: (last size of the one, first of the other, the one, the other)."""
     ours = {name: dict(points) for name, points in times.items() if name not in ORDER}
     sizes = sorted({size for points in ours.values() for size in points})
@@ -126,12 +126,12 @@ def over_size(panel: Panel) -> Html:
     names = [*(name for name in ORDER if name in panel.times), *(name for name in panel.times if name not in ORDER)]
     values = [value for points in panel.times.values() for _, value in points]
     sizes = sorted({size for points in panel.times.values() for size, _ in points})
-    x = Axis(sizes[0] / 1.3, sizes[-1] * 1.3, "bytes", format_bytes, log=True, binary=True)
-    y = Axis(min(values) / 1.3, max(values) * 1.3, "seconds", format_seconds, log=True)
+    x = PlotAxis(sizes[0] / 1.3, sizes[-1] * 1.3, "bytes", format_bytes, log=True, binary=True)
+    y = PlotAxis(min(values) / 1.3, max(values) * 1.3, "seconds", format_seconds, log=True)
     colours = {"auto": 0, "native": 1, "limit": 6}
     free = [colour for colour in range(8) if colour not in colours.values()]
     drawn = names[: len(colours) + MOST_LINES]
-    layers: list[Layer] = []
+    layers: list[PlotLayer] = []
     for name in drawn:
         others = [one for one in drawn if one not in colours]
         place = others.index(name) if name in others else 0
@@ -150,7 +150,7 @@ def over_size(panel: Panel) -> Html:
         ]
         for size in sizes
     ]
-    table = Table(["bytes", *names], rows, [x.place(size) for size in sizes])
+    table = PageTable(["bytes", *names], rows, [x.place(size) for size in sizes])
     return chart("Time against size", f"Among ours {words}." if words else "", Plot(x, y, layers, height=320), table)
 
 
@@ -163,7 +163,7 @@ def where_it_went(panel: Panel) -> Html:
             continue
         size = format_bytes(int(str(row.case["bytes"])))
         parts = [
-            Part(share, PARTS[part], f"{part}: {percent(share)}", percent(share)) for part, share in shares.items()
+            BarPart(share, PARTS[part], f"{part}: {percent(share)}", percent(share)) for part, share in shares.items()
         ]
         items.append(Bar(size, parts, str(row.case.get("picked", ""))))
         rows.append([size, *(percent(share, 1) for share in shares.values()), format_seconds(row.measured.median)])
@@ -171,7 +171,7 @@ def where_it_went(panel: Panel) -> Html:
         return el("p", "Not shown: where the time went (the rows do not say).", class_="missing")
     drawn = bars(items, most=1.0, kinds=list(PARTS.items()))
     return figure("Where auto's time went", "By size; at the right what auto picked.", drawn,
-                  Table(["bytes", *PARTS, "in all"], rows))  # fmt: skip
+                  PageTable(["bytes", *PARTS, "in all"], rows))  # fmt: skip
 
 
 def _number(value: object) -> float:

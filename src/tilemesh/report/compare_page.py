@@ -9,10 +9,10 @@ from tilemesh.measure.sample import Sample
 from tilemesh.measure.table import format_value
 from tilemesh.report import compare
 from tilemesh.report.compare import BETTER, WORSE, Change, Difference
-from tilemesh.report.draw import Table, grid
+from tilemesh.report.draw import PageTable, grid
 from tilemesh.report.html import Child, Html, el, join, page, tied
-from tilemesh.report.kinds import layout_of
-from tilemesh.report.layout import Beside, Layout
+from tilemesh.report.kind_page import Beside, KindPage
+from tilemesh.report.kinds import page_of
 from tilemesh.report.run import Run, flat
 from tilemesh.report.run_parts import absent, missing_words
 
@@ -27,15 +27,15 @@ def render(first: Run, first_beside: Beside, second: Run, second_beside: Beside)
             f"{first.folder} is a run of kind '{first.kind}', {second.folder} one of kind '{second.kind}': "
             "only runs of one kind have figures to compare"
         )
-    layout = layout_of(first.kind)
+    kind_page = page_of(first.kind)
     changed = compare.changes(flat(first.config), flat(second.config))
-    found = layout.differences(first, first_beside, second, second_beside)
+    found = kind_page.differences(first, first_beside, second, second_beside)
     title, names = _names(first, second)
-    pairs = [(pair.title, pair.body(first, second, names)) for pair in layout.pairs]
+    pairs = [(pair.title, pair.body(first, second, names)) for pair in kind_page.pairs]
     body = join(
         el("h1", title),
         el("p", tied(compare.sentence(names[1], changed, found)), class_="verdict"),
-        _missing(first, second, names, layout),
+        _missing(first, second, names, kind_page),
         el("h2", "What was changed"),
         _changes(changed, names),
         el("h2", "What it changed"),
@@ -54,11 +54,11 @@ def _names(first: Run, second: Run) -> tuple[str, tuple[str, str]]:
     return f"First: {names[0]}; second: {names[1]}", ("first", "second")
 
 
-def _missing(first: Run, second: Run, names: tuple[str, str], layout: Layout) -> Html | None:
+def _missing(first: Run, second: Run, names: tuple[str, str], kind_page: KindPage) -> Html | None:
     items = [
         el("li", f"{name}: {what}")
         for name, run in zip(names, (first, second), strict=True)
-        for what in missing_words(run, layout.expects)
+        for what in missing_words(run, kind_page.expects)
     ]
     return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None
 
@@ -67,7 +67,7 @@ def _changes(changed: Sequence[Change], names: tuple[str, str]) -> Html:
     if not changed:
         return el("p", "Nothing: the configurations are the same.")
     rows: list[list[Child]] = [[one.name, _setting(one.before), _setting(one.after)] for one in changed]
-    return grid(Table(["setting", *names], rows, words=True))
+    return grid(PageTable(["setting", *names], rows, words=True))
 
 
 def _setting(value: object) -> str:
@@ -87,7 +87,7 @@ def _differences(found: Sequence[Difference], names: tuple[str, str]) -> Html:
         "Within noise: medians closer than 2 %, or overlapping p20 to p80. Last steps: a run's last tenth, ten at "
         "least. A figure that was measured once has no spread: run each configuration again to see what is noise."
     )
-    return join(grid(Table(["figure", "verdict", "change", *names], rows)), el("p", note, class_="quiet"))
+    return join(grid(PageTable(["figure", "verdict", "change", *names], rows)), el("p", note, class_="quiet"))
 
 
 def _sample(sample: Sample, unit: str) -> Html:

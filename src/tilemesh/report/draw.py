@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """Values between two ends, each at a fraction of the way; logarithmic or not."""
 
     low: float
@@ -85,7 +85,7 @@ def around(values: Iterable[float], *, zero: bool = False, margin: float = 0.06)
 
 # ---- layers of a plot ------------------------------------------------------------------------------------------
 
-Points = Sequence[tuple[float, float | None]]
+PlotPoints = Sequence[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Line:
     """Values joined; None breaks the line. `band`: (x, low, high) shaded behind it, with None where it breaks too."""
 
     name: str
-    points: Points
+    points: PlotPoints
     colour: int = 0
     dashed: bool = False
     dots: bool = False
@@ -132,7 +132,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Mark:
+class EventMark:
     """A sign above the plot at a value of x: a checkpoint, a restart, a warning."""
 
     at: float
@@ -140,14 +140,14 @@ class Mark:
     words: str
 
 
-Layer = Line | Dots | Rule | Note
+PlotLayer = Line | Dots | Rule | Note
 
 SIGNS = {"checkpoint": "◆", "restart": "↻", "warning": "▲", "stopped": "■", "failed": "✖"}
 """Events that every kind of run may have; others are drawn as a dot."""
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """A chart's numbers. `places`: where a row lies across (0 to 1), for the cursor that reads the chart aloud."""
 
     head: Sequence[str]
@@ -162,23 +162,23 @@ class Table:
 class Plot:
     """One chart: two axes and what lies between them."""
 
-    x: Axis
-    y: Axis
-    layers: Sequence[Layer]
-    marks: Sequence[Mark] = ()
+    x: PlotAxis
+    y: PlotAxis
+    layers: Sequence[PlotLayer]
+    marks: Sequence[EventMark] = ()
     height: int = 260
     shaded: Sequence[tuple[float, float, str]] = field(default_factory=tuple)
     """Stretches of x where nothing is known, with the reason."""
 
 
-def chart(title: str, words: Child, plot: Plot, table: Table | None, *, wide: bool = False) -> Html:
+def chart(title: str, words: Child, plot: Plot, table: PageTable | None, *, wide: bool = False) -> Html:
     """A figure: title, one sentence, the plot, its legend, and its numbers folded beneath."""
     cursor = table is not None and bool(table.places)
     body = _plot(title, plot, cursor)
     return figure(title, words, join(_legend(plot.layers, plot.marks), body), table, wide=wide)
 
 
-def figure(title: str, words: Child, body: Html, table: Table | None, *, wide: bool = False) -> Html:
+def figure(title: str, words: Child, body: Html, table: PageTable | None, *, wide: bool = False) -> Html:
     return el(
         "figure",
         el("figcaption", el("h3", title), el("p", words) if words else None),
@@ -188,13 +188,13 @@ def figure(title: str, words: Child, body: Html, table: Table | None, *, wide: b
     )
 
 
-def numbers(table: Table, summary: str = "Numbers") -> Html:
+def numbers(table: PageTable, summary: str = "Numbers") -> Html:
     return el(
         "details", el("summary", summary), el("p", table.note, class_="quiet") if table.note else None, grid(table)
     )
 
 
-def grid(table: Table) -> Html:
+def grid(table: PageTable) -> Html:
     """A plain table that scrolls by itself where it is too wide."""
     head = el("tr", *(el("th", one, scope="col") for one in table.head))
     places: Sequence[float | None] = table.places or [None] * len(table.rows)
@@ -248,7 +248,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     signs = [
         el(
             "span",
-            SIGNS.get(mark.kind, "•"),
+            SIGNS.get(mark.kind, "●"),
             class_=f"sign {mark.kind}",
             title=mark.words,
             style=f"left:{place:.2%};--row:{row}",
@@ -280,7 +280,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     )
 
 
-def _in_rows(marks: Sequence[Mark], x: Axis) -> list[tuple[Mark, float, int]]:
+def _in_rows(marks: Sequence[EventMark], x: PlotAxis) -> list[tuple[EventMark, float, int]]:
     """Each mark's place and row: checkpoints in the lowest, the others above, on top of each other where they meet."""
     ends = [-1.0] * _MARK_ROWS
     found = []
@@ -294,7 +294,7 @@ def _in_rows(marks: Sequence[Mark], x: Axis) -> list[tuple[Mark, float, int]]:
     return found
 
 
-def _thinned(ticks: Sequence[float], x: Axis) -> list[tuple[float, bool]]:
+def _thinned(ticks: Sequence[float], x: PlotAxis) -> list[tuple[float, bool]]:
     """Ticks with room for their words on a wide page, and whether they stay on a narrow one."""
     shown = max((len(x.show(tick)) for tick in ticks), default=1)
     kept = ticks[:: -(-len(ticks) // max(2, 80 // (shown + 2)))]
@@ -302,15 +302,15 @@ def _thinned(ticks: Sequence[float], x: Axis) -> list[tuple[float, bool]]:
     return [(tick, index % every == 0) for index, tick in enumerate(kept)]
 
 
-def _across(x: Axis, value: float) -> float:
+def _across(x: PlotAxis, value: float) -> float:
     return SPAN * min(1.0, max(0.0, x.place(value)))
 
 
-def _up(y: Axis, value: float) -> float:
+def _up(y: PlotAxis, value: float) -> float:
     return SPAN * (1 - min(1.0, max(0.0, y.place(value))))
 
 
-def _shapes(layer: Layer, x: Axis, y: Axis) -> list[Html]:
+def _shapes(layer: PlotLayer, x: PlotAxis, y: PlotAxis) -> list[Html]:
     if isinstance(layer, Line):
         return _line(layer, x, y)
     if isinstance(layer, Rule):
@@ -321,7 +321,7 @@ def _shapes(layer: Layer, x: Axis, y: Axis) -> list[Html]:
     return []
 
 
-def _line(layer: Line, x: Axis, y: Axis) -> list[Html]:
+def _line(layer: Line, x: PlotAxis, y: PlotAxis) -> list[Html]:
     made = []
     if layer.band:
         for shaded in _runs(layer.band):
@@ -340,7 +340,7 @@ def _line(layer: Line, x: Axis, y: Axis) -> list[Html]:
     return made
 
 
-def _dots(layer: Dots, x: Axis, y: Axis) -> list[Html]:
+def _dots(layer: Dots, x: PlotAxis, y: PlotAxis) -> list[Html]:
     places = [f"M{_across(x, at):.1f},{_up(y, value):.1f}h0" for at, value in layer.points]
     if not layer.words:
         made = [el("path", class_=f"s{layer.colour} dot", stroke_width=layer.size, d="".join(places))]
@@ -365,11 +365,11 @@ def _runs(values: Iterable[T | None]) -> list[list[T]]:
     return [run for run in found if run]
 
 
-def _legend(layers: Sequence[Layer], marks: Sequence[Mark]) -> Html | None:
+def _legend(layers: Sequence[PlotLayer], marks: Sequence[EventMark]) -> Html | None:
     named = [layer for layer in layers if not isinstance(layer, Note) and layer.name]
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     items = [el("li", el("i", class_=f"key k{one.colour} {_key(one)}"), one.name) for one in named]
-    items += [el("li", el("span", SIGNS.get(kind, "•"), class_=f"sign {kind}"), kind) for kind in kinds]
+    items += [el("li", el("span", SIGNS.get(kind, "●"), class_=f"sign {kind}"), kind) for kind in kinds]
     return el("ul", *items, class_="legend") if len(items) > 1 else None
 
 

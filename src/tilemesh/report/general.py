@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import compare, run_parts, series
-from tilemesh.report.draw import Axis, Plot, Table, around, chart, grid
+from tilemesh.report.draw import PageTable, Plot, PlotAxis, around, chart, grid
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.layout import Beside, Fact, Layout, PairSection, Section, Verdict
+from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import Run, flat
 from tilemesh.report.verdict import state_words
@@ -48,7 +48,7 @@ def _summary(run: Run, beside: Beside) -> Html:
     ]
     without = "the run has no summary" if run.was_cut_short else "it is written when the run ends"
     note = None if measured else run_parts.absent("what the run came to", without)
-    return join(note, grid(Table(["figure", "value", "predicted", "value against prediction"], rows)) if rows else None)
+    return join(note, grid(PageTable(["figure", "value", "predicted", "difference"], rows)) if rows else None)
 
 
 def _cell(figures: Mapping[str, object], name: str) -> str:
@@ -89,11 +89,13 @@ def _chart(run: Run, key: str) -> Html:
     x = run_parts.steps_axis(run)
     coarse = series.buckets(points, run_parts.MOST_ROWS)
     rows: list[list[Child]] = [[one.steps, *map(run_parts.short, (one.mean, one.low, one.high))] for one in coarse]
-    table = Table(["step", "mean", "lowest", "highest"], rows, [x.place(one.middle) for one in coarse])
+    table = PageTable(["step", "mean", "lowest", "highest"], rows, [x.place(one.middle) for one in coarse])
     words = (
         "Mean of neighbouring steps; lowest to highest shaded." if any(one.last > one.first for one in found) else ""
     )
-    y = Axis(*around(values or [0.0]), key, "{:.4g}".format)
+    bad = sum(one.bad for one in found)
+    words += f" In {bad:,} of {len(points):,} steps it is NaN, infinite or no number." if bad else ""
+    y = PlotAxis(*around(values or [0.0]), "", "{:.4g}".format)
     line = series.line(key, found, 0, dots=len(points) <= 100)
     return chart(key, words, Plot(x, y, [line], run_parts.marks_of(run), shaded=run_parts.shaded(run)), table)
 
@@ -111,16 +113,16 @@ def _overlays(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
     return el("div", *charts, class_="pair") if charts else None
 
 
-LAYOUT = Layout(
+GENERAL_PAGE = KindPage(
     about=_about,
     verdict=_verdict,
     facts=_facts,
     sections=(
-        Section("summary", "What it came to", _summary),
-        Section("rows", "Against prediction, limit and peer", _rows),
-        Section("steps", "Step by step", _steps),
-        Section("events", "What happened", lambda run, _: run_parts.events(run)),
-        Section("again", "To run it again", lambda run, _: run_parts.again(run)),
+        PageSection("summary", "What it came to", _summary),
+        PageSection("rows", "Against prediction, limit and peer", _rows),
+        PageSection("steps", "Step by step", _steps),
+        PageSection("events", "What happened", lambda run, _: run_parts.events(run)),
+        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
     ),
     differences=_differences,
     pairs=(PairSection("Side by side", _overlays),),

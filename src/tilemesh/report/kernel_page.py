@@ -15,8 +15,8 @@ from tilemesh.core.units import format_rate, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
-from tilemesh.report.bars import Bar, Part, bars, heat
-from tilemesh.report.draw import BACK_FROM, Axis, Dots, Layer, Line, Note, Plot, Table, chart, figure
+from tilemesh.report.bars import Bar, BarPart, bars, heat
+from tilemesh.report.draw import BACK_FROM, Dots, Line, Note, PageTable, Plot, PlotAxis, PlotLayer, chart, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import origin, percent, row_table
 
@@ -27,7 +27,7 @@ NO_PEERS = ("a @ b alone",)
 
 
 @dataclass(frozen=True)
-class Work:
+class RowWork:
     """What a row's problem needs whoever computes it."""
 
     flops: float
@@ -35,7 +35,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedConfig:
     """One configuration the tuner timed; `seconds` is infinite when it did not run."""
 
     problem: str
@@ -43,14 +43,14 @@ class Trial:
     seconds: float
 
 
-def trial_line(trial: Trial) -> str:
+def trial_line(trial: TimedConfig) -> str:
     """One line of JSON, as the recorded grids have them."""
     ran = math.isfinite(trial.seconds)
     body = {"problem": trial.problem, "config": dict(trial.config), "seconds": trial.seconds if ran else None}
     return json.dumps(body | {"failure": None if ran else "did not run"}, allow_nan=False)
 
 
-def render(rows: Sequence[Row], work: Sequence[Work | None], trials: Sequence[Trial] = ()) -> str:
+def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence[TimedConfig] = ()) -> str:
     """`work` has one for each row. Kernel time is drawn; call time stands in the table."""
     pairs = [
         (row, need)
@@ -140,7 +140,7 @@ def _part(key: str, value: object) -> str:
 # ---- drawings --------------------------------------------------------------------------------------------------
 
 
-def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
+def roofline(pairs: Sequence[tuple[Row, RowWork | None]]) -> Html:
     """FLOP/s against FLOPs a byte, ours and the best peer, under the limit."""
     ours, theirs, roof, rows, labels, places = [], [], [], [], [], []
     for row, need in sorted(pairs, key=lambda pair: pair[1].flops / pair[1].nbytes if pair[1] else 0.0):
@@ -161,16 +161,16 @@ def roofline(pairs: Sequence[tuple[Row, Work | None]]) -> Html:
                      percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
         places.append(x)
     ys = [y for _, y in [*ours, *theirs, *roof]]
-    x_axis = Axis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
-    y_axis = Axis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
-    layers: list[Layer] = [
+    x_axis = PlotAxis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
+    y_axis = PlotAxis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
+    layers: list[PlotLayer] = [
         Line("limit", _hull(roof), 6),
         Dots("best peer", theirs, 1, 10, hollow=True),
         Dots("ours", ours, 0, 10, words=labels),
         *_notes(ours, theirs, labels, x_axis, y_axis),
     ]
     head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
-    table = Table(head, rows, [x_axis.place(x) for x in places])
+    table = PageTable(head, rows, [x_axis.place(x) for x in places])
     words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
     return chart("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table, wide=True)
 
@@ -180,11 +180,13 @@ def limits(rows: Sequence[Row]) -> Html | None:
     known = [(row, row.of_limit) for row in rows if row.of_limit is not None]
     if not known:
         return None
-    items = [Bar(_name(row), [Part(share, 0, percent(share), percent(share))], percent(share)) for row, share in known]
+    items = [
+        Bar(_name(row), [BarPart(share, 0, percent(share), percent(share))], percent(share)) for row, share in known
+    ]
     rows_ = [[_name(row), percent(share, 1)] for row, share in known]
     longest = max(1.0, *(share for _, share in known))
     drawn = bars(items, most=longest)
-    return figure("Of the limit", "100 % is the limit.", drawn, Table(["what", "of the limit"], rows_), wide=True)
+    return figure("Of the limit", "100 % is the limit.", drawn, PageTable(["what", "of the limit"], rows_), wide=True)
 
 
 def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
@@ -204,8 +206,8 @@ def _notes(
     points: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
     labels: Sequence[str],
-    x: Axis,
-    y: Axis,
+    x: PlotAxis,
+    y: PlotAxis,
 ) -> list[Note]:
     """Names beside the dots that have room for one, free of dots and of other names; the others are in the table."""
     dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
@@ -234,13 +236,17 @@ def speedups(rows: Sequence[Row]) -> Html:
         colour = 6 if same else 2 if factor > 1 else 1
         words = f"{factor:.2f}×{' =' if same else ''}"
         items.append(
-            Bar(_name(row), [Part(factor, colour, f"{_name(row)}: {words} {_best_peer(row)}", words)], _best_peer(row))
+            Bar(
+                _name(row),
+                [BarPart(factor, colour, f"{_name(row)}: {words} {_best_peer(row)}", words)],
+                _best_peer(row),
+            )
         )
         table.append([_name(row), words, _best_peer(row)])
     kinds = [("faster", 2), ("equal", 6), ("slower", 1)]
     drawn = bars(items, kinds=kinds) if items else el("p", "No peer was run.")
     return figure("Speedup over the best peer", "1.00× is the peer; equal is within 2 % or overlapping spreads.", drawn,
-                  Table(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
+                  PageTable(["shape", "speedup", "best peer"], table), wide=True)  # fmt: skip
 
 
 _COLOURS = {"ours": 0, "limit": 2}
@@ -255,7 +261,7 @@ def by_case(rows: Sequence[Row]) -> Html:
         found = {"ours": row.measured.median, **{name: one.median for name, one in row.peers.items()}}
         found |= {"limit": row.limit} if row.limit else {}
         items = [
-            Bar(name, [Part(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
+            Bar(name, [BarPart(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
             for name, value in found.items()
         ]
         groups.append(el("div", el("h3", _name(row)), bars(items)))
@@ -265,13 +271,13 @@ def by_case(rows: Sequence[Row]) -> Html:
 # ---- the tuner -------------------------------------------------------------------------------------------------
 
 
-def heat_maps(trials: Sequence[Trial]) -> list[Html]:
+def heat_maps(trials: Sequence[TimedConfig]) -> list[Html]:
     """A map a problem: tile rows against tile columns, the best time over everything else."""
     problems = list(dict.fromkeys(trial.problem for trial in trials))
     return [heat_map(problem, [trial for trial in trials if trial.problem == problem]) for problem in problems]
 
 
-def tuned(trials: Sequence[Trial]) -> str:
+def tuned(trials: Sequence[TimedConfig]) -> str:
     """What tuning came to: the best of each problem against the best that was there already."""
     factors = []
     for problem in dict.fromkeys(trial.problem for trial in trials):
@@ -290,8 +296,8 @@ def tuned(trials: Sequence[Trial]) -> str:
     )
 
 
-def heat_map(problem: str, trials: Sequence[Trial]) -> Html:
-    best: dict[tuple[int, int], Trial] = {}
+def heat_map(problem: str, trials: Sequence[TimedConfig]) -> Html:
+    best: dict[tuple[int, int], TimedConfig] = {}
     for trial in trials:
         m, n = trial.config.get("block_m"), trial.config.get("block_n")
         if trial.config.get("kind") in BUILT_IN or not math.isfinite(trial.seconds):
@@ -320,13 +326,13 @@ def heat_map(problem: str, trials: Sequence[Trial]) -> Html:
         ]
         for (m, n), one in sorted(best.items(), key=lambda item: item[1].seconds)
     ]
-    return figure(problem, words, heat([str(n) for n in columns], lines), Table(head, rows), wide=True)
+    return figure(problem, words, heat([str(n) for n in columns], lines), PageTable(head, rows), wide=True)
 
 
-def _heat_cell(trial: Trial, fastest: float) -> tuple[float, str, str]:
+def _heat_cell(trial: TimedConfig, fastest: float) -> tuple[float, str, str]:
     share = fastest / trial.seconds
     return share**2, percent(share), f"{format_seconds(trial.seconds)}: {_config(trial)}"
 
 
-def _config(trial: Trial) -> str:
+def _config(trial: TimedConfig) -> str:
     return ", ".join(f"{key} {value}" for key, value in trial.config.items())

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tilemesh.core.units import format_bytes
-from tilemesh.report.bars import Bar, Part, bars
-from tilemesh.report.draw import Table, figure
+from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, Html, el
 from tilemesh.report.rows import error_cell
 from tilemesh.report.run import Run
@@ -24,7 +24,7 @@ JOINED = {"logits": "activations", "reserved": "other", "working": "other"}
 autograd keeps."""
 _UNTOLD = ("measured, not told apart", 7)
 
-Bytes = dict[str, float]
+BytesByKind = dict[str, float]
 
 
 def memory(run: Run, expected: Mapping[str, float]) -> Html:
@@ -39,7 +39,7 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
     items = [Bar("predicted", _parts(guess), format_bytes(sum(guess.values())))] if guess else []
     for rank, (peak, base, one) in enumerate(zip(peaks, bases, held, strict=False)):
         grown = max(0.0, peak - base)
-        parts = _parts(one) or [Part(grown, _UNTOLD[1], f"{_UNTOLD[0]}: {format_bytes(grown)}")]
+        parts = _parts(one) or [BarPart(grown, _UNTOLD[1], f"{_UNTOLD[0]}: {format_bytes(grown)}")]
         items.append(Bar(f"rank {rank}", parts, format_bytes(grown)))
     shown = [kind for kind in (kinds or guess) if kind in guess or any(kind in one for one in held)]
     legend = [(kind, COLOURS.get(kind, 7)) for kind in shown] + ([] if any(held) else [_UNTOLD])
@@ -48,12 +48,14 @@ def memory(run: Run, expected: Mapping[str, float]) -> Html:
         f", without the {format_bytes(max(bases))} its process took before there was a model." if any(bases) else "."
     )
     words += "" if guess else " There is no prediction by kind for this run."
-    return figure("Memory a rank", words, bars(items, kinds=legend), _table(run, guess, held, peaks, bases), wide=True)
+    return figure(
+        "Memory per rank", words, bars(items, kinds=legend), _table(run, guess, held, peaks, bases), wide=True
+    )
 
 
-def _held(run: Run, rank: int, grown: float) -> Bytes:
+def _held(run: Run, rank: int, grown: float) -> BytesByKind:
     """What the run says this rank held, by kind; empty where it does not say."""
-    found: Bytes = {}
+    found: BytesByKind = {}
     for kind, sizes in section(run.summary, "memory_bytes").items():
         size = number(sizes[rank] if isinstance(sizes, list) and rank < len(sizes) else sizes, 0.0)
         known = kind if kind in KINDS else "other"
@@ -64,13 +66,13 @@ def _held(run: Run, rank: int, grown: float) -> Bytes:
     return found
 
 
-def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> Bytes:
+def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: object) -> BytesByKind:
     """The prediction in the kinds that were measured; as it is where nothing was."""
     given = dict(expected)
     later = given.pop("later", 0.0)
     if not held:
         return _less(given, later, ("gradients",))
-    found: Bytes = {}
+    found: BytesByKind = {}
     for kind, size in given.items():
         known = "activations" if kind == "working" and precision in ("bf16", "fp16") else JOINED.get(kind, kind)
         known = known if known in held else "other"  # compiled code does not tell its activations
@@ -80,7 +82,7 @@ def joined(expected: Mapping[str, float], held: Mapping[str, float], precision: 
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _less(sizes: Bytes, nbytes: float, kinds: Sequence[str]) -> Bytes:
+def _less(sizes: BytesByKind, nbytes: float, kinds: Sequence[str]) -> BytesByKind:
     """So many bytes taken off these kinds, the first of them first."""
     left = dict(sizes)
     for kind in kinds:
@@ -90,19 +92,21 @@ def _less(sizes: Bytes, nbytes: float, kinds: Sequence[str]) -> Bytes:
     return left
 
 
-def _parts(sizes: Mapping[str, float]) -> list[Part]:
+def _parts(sizes: Mapping[str, float]) -> list[BarPart]:
     return [
-        Part(size, COLOURS.get(kind, 7), f"{kind}: {format_bytes(size)}", f"{kind} {format_bytes(size)}")
+        BarPart(size, COLOURS.get(kind, 7), f"{kind}: {format_bytes(size)}", f"{kind} {format_bytes(size)}")
         for kind, size in sizes.items()
     ]
 
 
-def _table(run: Run, guess: Bytes, held: Sequence[Bytes], peaks: Sequence[float], bases: Sequence[float]) -> Table:
+def _table(
+    run: Run, guess: BytesByKind, held: Sequence[BytesByKind], peaks: Sequence[float], bases: Sequence[float]
+) -> PageTable:
     if not any(held):
         rows: list[list[Child]] = [[f"predicted {kind}", format_bytes(size)] for kind, size in guess.items()]
         rows += [[f"rank {rank}, peak", format_bytes(peak)] for rank, peak in enumerate(peaks)]
         rows += [[f"rank {rank}, before the model", format_bytes(base)] for rank, base in enumerate(bases) if base]
-        return Table(["what", "bytes"], rows)
+        return PageTable(["what", "bytes"], rows)
     kinds = [kind for kind in KINDS if kind in guess or any(kind in one for one in held)]
     most = {kind: max(one.get(kind, 0.0) for one in held) for kind in kinds}
     most_grown = max(peak - base for peak, base in zip(peaks, bases, strict=False))
@@ -124,7 +128,7 @@ def _table(run: Run, guess: Bytes, held: Sequence[Bytes], peaks: Sequence[float]
     note = f"How it was measured: {how}." if how else ""
     if guess:
         note += " The planner's logits are under activations; its reserved and working memory are under other."
-    return Table(["rank", *kinds, "in all", "before the model"], rows, note=note)
+    return PageTable(["rank", *kinds, "in all", "before the model"], rows, note=note)
 
 
 def _bytes(size: float | None) -> str:

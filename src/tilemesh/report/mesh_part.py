@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tilemesh.core.axes import ORDER, ordered
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.report.bars import mesh_picture
-from tilemesh.report.draw import Table, figure, grid
+from tilemesh.report.draw import PageTable, figure, grid
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.run import Run
 from tilemesh.report.run_parts import absent
@@ -53,5 +53,5 @@ def _traffic(run: Run, exchanges: Mapping[str, object]) -> Html:
         return absent("traffic by axis", "the run does not say")
     span = f"the mean of {done:,} steps" if told is not None else "of the whole run over its steps"
     note = f"Bytes of one step as rank 0 sees them; seconds: {span}."
-    head = ["axis", "operation", "predicted", "bytes a step and rank", "seconds a step"]
-    return el("div", grid(Table(head, rows)), el("p", note, class_="quiet"))
+    head = ["axis", "operation", "predicted", "bytes per step and rank", "seconds per step"]
+    return el("div", grid(PageTable(head, rows)), el("p", note, class_="quiet"))

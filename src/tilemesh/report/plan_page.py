@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilemesh.core.units import format_bytes, format_count, format_seconds
-from tilemesh.plan.choose import Result
+from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.layout import short
-from tilemesh.plan.memory import Memory
+from tilemesh.plan.memory import RankMemory
 from tilemesh.plan.page import frontier, simulated
 from tilemesh.plan.step import Prediction
 from tilemesh.report import timeline
-from tilemesh.report.bars import Bar, Part, bars
-from tilemesh.report.draw import Axis, Dots, Layer, Line, Plot, Rule, Table, chart, figure, grid
+from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent
 
@@ -29,7 +29,7 @@ MEMORY = {
 PASSES = {"forward": ("forward", 0), "backward": ("backward", 7)}
 
 
-def render(result: Result, name: str, why: Sequence[str]) -> str:
+def render(result: SearchResult, name: str, why: Sequence[str]) -> str:
     best = result.best
     title = f"{name} on {result.cluster.name}"
     body = join(
@@ -51,7 +51,7 @@ def render(result: Result, name: str, why: Sequence[str]) -> str:
     return page(f"{title}: tilemesh plan", body)
 
 
-def _asked(result: Result) -> str:
+def _asked(result: SearchResult) -> str:
     """What a step is, without which its time says nothing."""
     fixed = result.pins.describe()
     layouts = "layout" if result.considered == 1 else "layouts"
@@ -70,7 +70,7 @@ def verdict(best: Prediction) -> str:
     exposed = percent(best.times.exposed_s / best.step_time_s)
     saving = f"; the largest saving is {largest}, at most {percent(share)} of the step" if share >= 0.005 else ""
     return (
-        f"{short(best.plan)}: {format_seconds(best.step_time_s)} a step, {percent(best.mfu)} of the peak (MFU), "
+        f"{short(best.plan)}: {format_seconds(best.step_time_s)} per step, {percent(best.mfu)} of the peak (MFU), "
         f"exposed communication {exposed}{saving}."
     )
 
@@ -80,13 +80,13 @@ def _facts(best: Prediction) -> Html:
         ("a step", format_seconds(best.step_time_s), ""),
         ("speed", f"{format_count(best.tokens_per_s)} tokens/s", ""),
         ("MFU", percent(best.mfu, 1), f"HFU {percent(best.hfu, 1)}"),
-        ("memory a rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
+        ("memory per rank", format_bytes(best.memory.total_bytes), f"of {format_bytes(best.usable_bytes)} usable"),
         ("bubble", percent(best.bubble_fraction, 1), "of the schedule"),
     )
     return el("dl", *(el("div", el("dt", a), el("dd", b, el("small", c))) for a, b, c in facts), class_="facts")
 
 
-def _table(result: Result) -> Html:
+def _table(result: SearchResult) -> Html:
     head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed"]
     rows: list[list[Child]] = [
         [short(one.plan), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
@@ -94,10 +94,10 @@ def _table(result: Result) -> Html:
          percent(one.times.exposed_s / one.step_time_s, 1)]
         for one in result.predictions
     ]  # fmt: skip
-    return grid(Table(head, rows))
+    return grid(PageTable(head, rows))
 
 
-def trade_off(result: Result) -> Html:
+def trade_off(result: SearchResult) -> Html:
     """All layouts that fit as dots, the frontier joined, the first and what a rank has marked."""
     points = [(point.time_s, float(point.nbytes)) for point in result.points]
     front = frontier(points)
@@ -108,7 +108,7 @@ def trade_off(result: Result) -> Html:
     others = [points[i] for i in range(len(points)) if points[i][0] <= right and i not in on_front]
     drawn = others[:: 1 + len(others) // MOST_POINTS]
     labels = [_label(short(result.points[i].layout), *points[i]) for i in front]
-    layers: list[Layer] = [
+    layers: list[PlotLayer] = [
         Dots("layouts that fit", drawn, 5, 5),
         Line("frontier", [points[i] for i in front], 0),
         Dots("nothing is both faster and smaller", [points[i] for i in front], 0, 8, words=labels),
@@ -119,8 +119,8 @@ def trade_off(result: Result) -> Html:
         Rule("usable memory", usable, 1),
     ]  # fmt: skip
     plot = Plot(
-        Axis(0, right, "step time", format_seconds if right < 60 else lambda value: f"{value:,.0f} s"),
-        Axis(0, usable * 1.06, "bytes a rank", format_bytes, binary=True),
+        PlotAxis(0, right, "step time", format_seconds if right < 60 else lambda value: f"{value:,.0f} s"),
+        PlotAxis(0, usable * 1.06, "bytes per rank", format_bytes, binary=True),
         layers,
         height=380,
     )
@@ -128,7 +128,7 @@ def trade_off(result: Result) -> Html:
         [short(result.points[i].layout), format_seconds(points[i][0]), format_bytes(points[i][1])] for i in front
     ]
     places = [points[i][0] / right for i in front]
-    table = Table(["layout on the frontier", "step", "memory"], rows, places)
+    table = PageTable(["layout on the frontier", "step", "memory"], rows, places)
     hidden = sum(time > right for time, _ in points)
     words = f"In closed form; {hidden:,} slower layouts lie to the right." if hidden else "In closed form."
     return chart("Trade-off", words, plot, table, wide=True)
@@ -138,56 +138,56 @@ def _label(layout: str, time_s: float, nbytes: float) -> str:
     return f"{layout}: {format_seconds(time_s)}, {format_bytes(nbytes)}"
 
 
-def _times(result: Result) -> Html:
+def _times(result: SearchResult) -> Html:
     items, rows = [], []
     for one in result.predictions:
         seconds = {key: getattr(one.times, key) for key in TIMES}
         parts = [
-            Part(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
+            BarPart(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
             for key, (words, colour) in TIMES.items()
         ]
         items.append(Bar(short(one.plan), parts, format_seconds(one.step_time_s)))
         rows.append([short(one.plan), *(format_seconds(seconds[key]) for key in TIMES)])
     kinds = [TIMES[key] for key in TIMES if any(getattr(one.times, key) > 0 for one in result.predictions)]
-    table = Table(["layout", *(words for words, _ in TIMES.values())], rows)
+    table = PageTable(["layout", *(words for words, _ in TIMES.values())], rows)
     return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
 
 
-def memory_parts(memory: Memory) -> dict[str, int]:
+def memory_parts(memory: RankMemory) -> dict[str, int]:
     """What adds up to the fullest moment: of the gradients only those that are there by then."""
     sizes = {key: getattr(memory, key) for key in MEMORY}
     sizes["gradients_bytes"] -= memory.later_bytes
     return sizes
 
 
-def _memory(result: Result) -> Html:
+def _memory(result: SearchResult) -> Html:
     items, rows = [], []
     for one in result.predictions:
         sizes = memory_parts(one.memory)
         parts = [
-            Part(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
+            BarPart(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
             for key, size in sizes.items()
         ]
         items.append(Bar(short(one.plan), parts, format_bytes(one.memory.total_bytes)))
         rows.append([short(one.plan), *(format_bytes(size) for size in sizes.values())])
     kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
     usable = result.best.usable_bytes
-    table = Table(["layout", *(name for name, _ in kinds)], rows)
+    table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
-    return figure("Memory a rank", words, bars(items, most=float(usable), kinds=kinds), table)
+    return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
 
 
-def pipeline_lanes(result: Result) -> Html:
+def pipeline_lanes(result: SearchResult) -> Html:
     """Passes of the first microbatches over the stages, as simulated."""
     found = next((one for one in result.predictions if one.plan.pp > 1), None)
     if found is None:
         return el("p", "There is no pipeline: every GPU has all layers (pp 1).")
     plan = found.plan
     schedule, slots, total = simulated(result, found)
-    stages: list[list[timeline.Piece]] = [[] for _ in range(plan.pp)]
+    stages: list[list[timeline.LanePiece]] = [[] for _ in range(plan.pp)]
     for slot in sorted(slots, key=lambda one: one.start_s):
         kind = "forward" if slot.action.forward else "backward"
-        stages[slot.stage].append(timeline.Piece(slot.start_s, slot.end_s, str(slot.action), kind))
+        stages[slot.stage].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
     lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
     busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
     rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
@@ -197,4 +197,4 @@ def pipeline_lanes(result: Result) -> Html:
     if found is not result.best:
         words = f"The first has no pipeline; this is the first that has one. {words}"
     whole = [timeline.Stretch("all of it", 0.0, total)]
-    return timeline.draw("Pipeline", words, lanes, whole, PASSES, Table(["stage", "busy", "waiting"], rows))
+    return timeline.draw("Pipeline", words, lanes, whole, PASSES, PageTable(["stage", "busy", "waiting"], rows))

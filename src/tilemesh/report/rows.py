@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
-from tilemesh.report.draw import Table, grid
+from tilemesh.report.draw import PageTable, grid
 from tilemesh.report.html import Child, Html, el, join
 
 NEAR, FAR = 0.15, 0.5
@@ -49,7 +49,7 @@ def row_table(rows: Sequence[Row], lead: Sequence[str] = ()) -> Html:
             cells.append(mark(row.missing.get("peers", "no peer was run")))
         body.append(cells)
     notes = [el("p", f"[{index}] {reason}", class_="quiet") for index, reason in enumerate(reasons, start=1)]
-    return join(grid(Table(head, body)), *notes)
+    return join(grid(PageTable(head, body)), *notes)
 
 
 def _value(row: Row, value: float) -> str:
@@ -92,4 +92,4 @@ def origin(rows: Sequence[Row]) -> Html | None:
     }.items():
         lines = [part for value in dict.fromkeys(values) for part in (el("br"), value)][1:]
         facts.append([key, el("td", *lines, class_="words")])
-    return el("footer", el("h2", "To run it again"), grid(Table(["what", "value"], facts, words=True)))
+    return el("footer", el("h2", "To run it again"), grid(PageTable(["what", "value"], facts, words=True)))

@@ -46,7 +46,7 @@ class Run:
     summary: Mapping[str, Any] = field(default_factory=dict)
     predicted: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    timeline: spans.Timeline | None = None
+    timeline: spans.TraceTimeline | None = None
     sample: str = ""
     rows: Sequence[Row] = ()
     missing: Mapping[str, str] = field(default_factory=dict)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from tilemesh.report.html import Child, Html, el, join, page, tied
-from tilemesh.report.kinds import layout_of
-from tilemesh.report.layout import Beside, Fact, Layout, Verdict
+from tilemesh.report.kind_page import Beside, Fact, KindPage, Verdict
+from tilemesh.report.kinds import page_of
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.run_parts import disturbances, missing_words
 
 
-def render(run: Run, beside: Beside, *, live: str | None = None, layout: Layout | None = None) -> str:
-    """The whole page. `live`: the folder's version, when the page follows it; `layout`: another than its kind's."""
-    layout = layout or layout_of(run.kind)
-    bodies = [(section, section.body(run, beside)) for section in layout.sections]
+def render(run: Run, beside: Beside, *, live: str | None = None, kind_page: KindPage | None = None) -> str:
+    """The whole page. `live`: the folder's version, when the page follows it; `kind_page`: another than its kind's."""
+    kind_page = kind_page or page_of(run.kind)
+    bodies = [(section, section.body(run, beside)) for section in kind_page.sections]
     shown = [(section, body) for section, body in bodies if body is not None]
     header = el(
         "header",
         el("h1", run.name),
-        el("p", layout.about(run), class_="quiet"),
-        _verdict(layout.verdict(run, beside)),
+        el("p", kind_page.about(run), class_="quiet"),
+        _verdict(kind_page.verdict(run, beside)),
         el("p", _watching(run), class_="quiet", id="state") if live is not None else None,
-        el("dl", *map(_fact, layout.facts(run, beside)), class_="facts"),
+        el("dl", *map(_fact, kind_page.facts(run, beside)), class_="facts"),
         _disturbed(run),
-        _missing(run, layout),
+        _missing(run, kind_page),
         el("nav", *(el("a", section.name, href=f"#{section.name}") for section, _ in shown), aria_label="sections"),
     )
     sections = [_section(section.name, section.title, body) for section, body in shown]
@@ -54,6 +54,6 @@ def _disturbed(run: Run) -> Html | None:
     return el("div", *(el("p", line) for line in lines), class_="missing", id="busy") if lines else None
 
 
-def _missing(run: Run, layout: Layout) -> Html | None:
-    items = [el("li", words) for words in missing_words(run, layout.expects)]
+def _missing(run: Run, kind_page: KindPage) -> Html | None:
+    items = [el("li", words) for words in missing_words(run, kind_page.expects)]
     return el("div", el("b", "What this page cannot show"), el("ul", *items), class_="missing") if items else None

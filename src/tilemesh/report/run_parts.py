@@ -8,7 +8,19 @@ from typing import TypeVar
 
 from tilemesh.core.units import format_count, format_rate, format_seconds
 from tilemesh.report import series
-from tilemesh.report.draw import Axis, Dots, Layer, Line, Mark, Plot, Table, around, chart, grid, numbers
+from tilemesh.report.draw import (
+    Dots,
+    EventMark,
+    Line,
+    PageTable,
+    Plot,
+    PlotAxis,
+    PlotLayer,
+    around,
+    chart,
+    grid,
+    numbers,
+)
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.run import Run, flat
 from tilemesh.runs import metrics
@@ -30,17 +42,17 @@ def short(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def steps_axis(run: Run, *more: Run) -> Axis:
+def steps_axis(run: Run, *more: Run) -> PlotAxis:
     ends = [one for each in (run, *more) for one in (each.last_step, each.planned_steps or 0)]
-    return Axis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
+    return PlotAxis(0, max(1, *ends), "step", lambda value: f"{value:,.0f}", whole=True)
 
 
-def marks_of(run: Run) -> list[Mark]:
+def marks_of(run: Run) -> list[EventMark]:
     """Signs above a chart; where there are many checkpoints, every so many."""
     kept = [event for event in run.events if event.kind == metrics.CHECKPOINT]
     others = [event for event in run.events if event.kind != metrics.CHECKPOINT]
     thinned = kept[:: 1 + len(kept) // MOST_MARKS] + others[:: 1 + len(others) // MOST_MARKS]
-    return [Mark(event.step, event.kind, event.words) for event in thinned]
+    return [EventMark(event.step, event.kind, event.words) for event in thinned]
 
 
 def shaded(run: Run) -> list[tuple[float, float, str]]:
@@ -77,7 +89,7 @@ def missing_words(run: Run, expects: Mapping[str, str]) -> list[str]:
     return [*files, *gap_words(run)]
 
 
-def _bad_dots(run: Run, key: str, at: float) -> list[Layer]:
+def _bad_dots(run: Run, key: str, at: float) -> list[PlotLayer]:
     bad = [(float(step), at) for step, value in run.figure(key) if not math.isfinite(value)]
     return [Dots("not a number", bad[:: 1 + len(bad) // 200], 4, 9)] if bad else []
 
@@ -90,9 +102,9 @@ def loss(run: Run) -> Html:
         return absent("loss", "no step is in the metrics")
     values = [value for one in found for value in (one.low, one.high) if value is not None] + [v for _, v in held]
     low, high = around(values)
-    x, y = steps_axis(run), Axis(low, high, "nats a token", "{:.3g}".format)
+    x, y = steps_axis(run), PlotAxis(low, high, "nats per token", "{:.3g}".format)
     held_buckets = series.buckets(held, apart=10**9)
-    layers: list[Layer] = [series.line("training loss", found, 0), *_bad_dots(run, "loss", high)]
+    layers: list[PlotLayer] = [series.line("training loss", found, 0), *_bad_dots(run, "loss", high)]
     if held:
         layers.append(series.line("held-out loss", held_buckets, 1, dots=len(held) <= 100))
     many = any(one.last > one.first for one in found)
@@ -102,7 +114,7 @@ def loss(run: Run) -> Html:
     return chart("Loss", words, plot, _loss_table(run, x, held))
 
 
-def _loss_table(run: Run, x: Axis, held: Sequence[tuple[int, float]]) -> Table:
+def _loss_table(run: Run, x: PlotAxis, held: Sequence[tuple[int, float]]) -> PageTable:
     rows, places = [], []
     for one in series.buckets(run.figure("loss"), MOST_ROWS):
         seen = [value for step, value in held if one.first <= step <= one.last]
@@ -111,7 +123,7 @@ def _loss_table(run: Run, x: Axis, held: Sequence[tuple[int, float]]) -> Table:
             [one.steps, short(one.mean), short(one.low), short(one.high), short(seen[-1] if seen else None), bad]
         )
         places.append(x.place(one.middle))
-    return Table(
+    return PageTable(
         ["step", "mean", "lowest", "highest", "held-out", "remark"], rows, places, f"Every step is in {METRICS}."
     )
 
@@ -125,7 +137,7 @@ def speed(run: Run) -> Html:
         return absent("speed", "the metrics hold no tokens_per_s")
     low, high = around(values, zero=True)
     x = steps_axis(run)
-    y = Axis(low, high, "tokens/s", format_count)
+    y = PlotAxis(low, high, "tokens/s", format_count)
     rows, places = [], []
     for one in series.buckets(points, MOST_ROWS):
         rows.append(
@@ -135,7 +147,7 @@ def speed(run: Run) -> Html:
             ]
         )
         places.append(x.place(one.middle))
-    table = Table(["step", "mean", "lowest", "highest"], rows, places)
+    table = PageTable(["step", "mean", "lowest", "highest"], rows, places)
     plot = Plot(x, y, [series.line("tokens/s", found, 2)], marks_of(run), shaded=shaded(run))
     return chart("Speed", "Over all ranks, by the median of the last twenty steps.", plot, table)
 
@@ -150,19 +162,19 @@ def progress(run: Run) -> Html | None:
         (event, max(0.0, event.at - began)) for event in run.events if event.at is not None and event.at - began < 1e12
     ]
     end = max(1e-3, *(at for at, _ in known), *(at for _, at in happened))
-    x = Axis(0, end, "since the first step", format_seconds)
-    y = Axis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
+    x = PlotAxis(0, end, "since the first step", format_seconds)
+    y = PlotAxis(0, max(1, *(step for _, step in known)) * 1.05, "steps done", format_count, whole=True)
     points: list[tuple[float, float | None]] = []
     before = 0
     for at, step in _some(known, series.MOST):
         points += [(at, None)] if step <= before else []  # gone back: a new line begins
         points.append((at, float(step)))
         before = step
-    marks = [Mark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
+    marks = [EventMark(at, event.kind, event.words) for event, at in _some(happened, MOST_MARKS)]
     rows: list[list[Child]] = [[format_seconds(at), f"{step:,}"] for at, step in _some(known, MOST_ROWS)]
-    table = Table(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
+    table = PageTable(["since the first step", "steps done"], rows, [x.place(at) for at, _ in _some(known, MOST_ROWS)])
     plot = Plot(x, y, [Line("steps done", points, 0)], marks, height=160)
-    words = "Flat stretches are pauses; a line that begins lower does steps again; the signs are what happened."
+    words = "Flat: paused. Drop: restarted from a checkpoint. Markers: events."
     return chart("The run in time", words, plot, table, wide=True)
 
 
@@ -179,8 +191,8 @@ def overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tup
     if not values:
         return absent(title.lower(), f"neither run has {key} in its metrics")
     x = steps_axis(first, second)
-    y = Axis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
-    layers: list[Layer] = [
+    y = PlotAxis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
+    layers: list[PlotLayer] = [
         series.line(name, each, colour, dashed=colour == 1)
         for colour, (name, each) in enumerate(zip(names, both, strict=True))
     ]
@@ -192,7 +204,9 @@ def overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tup
             rows.append([one.steps, name, short(one.mean), short(one.low), short(one.high)])
             places.append(min(1.0, x.place(one.middle)))
     order = sorted(range(len(rows)), key=places.__getitem__)
-    table = Table(["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order])
+    table = PageTable(
+        ["step", "run", "mean", "lowest", "highest"], [rows[i] for i in order], [places[i] for i in order]
+    )
     return chart(title, "", Plot(x, y, layers), table)
 
 
@@ -207,7 +221,7 @@ def events(run: Run) -> Html:
         for event in run.events[-500:]
     ]
     note = el("p", f"The last 500 of {len(run.events):,}.", class_="quiet") if len(run.events) > 500 else None
-    return join(note, grid(Table(["step", "kind", "what", "when"], rows, words=True)))
+    return join(note, grid(PageTable(["step", "kind", "what", "when"], rows, words=True)))
 
 
 def _when(at: float | None, began: float | None) -> str:
@@ -234,7 +248,7 @@ def again(run: Run, guess: str = "") -> Html:
         shown,
         el("p", "The environment:"),
         grid(
-            Table(
+            PageTable(
                 ["what", "value"],
                 [[key, el("td", value, class_="words")] for key, value in environment.items()],
                 words=True,
@@ -242,7 +256,7 @@ def again(run: Run, guess: str = "") -> Html:
         )
         if environment
         else absent("the environment", "the folder does not say"),
-        numbers(Table(["setting", "value"], settings, words=True), "Every setting") if settings else None,
+        numbers(PageTable(["setting", "value"], settings, words=True), "Every setting") if settings else None,
         el("details", el("summary", "Text it wrote"), el("pre", run.sample)) if run.sample else None,
     )
 

@@ -17,7 +17,7 @@ MOST = 400
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SeriesBucket:
     """Some steps in a row. `mean`, `low` and `high` are of the numbers; `bad` counts what is no number."""
 
     first: int
@@ -38,11 +38,11 @@ class Bucket:
         return f"{self.first:,}" if self.first == self.last else f"{self.first:,} to {self.last:,}"
 
 
-def buckets(points: Sequence[tuple[int, float]], most: int = MOST, *, apart: int = 1) -> list[Bucket]:
+def buckets(points: Sequence[tuple[int, float]], most: int = MOST, *, apart: int = 1) -> list[SeriesBucket]:
     """Points (step, value) in at most `most` buckets; steps further apart than `apart` leave a gap."""
     ordered = sorted(points)
     width = max(1, -(-len(ordered) // most))
-    made: list[Bucket] = []
+    made: list[SeriesBucket] = []
     group: list[tuple[int, float]] = []
     previous: int | None = None
     follows = False
@@ -56,11 +56,11 @@ def buckets(points: Sequence[tuple[int, float]], most: int = MOST, *, apart: int
     return [*made, _bucket(group, follows)] if group else made
 
 
-def _bucket(group: Sequence[tuple[int, float]], follows: bool) -> Bucket:
+def _bucket(group: Sequence[tuple[int, float]], follows: bool) -> SeriesBucket:
     numbers = [value for _, value in group if math.isfinite(value)]
     mean = sum(numbers) / len(numbers) if numbers else None
     low, high = (min(numbers), max(numbers)) if numbers else (None, None)
-    return Bucket(group[0][0], group[-1][0], mean, low, high, len(group) - len(numbers), follows)
+    return SeriesBucket(group[0][0], group[-1][0], mean, low, high, len(group) - len(numbers), follows)
 
 
 def gaps(steps: Iterable[int]) -> list[tuple[int, int]]:
@@ -69,7 +69,7 @@ def gaps(steps: Iterable[int]) -> list[tuple[int, int]]:
     return [(a + 1, b - 1) for a, b in itertools.pairwise(ordered) if b - a > 1]
 
 
-def line(name: str, found: Sequence[Bucket], colour: int, *, dashed: bool = False, dots: bool = False) -> Line:
+def line(name: str, found: Sequence[SeriesBucket], colour: int, *, dashed: bool = False, dots: bool = False) -> Line:
     """The means joined, lowest and highest shaded behind them, broken where steps are missing or no numbers."""
     points: list[tuple[float, float | None]] = []
     band: list[tuple[float, float, float] | None] = []

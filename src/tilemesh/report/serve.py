@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
-class Server:
+class PageServer:
     """One run's page, made anew when its folder has changed."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Server:
             return self._made[1]
 
 
-def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "tilemesh", ""
         timeout = 30

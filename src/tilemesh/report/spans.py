@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A stretch of one rank's time, in seconds since the trace began."""
 
     rank: int
@@ -47,21 +47,21 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     number: int
     began_s: float
     ended_s: float
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TraceTimeline:
     """All spans of the main lane of each rank, by rank, and the steps they belong to."""
 
-    ranks: Mapping[int, Sequence[Span]]
-    steps: Sequence[Step]
+    ranks: Mapping[int, Sequence[TraceSpan]]
+    steps: Sequence[TracedStep]
 
 
-def with_steps(events: Iterable[Any]) -> Timeline:
+def with_steps(events: Iterable[Any]) -> TraceTimeline:
     """The timeline of a run's trace; `Unread` where it has no steps."""
     found = timeline(events)
     if not found.steps:
@@ -69,9 +69,9 @@ def with_steps(events: Iterable[Any]) -> Timeline:
     return found
 
 
-def timeline(events: Iterable[Any]) -> Timeline:
+def timeline(events: Iterable[Any]) -> TraceTimeline:
     """Spans of the Trace Event Format; what is not one is passed over."""
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[TraceSpan]] = {}
     numbers: dict[int, list[float]] = {}
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -85,7 +85,7 @@ def timeline(events: Iterable[Any]) -> Timeline:
         lane = event.get("tid")
         lane = lane if _is_small(lane) else 0
         name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
-        span = Span(rank, lane, name, kind, began_s, ended_s, words=_words(details))
+        span = TraceSpan(rank, lane, name, kind, began_s, ended_s, words=_words(details))
         found.setdefault(rank, []).append(span)
         step = details.get("step")
         if _is_small(step):
@@ -93,8 +93,8 @@ def timeline(events: Iterable[Any]) -> Timeline:
             ends[0], ends[1] = min(ends[0], span.began_s), max(ends[1], span.ended_s)
     # One lane a rank: the one that steps run on, which is where most spans are.
     ranks = {rank: _nested(_main_lane(spans)) for rank, spans in sorted(found.items())}
-    steps = [Step(number, *ends) for number, ends in sorted(numbers.items())]
-    return Timeline(ranks, steps)
+    steps = [TracedStep(number, *ends) for number, ends in sorted(numbers.items())]
+    return TraceTimeline(ranks, steps)
 
 
 def _is_time(value: object) -> TypeGuard[float]:
@@ -115,7 +115,7 @@ def _words(details: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in details.items() if key != "step")
 
 
-def _main_lane(spans: Sequence[Span]) -> list[Span]:
+def _main_lane(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     counts: dict[int, int] = {}
     for span in spans:
         counts[span.lane] = counts.get(span.lane, 0) + 1
@@ -123,31 +123,31 @@ def _main_lane(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.lane == lane]
 
 
-def _nested(spans: Sequence[Span]) -> list[Span]:
+def _nested(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """By time, each with its depth; what lies inside waiting (or a checkpoint, or evaluation) takes its kind."""
-    open_: list[Span] = []
+    open_: list[TraceSpan] = []
     made = []
     for span in sorted(spans, key=lambda one: (one.began_s, -one.ended_s)):
         while open_ and span.began_s >= open_[-1].ended_s:
             open_.pop()
         kind = open_[-1].kind if open_ and open_[-1].kind in _WHOLE else span.kind
-        placed = Span(span.rank, span.lane, span.name, kind, span.began_s, span.ended_s, len(open_), span.words)
+        placed = TraceSpan(span.rank, span.lane, span.name, kind, span.began_s, span.ended_s, len(open_), span.words)
         made.append(placed)
         open_.append(placed)
     return made
 
 
-def ordinary(steps: Sequence[Step]) -> list[Step]:
+def ordinary(steps: Sequence[TracedStep]) -> list[TracedStep]:
     """Steps without the first ones, which are slower; all of them where there are no others."""
     return [step for step in steps if step.number > WARM_UP] or list(steps)
 
 
-def seconds_by_kind(spans: Sequence[Span], steps: Sequence[Step]) -> dict[str, float]:
+def seconds_by_kind(spans: Sequence[TraceSpan], steps: Sequence[TracedStep]) -> dict[str, float]:
     """Seconds a step that one rank spent on each kind, over these steps; between spans is `other`."""
     totals: dict[str, float] = {}
     if not steps:
         return totals
-    open_: list[tuple[Span, float]] = []
+    open_: list[tuple[TraceSpan, float]] = []
     whole, covered = 0.0, 0.0
     for step in steps:
         whole += step.ended_s - step.began_s
@@ -167,7 +167,7 @@ def seconds_by_kind(spans: Sequence[Span], steps: Sequence[Step]) -> dict[str, f
     return {kind: max(0.0, totals[kind]) / len(steps) for kind in KINDS if totals.get(kind, 0.0) > 0}
 
 
-def _near(steps: Sequence[Step], span: Span) -> Sequence[Step]:
+def _near(steps: Sequence[TracedStep], span: TraceSpan) -> Sequence[TracedStep]:
     """The steps that may hold a span: they follow each other, so at most two."""
     low, high = 0, len(steps)
     while low < high:
@@ -179,7 +179,7 @@ def _near(steps: Sequence[Step], span: Span) -> Sequence[Step]:
     return steps[max(0, low - 2) : low]
 
 
-def last_steps(found: Timeline, most_spans: int, most_steps: int) -> list[Step]:
+def last_steps(found: TraceTimeline, most_spans: int, most_steps: int) -> list[TracedStep]:
     """As many of the last steps as can be drawn; one at least."""
     total = sum(len(spans) for spans in found.ranks.values())
     per_step = max(1.0, total / max(1, len(found.steps)))

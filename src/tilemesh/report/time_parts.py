@@ -6,8 +6,8 @@ from typing import Any
 
 from tilemesh.core.units import format_seconds
 from tilemesh.report import spans, timeline
-from tilemesh.report.bars import Bar, Part, bars
-from tilemesh.report.draw import Table, figure
+from tilemesh.report.bars import Bar, BarPart, bars
+from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Html
 from tilemesh.report.rows import percent
 from tilemesh.report.run import Run
@@ -34,7 +34,7 @@ def by_rank(run: Run) -> Html:
     for name, seconds in found:
         total = sum(seconds.values())
         parts = [
-            Part(
+            BarPart(
                 seconds[kind],
                 spans.KINDS[kind][1],
                 f"{spans.KINDS[kind][0]}: {format_seconds(seconds[kind])}",
@@ -47,7 +47,7 @@ def by_rank(run: Run) -> Html:
         rows.append([name, *(format_seconds(seconds.get(kind, 0.0)) for kind in kinds), format_seconds(total)])
     head = ["rank", *(spans.KINDS[kind][0] for kind in kinds), "step"]
     drawn = bars(items, kinds=[spans.KINDS[kind] for kind in kinds])
-    return figure("Time by kind, a step", source, drawn, Table(head, rows), wide=True)
+    return figure("Time by kind, per step", source, drawn, PageTable(head, rows), wide=True)
 
 
 def _seconds(run: Run) -> tuple[list[tuple[str, dict[str, float]]], str]:
@@ -90,13 +90,17 @@ def savings(run: Run, of_limit: float | None) -> Html | None:
     if not found:
         return None
     bars_ = [
-        Bar(one.what, [Part(one.fraction, 0, f"{one.what}: {one.fraction:.1%}")], percent(one.fraction))
+        Bar(one.what, [BarPart(one.fraction, 0, f"{one.what}: {one.fraction:.1%}")], percent(one.fraction))
         for one in found
     ]
     rows = [[one.what, percent(one.fraction, 1)] for one in found]
     words = "How much shorter a step would be if this were perfect: an upper bound, not a promise."
     return figure(
-        "What could be saved", words, bars(bars_, most=1.0), Table(["what", "of the step, at most"], rows), wide=True
+        "What could be saved",
+        words,
+        bars(bars_, most=1.0),
+        PageTable(["what", "of the step, at most"], rows),
+        wide=True,
     )
 
 
@@ -114,7 +118,7 @@ def lanes(run: Run) -> Html:
         timeline.Lane(
             f"rank {rank}",
             [
-                timeline.Piece(one.began_s, one.ended_s, one.name, one.kind, one.depth)
+                timeline.LanePiece(one.began_s, one.ended_s, one.name, one.kind, one.depth)
                 for one in each
                 if begin <= one.began_s <= end
             ],
@@ -126,7 +130,7 @@ def lanes(run: Run) -> Html:
     return timeline.draw("Timeline", words, drawn, stretches, spans.KINDS, _span_table(run.timeline, steps))
 
 
-def _span_table(found: spans.Timeline, steps: list[spans.Step]) -> Table:
+def _span_table(found: spans.TraceTimeline, steps: list[spans.TracedStep]) -> PageTable:
     """What a rank's spans of one name add up to in these steps."""
     totals: dict[tuple[str, str], list[float]] = {}
     zero = steps[0].began_s - 1e-9
@@ -141,5 +145,5 @@ def _span_table(found: spans.Timeline, steps: list[spans.Step]) -> Table:
         [name, spans.KINDS[kind][0], f"{count / share:.3g}", format_seconds(total / share), format_seconds(longest)]
         for (name, kind), (count, total, longest) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
-    head = ["span", "kind", "a step and rank", "seconds a step and rank", "longest"]
-    return Table(head, rows, note="A span's seconds include those of the spans inside it.")
+    head = ["span", "kind", "per step and rank", "seconds per step and rank", "longest"]
+    return PageTable(head, rows, note="A span's seconds include those of the spans inside it.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.report.draw import Table, figure
+from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Html, data, el
 
 KEYS = "arrows move, + and - zoom, n and p go from span to span, up and down change the lane, 0 shows all"
@@ -20,7 +20,7 @@ Kinds = Mapping[str, tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class LanePiece:
     began_s: float
     ended_s: float
     name: str
@@ -31,7 +31,7 @@ class Piece:
 @dataclass(frozen=True)
 class Lane:
     name: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[LanePiece]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Stretch:
 
 
 def draw(
-    title: str, words: str, lanes: Sequence[Lane], stretches: Sequence[Stretch], kinds: Kinds, table: Table
+    title: str, words: str, lanes: Sequence[Lane], stretches: Sequence[Stretch], kinds: Kinds, table: PageTable
 ) -> Html:
     """The figure; times count from the first stretch's beginning."""
     seen = {piece.kind for lane in lanes for piece in lane.pieces}

@@ -9,7 +9,7 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
 from tilemesh.report import compare, memory_part, mesh_part, run_parts, time_parts
 from tilemesh.report.html import Child, Html, el, join
-from tilemesh.report.layout import Beside, Fact, Layout, PairSection, Section, Verdict
+from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
 from tilemesh.report.run import RUNNING, Run
 from tilemesh.report.verdict import improve, judge
@@ -25,7 +25,8 @@ def _about(run: Run) -> str:
         parts.append(f"{format_count(run.summary['parameters'])} parameters")
     shape = [f"{key} {model[key]}" for key in ("layers", "width", "heads", "vocabulary") if key in model]
     parts += [", ".join(shape)] if shape else []
-    axes = " x ".join(f"{axis} {plan[axis]}" for axis in reversed(ORDER) if axis in plan)
+    shown = [axis for axis in ("dp", "tp", *ORDER) if axis in plan and (axis in ("dp", "tp") or plan[axis] != 1)]
+    axes = " x ".join(f"{axis} {plan[axis]}" for axis in dict.fromkeys(shown))
     parts += [f"{axes} = {run.world} rank{'s' * (run.world > 1)}"] if axes else []
     parts += [str(plan["precision"])] if "precision" in plan else []
     where = [str(run.summary[key]) for key in ("backend", "device", "machine") if run.summary.get(key)]
@@ -141,19 +142,19 @@ def _times(first: Run, second: Run, names: tuple[str, str]) -> Child:
     )
 
 
-LAYOUT = Layout(
+TRAIN_PAGE = KindPage(
     about=_about,
     verdict=_verdict,
     facts=_facts,
     sections=(
-        Section("learning", "Did it learn", _learning),
-        Section("rows", "How fast, against prediction and limit", _rows),
-        Section("time", "Where the time went", _time),
-        Section("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
-        Section("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
-        Section("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
-        Section("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
-        Section("again", "To run it again", _again),
+        PageSection("learning", "Did it learn", _learning),
+        PageSection("rows", "How fast, against prediction and limit", _rows),
+        PageSection("time", "Where the time went", _time),
+        PageSection("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
+        PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
+        PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
+        PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),
+        PageSection("again", "To run it again", _again),
     ),
     differences=_differences,
     pairs=(PairSection("Side by side", _curves), PairSection("Where the time went", _times)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilemesh.core.advice import improvement
 from tilemesh.core.advice import savings as fractions
 from tilemesh.core.units import format_seconds
-from tilemesh.report.layout import Verdict
+from tilemesh.report.kind_page import Verdict
 from tilemesh.report.run import DIED, DONE, RUNNING, STARTING, STOPPED, Run
 from tilemesh.runs import metrics
 from tilemesh.runs.contents import QUIET_S
@@ -119,7 +119,7 @@ def state_words(run: Run) -> str:
     return {
         STARTING: _starting(run),
         RUNNING: f"running, {_step(run)}",
-        DONE: f"done, {_step(run)}",
+        DONE: f"done after {_step(run)}",
         STOPPED: f"stopped when asked to, at {_step(run)}",
         DIED: max(stops, key=lambda event: event.at or 0.0).words
         if stops

@@ -58,12 +58,25 @@ class Writer:
         self.say = say
         self.step: int | None = None  # of the checkpoint under way
         self.last: int | None = None  # of the newest that rank 0 has finished
+        self.nbytes = 0  # of this rank's part of the newest one begun
         self.failures = 0
         self._values: dict[str, Any] = {}
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._ending: threading.Thread | None = None
+
+    def into(self, folder: Path) -> Writer:
+        """One like this that writes into another folder."""
+        return Writer(
+            folder,
+            self.rank,
+            keep=self.keep,
+            background=self.background,
+            written_by=self.written_by,
+            say=self.say,
+            note=self.note,
+        )
 
     @property
     def state(self) -> str:
@@ -82,6 +95,7 @@ class Writer:
         self.step, self._error, self._values = step, None, dict(values)
         self._began = time.monotonic()
         copies = snapshot(parts)
+        self.nbytes = sum(copy.numel() * copy.element_size() for _, copy in copies)
         self._thread = threading.Thread(target=self._write, args=(step, copies), name="checkpoint", daemon=True)
         self._thread.start()
         if not self.background:

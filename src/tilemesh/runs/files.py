@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tilemesh.core.files import naming
 from tilemesh.runs.jsontext import from_text, to_text
 
 MOST_BYTES = 512 << 20
@@ -35,10 +36,11 @@ def read_text(path: Path) -> str:
     except OSError as error:
         is_link = path.is_symlink()
         raise Unread("a link, which is not followed" if is_link else error.strerror or "unreadable") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):  # before it becomes a file of Python's, which a folder cannot
+        os.close(descriptor)
+        raise Unread("not a plain file")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise Unread("not a plain file")
         if found.st_size > MOST_BYTES:
             raise Unread(f"{found.st_size >> 20} MiB, more than the {MOST_BYTES >> 20} MiB a page is made of")
         try:
@@ -101,8 +103,9 @@ def names_in(folder: Path) -> list[str]:
 def write_text(path: Path, text: str) -> None:
     """Under another name first: a reader sees the old file or the new one, never half of one."""
     other = path.with_name(f".{path.name}.new")
-    other.write_text(text, encoding="utf-8")
-    os.replace(other, path)
+    with naming(path):
+        other.write_text(text, encoding="utf-8")
+        os.replace(other, path)
 
 
 def write_object(path: Path, value: Mapping[str, Any]) -> None:

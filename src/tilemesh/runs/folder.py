@@ -5,6 +5,8 @@ The one idea: `run.json` says what kind of run this is, so that whoever opens a 
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +18,11 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.machine import stamp
 from tilemesh.runs.files import NotThere, Unread, names_in, read_object, write_object, write_text
 from tilemesh.runs.kind import TRAIN, Kind
-from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.manifest import DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.names import (
     ABOUT,
     CHECKPOINTS,
+    CHOICES,
     CONFIG,
     ENVIRONMENT,
     METRICS,
@@ -35,16 +38,26 @@ _WHAT_IT_HOLDS = f'it should hold {{"schema": {SCHEMA}, "kind": "{TRAIN.name}"}}
 
 def new_run(kind: Kind, config: str, path: str | Path | None = None, name: str = "run") -> Path:
     """A fresh folder with the configuration (TOML text) in it: the one named, or the next one under runs/."""
-    folder = Path(path) if path is not None else _fresh(Path(RUNS), name)
+    folder = make_folder(path, name)
     if (folder / CONFIG).exists():
         raise UsageError(f"{folder} has a run already: resume that one, or name another folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_object(folder / ABOUT, {"schema": SCHEMA, "kind": kind.name})
         write_text(folder / CONFIG, config)
     except OSError as error:
         raise RunError(f"run folder {folder}: {error.strerror}") from None
     return folder
+
+
+def make_folder(path: str | Path | None, name: str = "run") -> Path:
+    """The folder named, made if it is not there; without a name, the next one under runs/."""
+    if path is None:
+        return _fresh(Path(RUNS), name)
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"run folder {path}: {error.strerror}") from None
+    return Path(path)
 
 
 def _fresh(base: Path, name: str) -> Path:
@@ -100,6 +113,26 @@ def require_kind(folder: str | Path, kind: Kind) -> None:
         raise UsageError(f"{folder} is a run of kind '{found}': expected one of kind '{kind.name}'")
 
 
+def copy_run(run: Path, base: Path) -> Path:
+    """A folder under `base` with the run's name and its files, less checkpoints: for what has no room in its own."""
+    name = run.resolve().name
+    for number in range(100):
+        folder = base / (name + (f"-{number}" if number else ""))
+        try:
+            folder.mkdir(parents=True)
+            for file in (ABOUT, CONFIG):
+                shutil.copyfile(run / file, folder / file)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{folder}: {error.strerror}") from None
+        for file in (CHOICES, METRICS, ENVIRONMENT, PREDICTED):
+            with contextlib.suppress(OSError):
+                shutil.copyfile(run / file, folder / file)
+        return folder
+    raise RunError(f"no free name for {name} under {base}")
+
+
 # ---- configuration ---------------------------------------------------------------------------------------------
 
 
@@ -114,6 +147,8 @@ def read_config(folder: str | Path, kind: Kind) -> tuple[str, str]:
         raise UsageError(f"{folder} is no run: it has no {CONFIG}{hint}") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text: was it damaged, or written by another program?") from None
     require_kind(folder, kind)
     return text, str(path)
 
@@ -186,3 +221,12 @@ def newest_checkpoint(folder: str | Path) -> int | None:
     """The step of the newest finished checkpoint."""
     found = checkpoints(Path(folder) / CHECKPOINTS)
     return found[0][0] if found else None
+
+
+def newest_whole_checkpoint(folder: str | Path) -> int | None:
+    """The step of the newest checkpoint whose every file has its digest. It reads all of them: for after a fault."""
+    for step, path in checkpoints(Path(folder) / CHECKPOINTS):
+        with contextlib.suppress(DamagedError):
+            if not any(damage(path, Manifest.read(path).files)):
+                return step
+    return None

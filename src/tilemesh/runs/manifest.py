@@ -3,24 +3,30 @@
 The one idea: a tensor is a list of boxes. Each rank writes the boxes it owns into a file of its own; the manifest says
 where every box lies in the whole. So a checkpoint can be read by any layout: a reader asks for a box and gets it from
 whichever boxes overlap it. A checkpoint counts only once its manifest stands in a folder with its final name.
+
+A manifest holds a SHA-256 of itself beside those of the files, so that whatever was changed since it was written is
+found. Manifests of schema 1 had none; they are not read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Box
 
-SCHEMA = 1
+SCHEMA = 2
 WEIGHT = "weight"
 """Before the name of a parameter (`weight:NAME`); the optimizer's states are stored under their own words."""
+MODEL = "model"
+"""Under this name `written_by` has the model's configuration, which decides what the weights mean."""
 MANIFEST_FILE = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # a leading dot: not yet, or no longer, a checkpoint
 _STEP = re.compile(r"step-(\d{8,})")
@@ -61,7 +67,7 @@ class Manifest:
     files: Sequence[StoredFile]
     pieces: Sequence[Piece]
     written_by: Mapping[str, Any] = field(default_factory=dict)
-    """Layout and versions, for people."""
+    """The model, to be compared with the run's configuration; layout and versions, for people."""
 
     def tensors(self) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
@@ -70,32 +76,106 @@ class Manifest:
         return found
 
     def to_json(self) -> str:
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        told = {"schema": SCHEMA, **asdict(self)}
+        return json.dumps({**told, "digest": _digest_of(told)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint; `DamagedError` says what is wrong with it."""
         path = folder / MANIFEST_FILE
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("schema") != SCHEMA:
-                raise DamagedError(f"{path} was written by another version")
-            files = [StoredFile(**one) for one in found.pop("files")]
-            pieces = [_piece(one) for one in found.pop("pieces")]
-            return cls(files=files, pieces=pieces, **found)
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(told, dict):
+                raise DamagedError(f"{path} is damaged: expected a JSON object")
+            digest = told.pop("digest", None)
+            if told.get("schema") != SCHEMA:
+                raise DamagedError(f"{path} has schema {told.get('schema')!r}, this version reads {SCHEMA}")
+            if digest != _digest_of(told):
+                raise DamagedError(f"{path} is not what was written: its SHA-256 differs from the one in it")
+            made = _manifest(told)
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{path} is damaged: {error!r}") from None
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{path} is damaged: {error}") from None
+        if step_of(folder.name) not in (None, made.step):
+            raise DamagedError(f"{path} is of step {made.step}, and its folder's name says another")
+        return made
 
 
 class DamagedError(RunError):
     """A checkpoint that is not what was written."""
 
 
-def _piece(one: Mapping[str, Any]) -> Piece:
-    boxes = {key: tuple(one[key]) for key in ("begin", "shape", "whole")}
-    return Piece(**{**one, **boxes})
+def _digest_of(told: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest's contents, whatever the spaces and the order of its keys."""
+    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# ---- what makes sense ------------------------------------------------------------------------------------------
+# The digest finds what was changed. These find what no writer of this version writes, with a ValueError.
+
+
+def _manifest(told: Mapping[str, Any]) -> Manifest:
+    _expect_keys(told, ("schema", *(field.name for field in fields(Manifest))), "the manifest")
+    step, values, written_by = told["step"], told["values"], told["written_by"]
+    if not _is_count(step) or not isinstance(values, dict) or not isinstance(written_by, dict):
+        raise ValueError("expected a number as step and objects as values and written_by")
+    files = [_stored_file(one) for one in _list(told["files"])]
+    pieces = [_piece(one) for one in _list(told["pieces"])]
+    made = Manifest(step, values, files, pieces, written_by)
+    missing = {piece.file for piece in pieces} - {one.file for one in files}
+    if missing:
+        raise ValueError(f"pieces are said to be in {min(missing)}, and there is no such file")
+    for name, parts in made.tensors().items():
+        first = parts[0]
+        if any((part.whole, part.dtype) != (first.whole, first.dtype) for part in parts):
+            raise ValueError(f"the pieces of {name} are of different tensors")
+        # Boxes inside the whole that begin at different places and have its size together are the whole.
+        rest = math.prod(first.whole) - sum(part.box.size for part in parts)
+        if rest or len({part.begin for part in parts if part.box.size}) < sum(part.box.size > 0 for part in parts):
+            raise ValueError(f"{name} is not all there, or stored twice: {rest} values are missing")
+    return made
+
+
+def _stored_file(told: Any) -> StoredFile:
+    _expect_keys(told, [field.name for field in fields(StoredFile)], "a file")
+    made = StoredFile(**told)
+    if not _is_name(made.file) or not _is_count(made.nbytes) or not isinstance(made.sha256, str):
+        raise ValueError(f"expected a file's name, bytes and digest, not {told}")
+    return made
+
+
+def _piece(told: Any) -> Piece:
+    _expect_keys(told, [field.name for field in fields(Piece)], "a piece")
+    begin, shape, whole = (tuple(_list(told[key])) for key in ("begin", "shape", "whole"))
+    made = Piece(told["name"], told["file"], told["key"], begin, shape, whole, told["dtype"])
+    are_words = all(isinstance(word, str) for word in (made.name, made.key, made.dtype)) and _is_name(made.file)
+    if not are_words or not all(_is_count(number) for number in (*begin, *shape, *whole)):
+        raise ValueError(f"expected names and numbers as a piece, not {told}")
+    dims = zip(begin, shape, whole, strict=True)
+    if any(first + length > all_of_it for first, length, all_of_it in dims):
+        raise ValueError(f"a piece of {made.name} lies outside of it")
+    return made
+
+
+def _expect_keys(told: Any, keys: Sequence[str], what: str) -> None:
+    if not isinstance(told, dict) or set(told) != set(keys):
+        raise ValueError(f"expected {what} with {', '.join(keys)}")
+
+
+def _list(told: Any) -> list[Any]:
+    if not isinstance(told, list):
+        raise ValueError(f"expected a list, not {told!r}")
+    return told
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_name(value: Any) -> bool:
+    """Of a file in the checkpoint's own folder."""
+    return isinstance(value, str) and Path(value).name == value and "\0" not in value
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------

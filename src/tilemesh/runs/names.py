@@ -6,6 +6,7 @@ environment.json machine, versions, commands          rows.jsonl        its rows
 predicted.json   what the planner said before         sample.txt        text it wrote at the end
 choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto
 checkpoints/     step-00000050/, newest last          report.html       the page
+lock.json        who runs in this folder now
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -32,6 +33,7 @@ TRACE = MERGED_FILE
 TRACE_PARTS = "trace"
 CHECKPOINTS = "checkpoints"
 PAGE = "report.html"
+LOCK = "lock.json"
 
 RUNS = "runs"
 """Where runs go that were given no folder."""
@@ -40,9 +42,9 @@ DAMAGED = "damaged-"
 BAD_BATCH = re.compile(r"bad-batch-step-(\d+)-")
 
 
-def bad_batch(step: int, replica: int | str) -> str:
-    """The batch of a step whose loss was NaN or infinite; one file per replica."""
-    return f"bad-batch-step-{step:08d}-replica-{replica}.safetensors"
+def bad_batch(step: int, part: int | str) -> str:
+    """The batch of a step whose loss was NaN or infinite; one file per part of the batch (`Mesh.part_of_batch`)."""
+    return f"bad-batch-step-{step:08d}-part-{part}.safetensors"
 
 
 def page_beside(other: str) -> str:

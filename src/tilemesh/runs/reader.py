@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.shard import Box, Shard
+from tilemesh.runs.folder import read_small
 from tilemesh.runs.manifest import (
     WEIGHT,
     DamagedError,
@@ -15,12 +17,16 @@ from tilemesh.runs.manifest import (
     damage,
     folder_name,
 )
-from tilemesh.runs.names import CHECKPOINTS
-from tilemesh.runs.tensors import Tensor, empty, read_tensors
+from tilemesh.runs.metrics import last_step
+from tilemesh.runs.names import CHECKPOINTS, SUMMARY
+from tilemesh.runs.tensors import DTYPES, Tensor, empty, read_tensors
 
 
-def open_checkpoint(run: str | Path, step: int | None = None) -> Reader:
-    """The newest checkpoint of a run's folder whose files are what was written, or that of a step."""
+def open_checkpoint(run: str | Path, step: int | None = None, say: Callable[[str], None] = lambda text: None) -> Reader:
+    """The newest checkpoint of a run's folder whose files are what was written, or that of a step.
+
+    `say` hears why it is not the run's last step, where it is not.
+    """
     folder = Path(run) / CHECKPOINTS
     found = checkpoints(folder)
     if step is not None:
@@ -37,11 +43,24 @@ def open_checkpoint(run: str | Path, step: int | None = None) -> Reader:
             continue
         bad = list(damage(path, reader.manifest.files))
         if not bad:
+            for sentence in problems or ([] if step is not None else _later(run, reader.manifest.step)):
+                say(f"{sentence}; step {reader.manifest.step} is used")
             return reader
         problems += bad
     if problems:
         raise RunError(f"no checkpoint of {run} is whole: {'; '.join(problems)}")
     raise RunError(f"{run} has no checkpoint yet: nothing was written under {folder}")
+
+
+def _later(run: str | Path, step: int) -> list[str]:
+    """Why a run's last step is not the one that is used, if it is not."""
+    told = read_small(run, SUMMARY)
+    ended = told["step"] if isinstance(told.get("step"), int) else 0
+    last = max(ended, last_step(run))
+    if last <= step:
+        return []
+    where = f", and its last checkpoint is in {told['saved_in']}" if last == ended and told.get("saved_in") else ""
+    return [f"{run} was trained to step {last}{where}"]
 
 
 class Reader:
@@ -83,7 +102,10 @@ class Reader:
     def box(self, name: str, box: Box) -> Tensor:
         """The values in a box of the whole tensor, from whichever stored boxes overlap it."""
         pieces = self._pieces(name)
-        out = empty(box.shape, pieces[0].dtype)
+        try:
+            out = empty(box.shape, pieces[0].dtype)
+        except ValueError as error:
+            raise DamagedError(f"{self.folder}: {name}: {error}") from None
         filled = 0
         for piece in pieces:
             shared = box.overlap(piece.box)
@@ -103,8 +125,9 @@ class Reader:
         if piece.file not in self._open:
             try:
                 self._open[piece.file] = read_tensors(self.folder / piece.file)
-            except (OSError, ValueError, KeyError, RuntimeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
                 raise DamagedError(f"{self.folder / piece.file} is damaged: {error!r}") from None
-        if piece.key not in self._open[piece.file]:
-            raise DamagedError(f"{self.folder / piece.file} has no {piece.key}, and the manifest says so")
-        return self._open[piece.file][piece.key]
+        stored = self._open[piece.file].get(piece.key)
+        if stored is None or (tuple(stored.shape), DTYPES[stored.dtype]) != (piece.shape, piece.dtype):
+            raise DamagedError(f"{self.folder / piece.file} has no {piece.key} as the manifest says it is")
+        return stored

@@ -74,7 +74,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, known in DTYPES.items() if known == name)
+    """By a file's name for it; ValueError where there is none."""
+    for dtype, known in DTYPES.items():
+        if known == name:
+            return dtype
+    raise ValueError(f"dtype {name!r}: known are {', '.join(DTYPES.values())}")
 
 
 def _raw(tensor: Tensor) -> Any:

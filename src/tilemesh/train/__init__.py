@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from tilemesh.train.job import fit
     from tilemesh.train.load import load as load_config
     from tilemesh.train.progress import Shown
-    from tilemesh.train.result import RanksFailedError, Result
+    from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
     from tilemesh.train.sampling import generate
 
 _WHERE = {
     "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
+    "WeightsLostError": ("tilemesh.train.result", "WeightsLostError"),
     "Result": ("tilemesh.train.result", "Result"),
     "Shown": ("tilemesh.train.progress", "Shown"),
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
@@ -27,7 +28,7 @@ _WHERE = {
     "load_config": ("tilemesh.train.load", "load"),
 }
 
-__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "fit", "generate", "load_config"]
+__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "WeightsLostError", "fit", "generate", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainComparison:
     """Seconds a step of ours and of each peer; `missing` says why a peer is not there."""
 
     ours: Sample
@@ -78,7 +78,7 @@ def compare(
     at_once: bool = False,
     profile: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Comparison:
+) -> TrainComparison:
     """Time ours and the peers in turns on this machine. A peer that does not start is missing; ours must start.
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
@@ -91,7 +91,7 @@ def compare(
         _take_turns(ready, blocks, steps, say)
         if profile is not None:
             _profile(ready, profile, say)
-    return Comparison(
+    return TrainComparison(
         ours=Sample.of(ours.seconds),
         peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
         missing={PEERS[name]: why for name, why in missing.items()},

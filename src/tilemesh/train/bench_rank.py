@@ -41,7 +41,7 @@ _PROFILED_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Contender:
+class RankContender:
     """What takes steps on this rank."""
 
     step: Callable[[], float]
@@ -49,7 +49,7 @@ class Contender:
     device: torch.device
 
 
-_prepared: list[Contender] = []  # the one of this process, once `prepare` was called
+_prepared: list[RankContender] = []  # the one of this process, once `prepare` was called
 
 
 def prepare(name: str, config_toml: str) -> None:
@@ -62,7 +62,7 @@ def prepare(name: str, config_toml: str) -> None:
         step()
     _sync(device)
     comm.barrier()
-    _prepared[:] = [Contender(step, comm, device)]
+    _prepared[:] = [RankContender(step, comm, device)]
 
 
 def block(steps: int) -> dict[str, float]:
@@ -87,7 +87,7 @@ def profile() -> list[tuple[float, float, str]]:
 def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
     """What `tilemesh train` does in a step, its bookkeeping included."""
     recorder = Recorder(Trace(None))
-    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    mesh = Mesh(comm, **config.plan.axes)
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)

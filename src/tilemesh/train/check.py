@@ -9,6 +9,7 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import gpu_names
-from tilemesh.model.config import why_not_tp
+from tilemesh.model.config import ModelConfig, why_not_tp
 from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
+from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
+from tilemesh.runs.names import CHECKPOINTS, CONFIG
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run, unlike
 
 _COUNT = Range(1)
@@ -46,17 +50,13 @@ RANGES: dict[str, Range] = {
     "optimizer.clip": Range(0),
     "checkpoint.every": _COUNT_OR_NONE,
     "checkpoint.keep": _COUNT,
+    "checkpoint.retry_s": Range(0, 1e9),
     "evaluate.every": _COUNT_OR_NONE,
     "evaluate.sequences": Range(0, 2**31 - 1),
     "sample.tokens": SAMPLED_TOKENS,
     "sample.temperature": TEMPERATURE,
 }
 """Of every number in training's own sections; `train.context` depends on the model. A test finds what is missing."""
-
-_RANKS_PER_CORE = 16
-_FEWEST_REFUSED = 64
-"""Each rank is a process that imports torch: with more per core than that (and more in all) a start takes minutes, or
-all memory. A job that something else starts (mpiexec, srun) may have any number."""
 
 
 def check_types(made: TrainConfig) -> None:
@@ -108,13 +108,16 @@ def check_machine(made: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
     if made.train.device == "cuda" and not gpu_names():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
-    most = max(_FEWEST_REFUSED, _RANKS_PER_CORE * available_cores())
+    most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.plan.world > most:
         raise UsageError(
             f"a plan of {made.plan.world} ranks (dp {made.plan.dp} x tp {made.plan.tp}) on a machine with "
             f"{available_cores()} cores: at most {most} are started here; set plan.dp and plan.tp lower, or start them "
             "with mpiexec or srun"
         )
+    fallback = made.checkpoint.fallback_dir
+    if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
+        raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
     check_source(made.data)
     _check_length(made)
     if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
@@ -147,19 +150,38 @@ def check_init(init: str | Path | None, made: TrainConfig | None = None) -> None
         return
     if not str(init) or not (Path(init) / "config.json").is_file():
         raise UsageError(f"init '{init}': no config.json there; expected a folder as `save_pretrained` writes it")
-    different = [] if made is None else unlike(read_config(init), made.model)
+    different = [] if made is None else unlike(config.to_dict(read_config(init)), made.model)
     if different:
         raise UsageError(f"init '{init}' holds another model: {'; '.join(different)}")
 
 
 def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
     """Refuse to go on with a run as what its checkpoints are not: another model, or an optimiser's other memory."""
-    different = [f"model.{words}" for words in unlike(before.model, made.model)]
+    different = [f"model.{words}" for words in unlike(config.to_dict(before.model), made.model)]
     if before.optimizer.name != made.optimizer.name:
         different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
     if different:
         told = "; ".join(different)
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
+
+
+def check_written_model(manifest: Manifest, model: ModelConfig, run: str | Path) -> None:
+    """Refuse a checkpoint whose weights are not those of the model that the run's configuration describes."""
+    told = manifest.written_by.get(MODEL)
+    different = unlike(told, model) if isinstance(told, dict) else []
+    if different:
+        raise UsageError(
+            f"{Path(run) / CONFIG} is not the configuration that step {manifest.step} was written with: "
+            f"{'; '.join(f'model.{words}' for words in different)}; put it back"
+        )
+
+
+def _check_checkpoints(run: Path, made: TrainConfig) -> None:
+    """Refuse a configuration that was edited into another model's; which checkpoints are sound, the ranks find out."""
+    for _, path in checkpoints(run / CHECKPOINTS):
+        with contextlib.suppress(DamagedError):
+            check_written_model(Manifest.read(path), made.model, run)
+            return
 
 
 def check_job(
@@ -178,6 +200,7 @@ def check_job(
         if run is not None or init is not None:
             raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
         check_resumed(of_run(resume), made)
+        _check_checkpoints(Path(resume), made)
     if run is not None and not str(run):
         raise UsageError("run is empty: expected a folder to write, or leave it out for a new one under runs/")
     if not name or Path(name).name != name:

@@ -89,6 +89,10 @@ class CheckpointConfig:
     """How many of the newest stay."""
     background: bool = True
     """Write from a snapshot while training goes on."""
+    fallback_dir: Path | None = None
+    """Where the last checkpoint goes if it cannot be written into the run's folder: a run's folder is made there."""
+    retry_s: float = 60.0
+    """How long a last checkpoint that cannot be written is tried again, so that somebody can make room."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +206,11 @@ def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
 
 
-def unlike(there: ModelConfig, here: ModelConfig) -> list[str]:
+def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
     """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
     ours = config.to_dict(here)
     return [
-        f"{name} is {value} there and {ours[name]} here"
-        for name, value in config.to_dict(there).items()
-        if value != ours[name] and name not in ("dropout", "context")
+        f"{name} is {value} there and {ours.get(name)} here"
+        for name, value in there.items()
+        if value != ours.get(name) and name not in ("dropout", "context")
     ]

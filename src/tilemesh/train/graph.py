@@ -15,13 +15,13 @@ import torch
 from tilemesh.core.errors import RunError
 from tilemesh.core.plan import REPLAY_ROOM
 from tilemesh.measure.gpu import CudaGraphs
-from tilemesh.parallel.gradients import Step
+from tilemesh.parallel.gradients import GradientStep
 
 PLAIN_STEPS = 2
 """Steps launched one kernel at a time before one is captured: the first compiles and makes the optimiser's state."""
 
 
-class Captured(Protocol):
+class CapturedStep(Protocol):
     """A step that can be repeated, and where it leaves what it came to."""
 
     result: Any
@@ -29,12 +29,12 @@ class Captured(Protocol):
     def replay(self) -> None: ...
 
 
-class Graphs(Protocol):
+class StepGraphs(Protocol):
     """What this needs of `measure.gpu.CudaGraphs`; a test puts its own in place."""
 
-    def run(self, body: Callable[[], Step]) -> Step: ...
+    def run(self, body: Callable[[], GradientStep]) -> GradientStep: ...
 
-    def capture(self, body: Callable[[], Step]) -> Captured: ...
+    def capture(self, body: Callable[[], GradientStep]) -> CapturedStep: ...
 
 
 class StepGraph:
@@ -46,27 +46,27 @@ class StepGraph:
 
     def __init__(
         self,
-        body: Callable[[], Step],
+        body: Callable[[], GradientStep],
         capturing: Callable[[bool], None] = lambda now: None,
         always: bool = False,
-        graphs: Graphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.body, self.capturing, self.always = body, capturing, always
         self.graphs = graphs or CudaGraphs()
-        self.captured: Captured | None = None
+        self.captured: CapturedStep | None = None
         self._calls = 0
 
-    def __call__(self) -> Step:
+    def __call__(self) -> GradientStep:
         self._calls += 1
         if self._calls == PLAIN_STEPS + 1 and (self.always or has_room()):
             self.captured = self._capture()
         if self.captured is None:
             return self.graphs.run(self.body)
         self.captured.replay()
-        done: Step = self.captured.result
+        done: GradientStep = self.captured.result
         return done.copied()
 
-    def _capture(self) -> Captured:
+    def _capture(self) -> CapturedStep:
         self.capturing(True)
         try:
             return self.graphs.capture(self.body)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.connection import connect
-from tilemesh.measure.figure import Figure, Outcome
+from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer, loss_sum
-from tilemesh.parallel.gradients import Local, Parts
+from tilemesh.parallel.gradients import LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
 from tilemesh.train.config import OptimizerConfig
@@ -113,8 +113,8 @@ class HostCosts:
     def __init__(self, kind: str, code: str, device: str, rounds: int = ROUNDS) -> None:
         self.kind, self.code, self.device, self.rounds = kind, code, device, rounds
 
-    def outcome(self, part: str) -> Outcome:
-        return Outcome(Sample.of([one[part] for one in self.rounds_read]))
+    def outcome(self, part: str) -> FigureOutcome:
+        return FigureOutcome(Sample.of([one[part] for one in self.rounds_read]))
 
     @cached_property
     def rounds_read(self) -> list[dict[str, float]]:
@@ -165,7 +165,7 @@ def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
     if code == "compiled":
         prepare_for_compile(model)
     held = trained(model)
-    gradients = Local(Parts(held, Mesh(connect("alone"))), config.context)
+    gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), config.context)
     optimizer = Optimizer(OptimizerConfig(), held, "bf16")
     # A CPU without bf16 products, where the tests run this, takes them one by one.
     autocast = device == "cuda"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
@@ -21,6 +22,7 @@ from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
 from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
 from tilemesh.train.check import check_job
@@ -28,7 +30,7 @@ from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
 from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
-from tilemesh.train.result import RanksFailedError, Result
+from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 from tilemesh.train.rows import rows
 from tilemesh.train.start import start
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FitRequest:
     """What `fit` was asked for, besides the configuration."""
 
     run: str | Path | None = None
@@ -72,6 +74,7 @@ def fit(
     the weights from. `restarts`: how often failed ranks are started again. `stop_after`: stop after this step.
     `in_process`: whether a plan of one rank trains in this process; by default it does, unless there are restarts.
     `command`: what environment.json says was typed; by default this process's command line.
+    Raises `WeightsLostError` where the run came to its end and its last weights could not be saved anywhere.
     `on_event` hears what happens (`train/events.py`); `fit` itself prints nothing. `Shown()` is one that prints.
     """
     if config is None:
@@ -89,23 +92,26 @@ def fit(
         restarts=restarts,
         stop_after=stop_after,
     )
-    asked = Request(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
+    asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
         in_process = config.plan.world == 1 and not restarts
     elif in_process and config.plan.world > 1 and membership() is None:
         raise UsageError(f"in_process and a plan of {config.plan.world} ranks: one process is one rank")
-    if membership() is not None or in_process:
-        return _train_here(config, asked)
-    return _start_ranks(config, asked)
+    with contextlib.ExitStack() as held:
+        is_rank = membership() is not None or in_process
+        result = _train_here(config, asked, held) if is_rank else _start_ranks(config, asked, held)
+    if result.saved_step != result.step:
+        raise WeightsLostError(result)
+    return result
 
 
-def _train_here(config: TrainConfig, asked: Request) -> Result:
+def _train_here(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
     """As the rank that this process is, or as the only one."""
     from tilemesh.comm.connection import connect  # late: numpy, MPI and torch, which a process that waits does not need
     from tilemesh.train.rank import train_here
 
     comm = connect(asked.transport, timeout_s=config.train.timeout_s)
-    folder = _agreed_folder(config, asked, comm)
+    folder = _agreed_folder(config, asked, held, comm)
     others = OtherWork() if comm.size == 1 else None  # one rank of several does not know what is theirs
     try:
         result = train_here(
@@ -127,18 +133,24 @@ def _train_here(config: TrainConfig, asked: Request) -> Result:
     return dataclasses.replace(result, rows=_rows(folder)) if comm.rank == 0 else result
 
 
-def _agreed_folder(config: TrainConfig, asked: Request, comm: Communicator) -> Path:
+def _agreed_folder(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack, comm: Communicator) -> Path:
     """The folder that rank 0 has made, on every rank."""
     if comm.size == 1:
-        return _prepared(config, asked)
+        return _prepared(config, asked, held)
     from tilemesh.parallel.agree import tell
 
-    return Path(tell(comm, str(_prepared(config, asked).resolve()) if comm.rank == 0 else ""))
+    return Path(tell(comm, str(_prepared(config, asked, held).resolve()) if comm.rank == 0 else ""))
 
 
-def _start_ranks(config: TrainConfig, asked: Request) -> Result:
-    folder = _prepared(config, asked)
-    before = _summary_written_at(folder)
+def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Result:
+    folder = _prepared(config, asked, held)
+    ended: dict[str, Any] = {}
+
+    def hear(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "end":
+            ended.update(event)
+        asked.listener(event)
+
     transport = asked.transport
     if transport == "auto" and gpu_names() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
@@ -151,40 +163,39 @@ def _start_ranks(config: TrainConfig, asked: Request) -> Result:
         transport=transport,
         restarts=asked.restarts,
         stop_after=asked.stop_after,
-        sink=sink_to(asked.listener),
+        sink=sink_to(hear),
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
     _note(folder, others)
     sentence = outcome.sentence(config.plan.world)
-    # A rank that is interrupted before the loop ends well and writes nothing: the summary is an earlier attempt's.
-    is_silent = outcome.interrupted and _summary_written_at(folder) == before
-    if outcome.failure is not None or is_silent:
+    # A rank that is interrupted before the loop ends well and has nothing to tell.
+    if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)
-    found = folders.read_small(folder, SUMMARY)
-    if not found:
-        raise RunError(f"{folder} has no {SUMMARY}: was the disk full?")
     return Result(
         folder,
-        int(found["step"]),
-        float(found["loss"]),
-        found["held_out"],
-        bool(found["interrupted"]),
+        int(ended["step"]),
+        float(ended["loss"]),
+        ended["held_out"],
+        bool(ended["interrupted"]),
         _rows(folder),
         sentence if outcome.interrupted else "",
+        ended["saved_step"],
+        Path(ended["saved_in"]),
     )
 
 
 # ---- what is written before and after --------------------------------------------------------------------------
 
 
-def _prepared(config: TrainConfig, asked: Request) -> Path:
-    """The run's folder with what is known before it begins: configuration, prediction, environment."""
+def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack) -> Path:
+    """The run's folder with what is known before it begins: configuration, prediction, environment. Its lock is held
+    until `held` ends: nobody else may train in it."""
+    folder = folders.make_folder(asked.run, asked.name) if asked.resume is None else Path(asked.resume)
+    held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
-        folder = folders.new_run(TRAIN, config.to_toml(), asked.run, asked.name)
-    else:
-        folder = Path(asked.resume)
-        if of_run(folder) != config:
-            folders.change_config(folder, config.to_toml())
+        folders.new_run(TRAIN, config.to_toml(), folder)
+    elif of_run(folder) != config:
+        folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, gpu_names()))
     folders.write_environment(folder, asked.command)
     if asked.resume is None:
@@ -206,10 +217,3 @@ def _rows(folder: Path) -> list[Row]:
     with contextlib.suppress(RunError):  # the disk may be full; what is returned was measured all the same
         write_rows(made, folder / ROWS)
     return made
-
-
-def _summary_written_at(folder: Path) -> int | None:
-    try:
-        return (folder / SUMMARY).stat().st_mtime_ns
-    except OSError:
-        return None

@@ -24,7 +24,7 @@ from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
 from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
-from tilemesh.parallel.gradients import Step, read
+from tilemesh.parallel.gradients import GradientStep, read
 from tilemesh.runs import checkpoint
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.metrics import STEP, STOPPED
@@ -34,6 +34,7 @@ from tilemesh.train.config import TrainConfig
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
+from tilemesh.train.result import Saved
 from tilemesh.train.schedule import rate
 from tilemesh.train.steps import Stepper
 
@@ -122,8 +123,9 @@ class Loop:
         self.progress, self.timing = Progress(), Timing()
         self.fingerprint = stepper.source.fingerprint()
         self.interrupted = False
+        self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
-        self._unread: list[tuple[int, Step]] = []
+        self._unread: list[tuple[int, GradientStep]] = []
         self._began = 0  # the step this attempt goes on from
         self._read_at = time.perf_counter()
         self._recent: list[float] = []
@@ -136,7 +138,7 @@ class Loop:
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
-        """Train to the last step, or until somebody asks to stop; the last checkpoint is written when this returns."""
+        """Train to the last step, or until somebody asks to stop; then the last checkpoint is written, or failed."""
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
@@ -196,7 +198,7 @@ class Loop:
         self.progress.held_out = self.stepper.evaluate() if looks else None
         if due:
             taking = time.perf_counter()
-            self._checkpoint()
+            self._begin_checkpoint()
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
         self._note(values, seconds, parts, is_ordinary)
@@ -215,7 +217,17 @@ class Loop:
             self.writer.settle(failures > 0)
         return bool(stops > 0)
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self, writer: checkpoint.Writer) -> None:
+        """Write one by this writer, and wait until all ranks have, or could not."""
+        usual, self.writer = self.writer, writer
+        try:
+            self._begin_checkpoint()
+            self._settle_checkpoint()
+            writer.close()
+        finally:
+            self.writer = usual
+
+    def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
             parts = [part for name, shard, tensor in self.optimizer.tensors() for part in parts_of(name, shard, tensor)]
@@ -284,8 +296,8 @@ class Loop:
 
     def _refuse(self, step: int, loss: float, norm: float) -> None:
         """A step that came to no number: keep the batch for whoever looks into it, and stop everywhere."""
-        name = bad_batch(step, self.mesh.dp.index)
-        if self.mesh.tp.index == 0:
+        name = bad_batch(step, self.mesh.part_of_batch())
+        if self.mesh.is_first_of_part():
             source = self.stepper.source
             columns = zip(*(tensors for tensors, _ in source.fetch(step)), strict=True)
             whole = {name: torch.cat(column).cpu() for name, column in zip(source.names, columns, strict=True)}

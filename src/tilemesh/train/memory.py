@@ -2,7 +2,7 @@
 
 In all: on a GPU what torch allocated, on a CPU the peak resident set. By kind: weights, gradients and optimiser
 state are tensors that can be asked for; what a forward pass keeps for its backward pass goes through autograd's hands,
-where `Saved` counts it during one step. Storage is counted once, however many tensors are views of it.
+where `SavedBytes` counts it during one step. Storage is counted once, however many tensors are views of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(found.values())
 
 
-class Saved:
+class SavedBytes:
     """Inside `with`, what autograd keeps for backward passes: `peak` bytes at most, without `but` (the weights).
 
     Stretches that are computed again in backward keep only their input; what comes back meanwhile is not seen here.
@@ -36,7 +36,7 @@ class Saved:
         self._held: dict[int, int] = {}  # storage: how many saved tensors lie in it
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.give)
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
         return self
 
@@ -63,7 +63,7 @@ class Saved:
 class _Kept:
     """A tensor in autograd's hands: when autograd lets go of this, it has let go of the tensor."""
 
-    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+    def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
         storage = tensor.untyped_storage()
         self.key, self.nbytes = storage.data_ptr(), storage.nbytes()

@@ -9,7 +9,7 @@ AHEAD = 4
 """Steps that the host may be ahead of the device: enough for the device never to wait, few enough to stop soon."""
 
 
-class Mark(Protocol):
+class PaceMark(Protocol):
     """A place in what the device has been given to do, such as a CUDA event."""
 
     def synchronize(self) -> object: ...
@@ -23,9 +23,9 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[PaceMark] = deque()
 
-    def __call__(self, mark: Mark) -> None:
+    def __call__(self, mark: PaceMark) -> None:
         """`mark` ends the step that was handed over last; waits for the one `AHEAD` before it."""
         self._marks.append(mark)
         if len(self._marks) > AHEAD:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
 import os
 import signal
@@ -18,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tilemesh.comm.connection import connect
@@ -35,31 +33,30 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
-from tilemesh.model.families import read_config
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.agree import agree, tell
+from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import take
 from tilemesh.runs import checkpoint
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
-from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
-from tilemesh.runs.metrics import RESUMED, STOPPED, WARNING
-from tilemesh.runs.names import CHECKPOINTS, CHOICES, DAMAGED, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
-from tilemesh.runs.reader import Reader
+from tilemesh.runs.manifest import MODEL
+from tilemesh.runs.metrics import STOPPED, WARNING
+from tilemesh.runs.names import CHECKPOINTS, CHOICES, PREDICTED, SAMPLE, SUMMARY, TRACE, TRACE_PARTS
 from tilemesh.train import summary
-from tilemesh.train.config import TrainConfig, of_run, unlike
+from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
+from tilemesh.train.final import save_last
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import make_plain, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
+from tilemesh.train.resume import begin
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
@@ -128,7 +125,7 @@ def train_here(
 
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
-    mesh = Mesh(comm, dp=config.plan.dp, tp=config.plan.tp)
+    mesh = Mesh(comm, **config.plan.axes)
     earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
@@ -141,7 +138,7 @@ def train_here(
         comm.rank,
         keep=config.checkpoint.keep,
         background=config.checkpoint.background,
-        written_by={"plan": config.plan.to_dict(), "versions": versions()},
+        written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()},
         say=say,
         note=journal.add,
     )
@@ -151,7 +148,7 @@ def train_here(
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
-    _begin(loop, laid, init, resume, say)
+    begin(loop, init, resume, say)
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, mesh, corpus, device))
@@ -162,6 +159,7 @@ def train_here(
     interrupt = Interrupt(signals, stop_after)
     try:
         loop.run(interrupt)
+        loop.saved = save_last(loop, interrupt)
     finally:
         interrupt.close()
         trace.close()
@@ -211,85 +209,6 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     return laid
 
 
-# ---- where to begin --------------------------------------------------------------------------------------------
-
-
-def _begin(loop: Loop, laid: Laid, init: str | Path | None, resume: bool, say: Callable[[str], None]) -> None:
-    comm = loop.mesh.comm
-    found = sound_checkpoint(loop.folder / CHECKPOINTS, comm, say) if resume else None
-    if found is not None:
-        restore(loop, Reader(found))
-        loop.journal.add(RESUMED, loop.progress.step, plan=loop.config.plan.to_dict())
-        if comm.rank == 0:
-            say(f"going on from step {loop.progress.step} ({found})")
-    elif init is not None:
-        _load_hugging_face(loop, laid, Path(init))
-        if comm.rank == 0:
-            say(f"weights from {init}")
-    elif resume and comm.rank == 0:
-        say("no checkpoint yet: beginning at step 1")
-
-
-def restore(loop: Loop, reader: Reader) -> None:
-    """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
-    values, step = reader.manifest.values, reader.manifest.step
-    more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
-    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
-    if more:
-        raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
-    kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
-    tensors = {
-        (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
-        for kind in kinds
-        for name in loop.optimizer.stepped
-    }
-    loop.optimizer.load(int(values["optimizer_steps"]), tensors)
-    loop.stepper.scale.load(values["scale"])
-    loop.progress.step, loop.progress.position = step, int(values["position"])
-    loop.stepper.source.go_on(step, int(values["position"]))
-    if values.get("loss") is not None:
-        loop.progress.loss = float(values["loss"])
-    loop.writer.last = step
-    if values.get("data") != loop.fingerprint and loop.mesh.comm.rank == 0:
-        loop.writer.say(
-            "THE DATA IS NOT WHAT THIS RUN BEGAN WITH (the text has changed, or this is another Python): going on with "
-            "what is there, but not bit for bit"
-        )
-
-
-def sound_checkpoint(folder: Path, comm: Communicator, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every file has its digest, on all ranks alike; those that have not are named."""
-    names = json.loads(tell(comm, json.dumps([path.name for _, path in checkpoints(folder)])))
-    for name in names:
-        path: Path = folder / name
-        try:
-            manifest = Manifest.read(path)
-        except DamagedError as error:
-            problems = [str(error)]
-        else:
-            # Each rank looks at its share of the files.
-            problems = list(damage(path, manifest.files[comm.rank :: comm.size]))
-        for problem in dict.fromkeys(problems):
-            say(f"DAMAGED CHECKPOINT: {problem}; the one before is used")
-        if not comm.all_reduce(np.array([len(problems)], np.int64))[0]:
-            return path
-        comm.barrier()
-        if comm.rank == 0:  # out of the way, and kept for whoever wants to know what happened to it
-            with contextlib.suppress(OSError):
-                os.rename(path, folder / f"{DAMAGED}{name}")
-    return None
-
-
-def _load_hugging_face(loop: Loop, laid: Laid, folder: Path) -> None:
-    from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
-
-    different = unlike(read_config(folder), loop.config.model)
-    if different:
-        raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
-    weights = {name: take(laid.shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
-    loop.optimizer.load_weights(weights)
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------
 
 
@@ -322,8 +241,12 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
         if config.train.trace_steps:
             with contextlib.suppress(OSError, UsageError):
                 merge(loop.folder / TRACE_PARTS, loop.folder / TRACE)
-    loop.emit({"kind": "end"})
-    return Result(loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted)
+    result = Result(
+        loop.folder, progress.step, progress.loss, progress.held_out, loop.interrupted, saved_step=loop.saved.step,
+        saved_in=loop.saved.folder,
+    )  # fmt: skip
+    loop.emit({"kind": "end", **result.told()})
+    return result
 
 
 def _sample(loop: Loop, corpus: Corpus) -> str:
@@ -331,8 +254,9 @@ def _sample(loop: Loop, corpus: Corpus) -> str:
     config, tokenizer = loop.config, corpus.tokenizer
     try:
         prompt = encode_prompt(tokenizer, config.sample.prompt)
-    except UsageError:  # shards from elsewhere: begin as a document does
-        prompt = [int(corpus.train.sample(0, 1)[0])]
+    except UsageError:  # shards from elsewhere, of which nobody knows the tokenizer
+        prompt = []
+    prompt = prompt or [int(corpus.train.sample(0, 1)[0])]  # begin as a document does
     tokens = sample(
         lambda x, cache: loop.laid.logits(x, cache=cache),
         prompt,

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilemesh.core.errors import RunError
 from tilemesh.measure.row import Row
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest step whose weights are on the disk, and the run's folder that has them."""
+
+    step: int | None
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,28 @@ class Result:
     """Predicted, measured, limit; on rank 0 alone where this process is a rank of several."""
     by_signal: str = ""
     """Where Ctrl-C or a signal ended the ranks that were started: the launcher's last line."""
+    saved_step: int | None = None
+    """The newest step whose weights are on the disk."""
+    saved_in: Path | None = None
+    """The run's folder that has them: `folder`, or the one that was made under `checkpoint.fallback_dir`."""
+
+    def told(self) -> dict[str, Any]:
+        """What rank 0 knows, as JSON values for the process that started it."""
+        return {
+            "step": self.step, "loss": self.loss, "held_out": self.held_out, "interrupted": self.interrupted,
+            "saved_step": self.saved_step, "saved_in": str(self.saved_in or self.folder),
+        }  # fmt: skip
+
+
+class WeightsLostError(RunError):
+    """A run came to its end and its last weights could not be written. `result` is what it came to."""
+
+    def __init__(self, result: Result) -> None:
+        kept = f"step {result.saved_step} is safe, in {result.saved_in}"
+        if result.saved_step is None:
+            kept = "no checkpoint was written"
+        super().__init__(f"the weights of step {result.step} could not be saved: {kept}")
+        self.result = result
 
 
 class RanksFailedError(RunError):

@@ -16,7 +16,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.plan.flops import hardware_flops, model_flops
 from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.shards import shard_parameters, stage_parameters
-from tilemesh.train.bench import Comparison
+from tilemesh.train.bench import TrainComparison
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
@@ -105,7 +105,9 @@ def least_exchange_share(found: Mapping[str, Any]) -> float:
     return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))
 
 
-def bench_rows(config: TrainConfig, found: Comparison, predicted: Mapping[str, Any], gpus: Sequence[str]) -> list[Row]:
+def bench_rows(
+    config: TrainConfig, found: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
+) -> list[Row]:
     """Tokens a second, ours beside the peers."""
     plan, tokens = config.plan, config.tokens_per_step
     device = "cuda" if gpus and config.train.device != "cpu" else "cpu"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model.dropout import Place, fold_seed
-from tilemesh.parallel.gradients import Step
+from tilemesh.model.dropout import DropoutPlace, fold_seed
+from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid
 from tilemesh.train.config import NO_GRAPH, TrainConfig
 from tilemesh.train.graph import StepGraph
-from tilemesh.train.memory import Saved, storage_bytes
+from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.pace import Pace
 from tilemesh.train.record import DATA, Recorder
@@ -32,7 +32,7 @@ from tilemesh.train.source import Microbatch, Objective, Source
 Batch = list[Microbatch]
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """All that differs from step to step."""
 
     batches: Batch
@@ -63,13 +63,13 @@ class Stepper:
         if self._replays():
             self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
         self._pace = Pace()
-        self._now: Inputs | None = None
+        self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
         self.gradients_bytes: int | None = None
         self.activations_bytes: int | None = None
         """What autograd kept for the backward pass of the first step; of compiled code that is not known."""
 
-    def __call__(self, number: int) -> Step:
+    def __call__(self, number: int) -> GradientStep:
         """Step `number`, counted from 1."""
         with self.recorder.span("data", DATA):
             batches = self._take(number)
@@ -80,7 +80,7 @@ class Stepper:
         self.replay = self._now = None
         self.gradients.close()
 
-    def _met(self, number: int, batches: Batch) -> Step:
+    def _met(self, number: int, batches: Batch) -> GradientStep:
         """A step whose ranks meet in its gradients, and whose loss is known when it ends."""
         config, recorder = self.config, self.recorder
         self._passes(batches, self._seed(number))
@@ -97,14 +97,14 @@ class Stepper:
             self.gradients.clear()
         return done
 
-    def _late(self, number: int, batches: Batch) -> Step:
+    def _late(self, number: int, batches: Batch) -> GradientStep:
         """A step that nobody waits for, replayed where it can be."""
         if self.replay is None:
-            self._now = Inputs(batches, self._seed(number), self._rate(number))
+            self._now = StepInputs(batches, self._seed(number), self._rate(number))
             done = self._move()
         else:
             if self._now is None:
-                self._now = Inputs(
+                self._now = StepInputs(
                     [Microbatch(tuple(map(torch.clone, tensors)), row) for tensors, row in batches],
                     self._seed(number),
                     # What torch's fused kernels read a rate from.
@@ -122,7 +122,7 @@ class Stepper:
                 self._pace(mark)
         return done
 
-    def _move(self) -> Step:
+    def _move(self) -> GradientStep:
         """A whole step with what `_now` holds."""
         assert self._now is not None
         batches, seed, rate_now = self._now
@@ -140,14 +140,14 @@ class Stepper:
         with self._counted():
             for turn, (tensors, row) in enumerate(batches):
                 # Without dropout nothing that changes is handed to a compiled model.
-                dropping = {} if seed is None else {"dropout_seed": seed, "place": Place(row=row)}
+                dropping = {} if seed is None else {"dropout_seed": seed, "place": DropoutPlace(row=row)}
                 with self.recorder.span("forward"):
                     total, count = self.objective.loss(*tensors, **dropping)
                 with self.recorder.span("backward"):
                     is_last = turn == len(batches) - 1
                     self.gradients.backward(total, count, last=is_last, scale=self.scale.value)
 
-    def _write(self, held: Inputs, number: int, batches: Batch) -> None:
+    def _write(self, held: StepInputs, number: int, batches: Batch) -> None:
         """What is new in a step, into the tensors that a captured step reads."""
         for kept, new in zip(held.batches, batches, strict=True):
             for tensor, value in zip(kept.tensors, new.tensors, strict=True):
@@ -176,7 +176,7 @@ class Stepper:
         if self.activations_bytes is not None or self.config.train.compile:
             yield
             return
-        with Saved(self.laid.module.parameters()) as saved:
+        with SavedBytes(self.laid.module.parameters()) as saved:
             yield
         self.activations_bytes = saved.peak
 

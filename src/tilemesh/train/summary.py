@@ -77,6 +77,8 @@ def gather(
         "step_time_s": None if taken is None else asdict(taken),
         "checkpoint_step_time_s": asdict(Sample.of(timing.checkpoint_steps)) if timing.checkpoint_steps else None,
         "failed_checkpoints": loop.writer.failures,
+        "saved_step": loop.saved.step,
+        "saved_in": None if loop.saved.folder == loop.folder else str(loop.saved.folder.resolve()),
         "shares": asdict(parts),
         "ranks": [dict(zip(_PARTS, map(float, row[2:6]), strict=True)) for row in everyone],
         "code": "compiled" if config.train.compile else "eager",

@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,12 +156,12 @@ class Arena:
     def allocate(self, nbytes: int) -> Generator[Token, None, Bytes]:
         """Steps of the collective call behind `empty`; what they return is this rank's block."""
         stride = max(_PAGE, _round_up(nbytes, _PAGE))
-        yield Meeting(self)
+        yield from met(self)
         answer = _FULL
         if self._allocator is not None:
             answer = self._take(stride)
             self.flags.put(ANSWER, answer)
-        yield Meeting(self)
+        yield from met(self)
         answer = self.flags.get(0, ANSWER)
         if answer == _FULL:
             size, most = format_bytes(stride * self.ranks), format_bytes(self.regions.blocks_bytes)
@@ -267,14 +267,23 @@ class Meeting(_Awaited):
         self.flags.wait(self.epoch)
 
 
+def met(arena: Arena) -> Iterator[Token]:
+    """Steps of a meeting of all ranks; they end in an error on every rank if these make different calls."""
+    yield Meeting(arena)
+    if arena.flags.differs():
+        yield from arena.flags.disagreement()
+
+
 class Published(_Awaited):
-    """A token: whoever came last to the present meeting has done what was to be done for all."""
+    """A token: whoever came last to the present meeting has done what was to be done for all, or has seen that the
+    ranks make different calls."""
 
     def is_there(self) -> bool:
         return self.flags.published() >= 0
 
     def wait(self) -> None:
-        self.flags.await_published()
+        if self.flags.published() < 0:
+            self.flags._until(self.flags.common, self.flags.epoch)
 
 
 class ArenaTurn:

@@ -34,13 +34,21 @@ UFUNCS: dict[str, Any] = {"sum": np.add, "avg": np.add, "prod": np.multiply, "mi
 def require_operation(op: str, dtype: str) -> None:
     if op not in OPERATIONS:
         raise unknown("operation", op, OPERATIONS)
-    if op == "avg" and not is_floating(dtype):
+    if is_complex(dtype) and op in ("min", "max"):
+        raise UsageError(
+            f"{op} of {dtype}: complex numbers have no order; use it on their real, imaginary or absolute part"
+        )
+    if op == "avg" and not is_floating(dtype) and not is_complex(dtype):
         why = "bools are combined by logic" if dtype == "bool" else "it would not be whole in general"
         raise UsageError(f"avg of {dtype}: {why}; convert to a float dtype, or use op='sum' and divide")
 
 
 def is_floating(dtype: str) -> bool:
     return "float" in dtype or dtype == "longdouble"
+
+
+def is_complex(dtype: str) -> bool:
+    return dtype.startswith("complex")
 
 
 def combiner(op: str, dtype: str) -> Combine:

@@ -2,7 +2,9 @@
 
 A call is decided upon (which algorithm, in whose memory), becomes something that can be carried out (`Running`), and is
 waited for or started. There are four ways: the library's own collective, GPU memory, the node's shared memory, and a
-schedule of messages. What a call like it will need the next time is kept (`ready.py`).
+schedule of messages. `Call` and `Decided`, the call as values, are in `asked.py`, because `ready.py`, `sharing.py` and
+the transports take them too and this file imports those. What a call like it will need the next time is kept
+(`ready.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arguments import out_array
-from tilemesh.comm.runtime.arithmetic import divide
+from tilemesh.comm.runtime.arithmetic import divide, is_complex
 from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import Running
+from tilemesh.comm.runtime.flags import Asked
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import flattened, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
@@ -29,6 +32,8 @@ from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.schedule import DATA
 from tilemesh.core.errors import UsageError
 
+_MOST_ASKED = 4096  # kinds of calls whose words are kept
+
 
 class Caller(Group):
     """Carries out the collectives of one communicator."""
@@ -37,12 +42,19 @@ class Caller(Group):
         """`x`: what this rank contributes; None: nothing. `key`: under which calls like it may be kept ready."""
         is_observed = self.observers.attached  # the list itself: asking an object would cost every call a function
         began_s = clock() if is_observed else 0.0
+        call = call._replace(asked=self._asked(call, algorithm))
         decided = self._decide(call, x, algorithm, wait)
         sequence = self.watch.sequence + 1
-        is_native = (decided.name == "native" and not self.goes_shared(decided.choice)) or decided.device is not None
-        if self.is_debugging or not self.turns.is_free:
-            first = self._compared(call, algorithm, sequence)
-            running = self.later(first, lambda _: self._running(decided, sequence))
+        is_shared = decided.device is None and self.goes_shared(decided.choice)
+        is_native = (decided.name == "native" and not is_shared) or decided.device is not None
+        comparison = None if is_shared or self.is_debugging else self.comparison(call.asked)
+        if comparison is not None and wait and self.turns.is_free:
+            self.watch.sequence = sequence  # as on ranks that make another call
+            self.carry_out(Running(comparison(), lambda: None), (sequence, call.collective, call.nbytes))
+            comparison = None
+        if comparison is not None or self.is_debugging or not self.turns.is_free:
+            first = self._compared(call, sequence)
+            running = self.later(first, lambda _: self._running(decided, sequence), comparison)
         else:
             running = self._running(decided, sequence)
         if key is not None and wait and decided.device is None and self.stopwatch is None:
@@ -75,6 +87,8 @@ class Caller(Group):
         sequence = self.watch.sequence
         known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
 
+        comparison = None if self.is_debugging else self.comparison(Asked.of("scatter", 0, given.words()))
+
         def first() -> Steps[str]:
             if self.is_debugging:
                 yield from self.agree(given.words(), sequence)
@@ -92,7 +106,11 @@ class Caller(Group):
         def tell(began_s: float, phase: str) -> None:
             self.observers.tell(began_s, "scatter", phase, *known)
 
-        later, doing, is_observed = self.later(first(), running), (sequence, "scatter", 0), bool(self.observers)
+        later, doing, is_observed = (
+            self.later(first(), running, comparison),
+            (sequence, "scatter", 0),
+            bool(self.observers),
+        )
         if given.wait:
             result = self.carry_out(later, doing)
         else:
@@ -109,7 +127,8 @@ class Caller(Group):
         # Ranks may know different sizes in a private exchange, and all must choose alike: size must not matter then.
         nbytes = 0 if call.private else call.nbytes
         request = Request(call.collective, nbytes, call.like.dtype, call.op, uneven, call.private)
-        device = self.transport.device if call.like.is_cuda and algorithm in ("auto", "native") else None
+        by_device = call.like.is_cuda and algorithm in ("auto", "native") and not is_complex(call.like.dtype)
+        device = self.transport.device if by_device else None
         # What the device's library does is its own, and private sizes must not matter: neither is kept to.
         if algorithm == "auto" and self.choices is not None and device is None and not call.private:
             choices, group = self.choices
@@ -144,12 +163,21 @@ class Caller(Group):
             return self._native(decided, given)
         return self._scheduled(decided, given, self.tag(1, sequence))
 
-    def _compared(self, call: Call, algorithm: str, sequence: int) -> Steps[None]:
-        """In debug mode the ranks compare their calls first."""
-        if not self.is_debugging:
-            return
-        counts = (call.sizes, call.received) if call.private else ((), ())
-        yield from self.agree(call.words(algorithm), sequence, *counts)
+    def _asked(self, call: Call, algorithm: str) -> Asked:
+        """What every rank must ask for; kept, because the words take longer to make than a small call."""
+        key = (*call[:1], call.like.dtype, *call[2:8], call.private, algorithm)
+        asked = self.asked.get(key)
+        if asked is None:
+            if len(self.asked) >= _MOST_ASKED:
+                self.asked.clear()
+            asked = self.asked[key] = Asked.of(call.collective, call.nbytes, call.words(algorithm))
+        return asked
+
+    def _compared(self, call: Call, sequence: int) -> Steps[None]:
+        """In debug mode the ranks compare every call first, in words."""
+        if self.is_debugging:
+            sent, expected = (call.sizes, call.received) if call.private else ((), ())
+            yield from self.agree(call.asked.words, sequence, sent, expected)
 
     def _target(self, call: Call) -> Array | None:
         """`out` as a flat array, when the result can be written there as it comes."""

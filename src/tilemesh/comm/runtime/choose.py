@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.native import WIDENED, orders, widens
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
+from tilemesh.comm.schedules.collectives import REDUCING
 from tilemesh.comm.schedules.cost import traffic
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE
 from tilemesh.core.errors import UsageError
@@ -121,6 +123,8 @@ def refuses(request: Request, algorithm: str, transport: Transport) -> str | Non
         return transport.lacks(request.collective, request.dtype, request.op, request.uneven)
     if is_shared(algorithm) and not transport.caps.arena:
         return f"it needs memory that the ranks share, which {transport.name} does not offer here"
+    if is_direct(algorithm) and request.op == "avg" and request.dtype in WIDENED and request.collective in REDUCING:
+        return f"an average of {request.dtype} is computed in float32, in memory of its own"
     if request.private and (is_shared(algorithm) or algorithm.startswith(("bruck", "hierarchical"))):
         return "it must know every rank's block sizes; with send_counts and recv_counts use pairwise, naive or native"
     return None
@@ -194,7 +198,8 @@ def unfitted(collective: str, nbytes: int, ranks: int, crowded: bool, *, nativel
 
 def _is_plain(request: Request, transport: Transport) -> bool:
     """Whether the library's own serves this call as it is: what is put around it costs more passes over the data."""
-    around = widens(request.collective, request.dtype) or orders(request.collective, request.dtype, request.op)
+    collective, dtype, op = request.collective, request.dtype, request.op
+    around = widens(collective, dtype, op, transport.caps) or orders(collective, dtype, op) or is_complex(dtype)
     return not around and refuses(request, "native", transport) is None
 
 
@@ -247,19 +252,20 @@ def explanation(transport: Transport, request: Request, node_size: int | None, f
         lines.append("  from arrays of comm.empty() on every rank: direct, without a copy to the stage")
     for name, refusal in candidates(request, transport).items():
         cost = f"{format_seconds(seconds[name]):>9}  " if name in seconds else f"{'?':>9}  " if fit else ""
-        words = (refusal and f"cannot: {refusal}") or _sends(name, request, ranks, node_size or NODE_SIZE)
+        words = (refusal and f"cannot: {refusal}") or _sends(name, request, transport, node_size or NODE_SIZE)
         lines.append(f"  {name:<20} {'' if refusal else cost}{words}")
     if fit is None and ranks > 1:
         lines.append("  no costs: this machine is not fitted; run `tilemesh bench collective --fit`")
     return "\n".join(lines)
 
 
-def _sends(name: str, request: Request, ranks: int, node_size: int) -> str:
+def _sends(name: str, request: Request, transport: Transport, node_size: int) -> str:
+    ranks = transport.size
     if name == "native":
-        widened = widens(request.collective, request.dtype)
+        wider = widens(request.collective, request.dtype, request.op, transport.caps)
         ordered = orders(request.collective, request.dtype, request.op)
         return (
-            f"the library's own{'; widens to float32 on the wire' if widened else ''}"
+            f"the library's own{f'; widens to {wider} on the wire' if wider else ''}"
             f"{'; sends whole numbers of the same order' if ordered else ''}"
         )
     if is_shared(name):

@@ -1,7 +1,7 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
 Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
-the same calls in the same order. An array's way through `all_reduce`, in five files:
+the same calls in the same order. An array's way through `all_reduce`, five files where ranks exchange messages:
 
 1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
    (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
@@ -12,7 +12,9 @@ the same calls in the same order. An array's way through `all_reduce`, in five f
    memory: each now has its view. `MessageProgram.steps` carries them out: post, wait, copy, add.
 5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
 
-Ranks that share a node's memory take `sharing.py` and `shared.py` in place of 4, and `arena.py` in place of 5.
+Ranks that share a node's memory take four files in place of 5: `sharing.py` (whose turn it is, and which arrays lie in
+shared memory), `shared.py` (the program as numpy calls), `arena.py` (the memory) and `flags.py` (how ranks wait).
+`ready_views.py` lets `ready.py` serve torch tensors and other axes than the first.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from tilemesh.comm.runtime.transport import Message, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
+
+# A call that is not kept ready: the first of its kind, or nothing that can be sent (a nested tensor has no shape).
+NOT_READY = (KeyError, AttributeError, TypeError, RuntimeError)
 
 
 class Communicator(Inspected):
@@ -76,7 +81,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["all_reduce", op, algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -102,7 +107,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["broadcast", root, algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -129,7 +134,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["reduce_scatter", op, algorithm, x.dtype, x.shape, axis, counts]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -158,7 +163,7 @@ class Communicator(Inspected):
         if wait:
             try:
                 ready = self._ready["all_gather", "", algorithm, x.dtype, x.shape, axis, counts]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -256,10 +261,10 @@ class Communicator(Inspected):
 
         With `send_counts` and `recv_counts` parts may have any length; what s sends to d must be what d expects of s.
         """
-        if wait and send_counts is None and recv_counts is None and axis == 0:
+        if wait and send_counts is None and recv_counts is None:
             try:
-                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape]
-            except (KeyError, AttributeError, TypeError):  # the first of its kind, or nothing that can be sent
+                ready = self._ready["all_to_all", "", algorithm, x.dtype, x.shape, axis]
+            except NOT_READY:
                 pass
             else:
                 result = ready(x, out)
@@ -286,7 +291,7 @@ class Communicator(Inspected):
             out=out,
             private=send_counts is not None,
         )
-        key = ("all_to_all", "", algorithm, x.dtype, x.shape)
+        key = ("all_to_all", "", algorithm, x.dtype, x.shape, axis)
         return self._caller.run(call, x, algorithm, wait, key if send_counts is None else None)
 
     def barrier(self, *, algorithm: str = "auto", wait: bool = True) -> Any:

@@ -6,6 +6,11 @@ visible to them afterwards, and what it read must have been read. On x86 plain l
 order (only a load may pass an earlier store, and no decision here hangs on that). Elsewhere a fence stands before a
 flag is raised and after the others' have been seen.
 
+Below the number of the meeting a flag holds the mark of the call that its rank makes (20 bits of a checksum of its
+words). Ranks that meet look whether the other flags are equal to their own, which costs no more than to look whether
+they have come. If they are not, the ranks make different calls, and each of them notices: nobody gets past a meeting
+without having seen all flags of it, or the word of one that has. They then tell each other their calls and raise.
+
 The fence is the release and the acquisition of a lock that nobody else knows. CPython makes them of an atomic operation
 with release order and one with acquire order (`sem_post`, `sem_trywait`; since 3.14 of sequentially consistent ones).
 The AArch64 memory model orders a release before every later acquire in program order (RCsc), everything earlier before
@@ -20,9 +25,11 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
+from tilemesh.comm.runtime.transport import Token
 from tilemesh.core.errors import RunError
 
 if TYPE_CHECKING:
@@ -34,7 +41,10 @@ WORDS = LINE // 8
 # Words of a rank's line.
 EPOCH, PID, SOURCE, TARGET, ARRIVED, ANSWER = range(6)
 
-RANK_BITS = 12  # of the common word: who has published, below the number of the meeting
+MARK_BITS = 20  # of a flag: the mark of a call, below the number of the meeting; of the common word: who has published
+MEETING = 1 << MARK_BITS  # from one meeting to the next
+MARK_MASK = MEETING - 1
+DISAGREED = MARK_MASK  # in place of a rank that has published: the ranks of this meeting make different calls
 
 _SPIN = 2000  # looks before giving the core away, where every rank has one of its own
 _FEW = 20  # the same, where two share one
@@ -44,6 +54,26 @@ _CHECK_EVERY_S = 0.5  # how often a long wait looks whether the others are still
 
 _ORDERED = ("x86_64", "amd64", "i686")
 _FENCED = ("aarch64", "arm64")
+
+
+class Asked(NamedTuple):
+    """What a rank calls, as the others must: the collective, its bytes, all of it in words, and their mark."""
+
+    collective: str
+    nbytes: int
+    words: str
+    mark: int
+
+    @classmethod
+    def of(cls, collective: str, nbytes: int, words: str) -> Asked:
+        return cls(collective, nbytes, words, zlib.crc32(words.encode()) & MARK_MASK)
+
+
+NOTHING_ASKED = Asked("meeting", 0, "", 0)
+
+
+def _no_disagreement() -> Iterator[Token]:
+    raise RunError("the ranks make different calls")
 
 
 def can_fence(machine: str | None = None) -> bool:
@@ -100,23 +130,25 @@ class Flags:
         self.fence = make_fence()
         self.full_fence = make_fence("any") or _sleep_0  # also where stores are in order: a load may pass a store there
         self.common = ranks * WORDS
+        self.different = self.common + 1  # the meeting to which ranks came with different calls, if there was one
         yields: Callable[[], object] = getattr(os, "sched_yield", _sleep_0)
         self.pause = yields if pause is None else pause
         self.spin = _SPIN if ranks <= cores else 0
         # Of a small call, where two ranks share a core: those of the other core are about to come.
         self.looks = range(_FEW if cores < ranks <= 2 * cores else self.spin)
-        self.epoch = 0
+        self.epoch = 0  # number of the present meeting, in units of `MEETING`
+        self.asked = NOTHING_ASKED  # what this rank calls at present
+        self.disagreement: Callable[[], Iterator[Token]] = _no_disagreement  # steps that end in an error on every rank
         self.has_pids = pids
         self.watch: Watch | None = None
-        self.doing = ("meeting", 0)  # what a ready call does, for the watchdog
         self.words[self.mine + PID] = os.getpid()
 
     def raise_(self) -> int:
         """Say that this rank has come to its next meeting; returns that meeting's number."""
         if self.fence is not None:
             self.fence()
-        epoch = self.epoch = self.epoch + 1
-        self.words[self.mine] = epoch
+        epoch = self.epoch = self.epoch + MEETING
+        self.words[self.mine] = epoch | self.asked.mark
         return epoch
 
     def have_come(self, epoch: int) -> bool:
@@ -124,21 +156,21 @@ class Flags:
         words = self.words
         for other in self.others:
             if words[other] < epoch:
-                return False
+                return words[self.different] == epoch  # then nobody need be waited for
         if self.fence is not None:
             self.fence()
         return True
 
     def meet(self) -> None:
-        """`raise_`, then wait for all: the fast way, for a blocking call."""
+        """`raise_`, then wait for all and compare calls: the fast way, for a blocking call."""
         fence, words = self.fence, self.words
         if fence is not None:
             fence()
-        epoch = self.epoch = self.epoch + 1
-        words[self.mine] = epoch
+        epoch = self.epoch = self.epoch + MEETING
+        words[self.mine] = word = epoch | self.asked.mark
         for other in self.others:
-            if words[other] < epoch:
-                self._wait(other, epoch)
+            if words[other] != word and words[other] - epoch < MEETING:
+                self.await_same(other, word)
         if fence is not None:
             fence()
 
@@ -146,9 +178,41 @@ class Flags:
         """Until all have come to that meeting."""
         for other in self.others:
             if self.words[other] < epoch:
-                self._wait(other, epoch)
+                self._until(other, epoch)
         if self.fence is not None:
             self.fence()
+
+    # Different calls ---------------------------------------------------------------------------------------------
+
+    def await_same(self, other: int, word: int, asked: Asked | None = None) -> None:
+        """Until that rank has come to the meeting of this flag; raises on all ranks if it makes another call.
+
+        `asked`: what a ready call asks for that has not said so before. A rank that is further on had seen this flag.
+        """
+        epoch = word & ~MARK_MASK
+        if self.words[other] < epoch:
+            self._until(other, epoch, asked)
+        there = self.words[other]  # read once: it may go on at any moment
+        if there != word and there - epoch < MEETING:
+            self.disagree(asked)
+
+    def differs(self) -> bool:
+        """Whether a rank has come to the present meeting with another call. If so, all others learn it."""
+        words, epoch = self.words, self.epoch
+        word = words[self.mine]
+        for other in self.others:
+            there = words[other]  # read once: it may go on at any moment
+            if there != word and 0 <= there - epoch < MEETING:
+                words[self.different] = epoch
+        return words[self.different] == epoch
+
+    def disagree(self, asked: Asked | None = None) -> None:
+        """Blocking: tell the others, and raise with what each rank asked for."""
+        if asked is not None:
+            self.asked = asked
+        self.words[self.different] = self.epoch
+        for token in self.disagreement():
+            token.wait()
 
     # Whoever comes last does something for all -----------------------------------------------------------------------
 
@@ -160,9 +224,9 @@ class Flags:
         """
         if self.fence is not None:
             self.fence()
-        epoch = self.epoch = self.epoch + 1
+        epoch = self.epoch = self.epoch + MEETING
         words = self.words
-        words[self.mine] = epoch
+        words[self.mine] = epoch | self.asked.mark
         self.full_fence()
         for other in self.others:
             if words[other] < epoch:
@@ -175,37 +239,41 @@ class Flags:
         """For a rank that was last: what it wrote is there for all. Of several that were, any will do."""
         if self.fence is not None:
             self.fence()
-        self.words[self.common] = self.epoch << RANK_BITS | self.rank
+        self.words[self.common] = self.epoch | self.rank
 
     def published(self) -> int:
-        """Who has published for the present meeting; -1: nobody yet."""
+        """Who has published for the present meeting; -1: nobody yet; `DISAGREED`: the ranks make different calls."""
         word = self.words[self.common]
-        if word >> RANK_BITS < self.epoch:
-            return -1
+        if word < self.epoch:
+            # A word of its own: a slow rank may still have to read the common one of the meeting before.
+            return DISAGREED if self.words[self.different] == self.epoch else -1
         if self.fence is not None:
             self.fence()
-        return int(word & ((1 << RANK_BITS) - 1))
+        return int(word & MARK_MASK)
 
-    def await_published(self, doing: tuple[str, int] | None = None) -> int:
-        wanted = self.epoch << RANK_BITS
-        if self.words[self.common] < wanted:
-            self._wait(self.common, wanted, doing)
-        return self.published()
+    def await_published(self, asked: Asked | None = None) -> int:
+        if self.words[self.common] < self.epoch:
+            self._until(self.common, self.epoch, asked)
+        rank = self.published()
+        if rank == DISAGREED:
+            self.disagree(asked)
+        return rank
 
-    def _wait(self, other: int, epoch: int, doing: tuple[str, int] | None = None) -> None:
-        """`doing`: what a ready call does that has not said so before."""
+    def _until(self, other: int, epoch: int, asked: Asked | None = None) -> None:
+        """Until a word has come so far, or the ranks of the meeting are known to make different calls."""
         words, pause = self.words, self.pause
         for _ in range(self.spin):
             if words[other] >= epoch:
                 return
         for _ in range(64):
             pause()
-            if words[other] >= epoch:
+            if words[other] >= epoch or words[self.different] == epoch:
                 return
         # Only a wait that lasts is worth telling the watchdog of: a ready call notes nothing before.
         watch = self.watch if self.watch is not None and self.watch.note is None else None
         if watch is not None:
-            watch.enter(watch.sequence, *(doing or self.doing))
+            doing = asked or self.asked
+            watch.enter(watch.sequence, doing.collective, doing.nbytes)
         try:
             self._wait_long(other, epoch)
         finally:
@@ -215,7 +283,7 @@ class Flags:
     def _wait_long(self, other: int, epoch: int) -> None:
         words, pause = self.words, self.pause
         began = checked = time.monotonic()
-        while words[other] < epoch:
+        while words[other] < epoch and words[self.different] != epoch:
             pause()
             now = time.monotonic()
             if now - began > _NAP_AFTER_S:

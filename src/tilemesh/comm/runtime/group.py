@@ -18,11 +18,19 @@ from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_aren
 from tilemesh.comm.runtime.choose import Choice, Choices
 from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fit import Fit, stored_fit
+from tilemesh.comm.runtime.flags import MARK_BITS, Asked
 from tilemesh.comm.runtime.lower import Planner
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.observe import Observers, Stopwatch
 from tilemesh.comm.runtime.sharing import Sharing
-from tilemesh.comm.runtime.texts import Steps, compare_calls, exchange, is_debugging
+from tilemesh.comm.runtime.texts import (
+    Steps,
+    compare_calls,
+    exchange,
+    have_same_mark,
+    is_debugging,
+    raise_differences,
+)
 from tilemesh.comm.runtime.transport import Lazy, ReadyCall, Token, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.book import is_shared
@@ -32,7 +40,9 @@ from tilemesh.measure.machine import memory_bytes
 
 _THREADS_BYTES = 1 << 30  # of blocks for ranks that are threads: taken from the machine when used
 _MOST_READY = 1024
+_MOST_COMPARED = 4096  # kinds of calls that are known to have been compared
 T = TypeVar("T")
+Comparison: TypeAlias = Callable[[], Steps[None]]  # of the calls of all ranks: see `Group.comparison`
 Tell: TypeAlias = Callable[[float, str], None]  # what a handle tells observers by: (began_s, phase)
 
 
@@ -67,6 +77,11 @@ class Group:
         self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
+        self.asked: dict[tuple[Any, ...], Asked] = {}
+        self.compared: set[int] = set()  # marks of calls that the ranks have compared by a meeting or messages
+        self.comparisons = 0
+        if arena is not None:
+            arena.flags.disagreement = self._disagreement
         self.fit = self._stored_fit()
 
     def _open_arena(self) -> Arena | None:
@@ -131,13 +146,19 @@ class Group:
             return None
         return lambda began_s, phase: observers.tell(began_s, operation, phase, nbytes, algorithm, peer)
 
-    def later(self, first: Steps[T], then: Callable[[T], Running]) -> Running:
-        """A call that begins when `first` is through and those made before it have begun."""
+    def later(self, first: Steps[T], then: Callable[[T], Running], comparison: Comparison | None = None) -> Running:
+        """A call that begins when `first` is through and those made before it have begun.
+
+        `comparison`: comes before all of it, in the call's turn, because it has its place among the calls of the arena.
+        """
         turn = self.turns.take()
         begun: list[Running] = []
 
         def steps() -> Iterator[Token]:
             try:
+                if comparison is not None:
+                    yield turn
+                    yield from comparison()
                 heard = yield from first
                 yield turn
                 begun.append(then(heard))
@@ -156,6 +177,46 @@ class Group:
         """In debug mode: all ranks make the same call, or all raise."""
         yield from compare_calls(self.transport, words, self.tag(2, sequence), sent, expected)
 
+    # Do all ranks make the same call? ---------------------------------------------------------------------------
+
+    def comparison(self, asked: Asked, *, always: bool = False) -> Comparison | None:
+        """What makes the steps in which ranks compare a call that does not go through shared memory, as those all do.
+
+        None: calls like it have been compared before. Threads compare every call: a meeting costs them little.
+        """
+        if self.transport.size == 1:
+            return None
+        if not always and asked.mark in self.compared and self.transport.name != "threads":
+            return None
+        if len(self.compared) >= _MOST_COMPARED:  # on every rank alike
+            self.compared.clear()
+        self.compared.add(asked.mark)
+        sharing = self.sharing
+        if sharing is not None:
+            return lambda: self._remembered(asked, sharing.compare(asked))
+        self.comparisons += 1
+        tag = self.tag(2, self.comparisons)
+        return lambda: self._remembered(asked, self._by_messages(asked, tag))
+
+    def _remembered(self, asked: Asked, steps: Iterator[Token]) -> Steps[None]:
+        try:
+            yield from steps
+        except UsageError:
+            self.compared.discard(asked.mark)  # as on the ranks that asked for something else
+            raise
+
+    def _by_messages(self, asked: Asked, tag: int) -> Iterator[Token]:
+        if not (yield from have_same_mark(self.transport, asked.mark, tag)):
+            yield from raise_differences(self.transport, asked.words, tag)
+
+    def _disagreement(self) -> Iterator[Token]:
+        """What follows when the flags of a meeting differ: all ranks tell their calls, and raise."""
+        assert self.sharing is not None
+        arena = self.sharing.arena
+        meeting = arena.flags.epoch >> MARK_BITS  # the same on every rank
+        arena.staged = meeting  # so are the halves of the stage from here on, whoever used one
+        yield from raise_differences(self.transport, arena.flags.asked.words, self.tag(2, meeting))
+
     def goes_shared(self, choice: Choice) -> bool:
         """Through the arena; or natively, after a look whether all arrays lie there."""
         if self.sharing is None:
@@ -172,15 +233,19 @@ class Group:
     def ask(self, name: str, text: str) -> list[str]:
         """Every rank's text, on every rank."""
         self.watch.sequence += 1
-        sequence, told = self.watch.sequence, []
+        sequence, words = self.watch.sequence, f"{name}()"
+        comparison = None if self.is_debugging else self.comparison(Asked.of(name, 0, words), always=True)
 
-        def steps() -> Iterator[Token]:
+        def steps() -> Steps[list[str]]:
             if self.is_debugging:
-                yield from self.agree(f"{name}()", sequence)
-            told.extend((yield from exchange(self.transport, text, self.tag(3, sequence))))
+                yield from self.agree(words, sequence)
+            return (yield from exchange(self.transport, text, self.tag(3, sequence)))
 
-        self.carry_out(Running(steps(), lambda: None), (sequence, name, 0))
-        return told
+        def running(told: list[str]) -> Running:
+            return Running(_at_once(), lambda: told)
+
+        answers: list[str] = self.carry_out(self.later(steps(), running, comparison), (sequence, name, 0))
+        return answers
 
     def split(self, members: Sequence[int], label: str) -> Transport:
         """A transport among the members, for which they wait for one another."""
@@ -194,8 +259,10 @@ class Group:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
 
+        asked = Asked.of("empty", 0, f"empty({shape}, {like.dtype})")
+
         def running(_: None = None) -> Running:
-            steps, made = sharing.empty(shape, like.carrier)
+            steps, made = sharing.empty(shape, like.carrier, asked)
             return Running(steps, lambda: made[0])
 
         # Its turn in the arena comes after those of calls that have not begun yet, as it does on the other ranks.

@@ -18,10 +18,15 @@ from tilemesh.core.errors import UsageError
 
 _TORCH_NAMES = frozenset(
     f"{kind}{bits}"
-    for kind, sizes in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
+    for kind, sizes in (
+        ("int", (8, 16, 32, 64)),
+        ("uint", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+        ("complex", (64, 128)),
+    )
     for bits in sizes
 ) | {BF16, "bool"}
-_KINDS = "biufg"  # bool, signed, unsigned, float: what every transport can carry and combine
+_KINDS = "biufgc"  # bool, signed, unsigned, float, complex: what every transport can carry and combine
 
 
 class Like(NamedTuple):
@@ -64,6 +69,8 @@ def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         raise UsageError(f"{what} is a {type(x).__name__}: expected a numpy array or a torch tensor")
+    if x.is_nested:
+        raise UsageError(f"{what} is a nested tensor: give x.values(), or x.to_padded_tensor(0.0)")
     if x.layout != torch.strided:
         raise UsageError(f"{what} is a tensor in {x.layout}: a collective carries dense tensors")
     return tuple(x.shape), _torch_like(x.dtype, x.device, what)
@@ -73,7 +80,7 @@ def described(x: Any, what: str = "input") -> tuple[tuple[int, ...], Like]:
 @lru_cache(maxsize=256)
 def _numpy_like(dtype: np.dtype[Any], what: str) -> Like:
     if dtype.kind not in _KINDS:
-        raise UsageError(f"{what} has dtype {dtype}: a collective carries float, integer and bool arrays")
+        raise UsageError(f"{what} has dtype {dtype}: a collective carries float, complex, integer and bool arrays")
     if not dtype.isnative:
         raise UsageError(f"{what} has dtype {dtype} in foreign byte order: convert it with astype('{dtype.name}')")
     return Like(dtype.name)
@@ -83,7 +90,9 @@ def _numpy_like(dtype: np.dtype[Any], what: str) -> Like:
 def _torch_like(dtype: Any, device: Any, what: str) -> Like:
     name = str(dtype).removeprefix("torch.")
     if name not in _TORCH_NAMES:
-        raise UsageError(f"{what} is a tensor of {dtype}: a collective carries float, integer and bool tensors")
+        raise UsageError(
+            f"{what} is a tensor of {dtype}: a collective carries float, complex, integer and bool tensors"
+        )
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"{what} is a tensor on {device}: expected one on cpu or cuda")
     return Like(name, str(device))
@@ -96,7 +105,7 @@ def opened(x: Any, what: str = "input") -> tuple[Array, Like]:
         return x, like
     import torch
 
-    host = x.detach().resolve_neg()
+    host = x.detach().resolve_conj().resolve_neg()
     if x.is_cuda:
         pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
         pinned.copy_(host)

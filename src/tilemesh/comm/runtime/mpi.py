@@ -18,6 +18,7 @@ from weakref import ref
 import numpy as np
 from mpi4py import MPI
 
+from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.native import orders, widens
@@ -43,7 +44,13 @@ from tilemesh.core.errors import RunError, UsageError
 _OPS = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _LOGIC = {"sum": MPI.LOR, "max": MPI.LOR, "prod": MPI.LAND, "min": MPI.LAND}  # MPI does not add bools
 
-_LONG_DOUBLES = ("longdouble", "float128", "float96")  # numpy names it after its bits, which differ by machine
+_LONG_DOUBLES = (
+    "longdouble",
+    "float128",
+    "float96",
+    "complex256",
+    "complex192",
+)  # numpy names it after its bits, which differ by machine
 
 _MOST = 2**31 - 1  # what MPI's int counts
 
@@ -157,7 +164,8 @@ class _Worker:
 
 class MpiTransport:
     name = "mpi"
-    caps = Caps(native=frozenset(COLLECTIVES))
+    # Open MPI adds 8- and 16-bit integers with AVX's saturating instructions; which library this is does not matter.
+    caps = Caps(native=frozenset(COLLECTIVES), saturating=frozenset({"int8", "uint8", "int16", "uint16"}))
     device = None
 
     def __init__(self, comm: Any, blocks: bool) -> None:
@@ -204,6 +212,8 @@ class MpiTransport:
     def lacks(self, collective: str, dtype: str, op: str, uneven: bool) -> str | None:
         if collective in REDUCING and dtype in _LONG_DOUBLES:
             return "MPI libraries disagree about long double"
+        if collective in REDUCING and op == "prod" and is_complex(dtype):
+            return "MPI libraries multiply complex infinities in ways of their own"
         return None
 
     def native(self, call: NativeCall) -> Token:
@@ -217,7 +227,8 @@ class MpiTransport:
     def ready_native(self, call: Call, x: Array, pending: Sequence[object], watch: Watch) -> ReadyCall | None:
         """None where the ordinary way puts something around the library's call."""
         dtype = call.like.dtype
-        if widens(call.collective, dtype) or orders(call.collective, dtype, call.op) or x.dtype == bool:
+        is_wide = widens(call.collective, dtype, call.op, self.caps) is not None
+        if is_wide or orders(call.collective, dtype, call.op) or x.dtype == bool or is_complex(dtype):
             return None
         is_even = len(set(call.sizes)) == 1 and call.nbytes <= _MOST
         if not self.blocks or call.collective not in _READY or not is_even:

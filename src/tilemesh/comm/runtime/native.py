@@ -2,6 +2,9 @@
 
 16-bit floats are widened to float32. The smallest and largest of floats travel as whole numbers of the same order:
 a library compares with `<`, so which of two zeros wins, and whether a NaN does, would differ from rank to rank.
+Sums of 8- and 16-bit integers are widened to uint32 where the library saturates them (Open MPI with AVX does: 200 + 200
+in uint8 is 255 there); modulo 2³² and then cut to their own bits they wrap around as numpy's do. Complex numbers are
+added as pairs of floats; their products are refused, because libraries differ in what they make of infinities.
 """
 
 from __future__ import annotations
@@ -11,17 +14,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16, bf16_as_float32, is_floating
+from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16, bf16_as_float32, is_complex, is_floating
 from tilemesh.comm.runtime.observe import Stopwatch
-from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
+from tilemesh.comm.runtime.transport import Array, Caps, NativeCall, Token, Transport
 from tilemesh.comm.schedules.collectives import REDUCING
 
 WIDENED = (BF16, "float16")
 
 
-def widens(collective: str, dtype: str) -> bool:
-    """Whether the wire carries float32 instead: MPI has no 16-bit floats to add, and gloo not everywhere."""
-    return collective in REDUCING and dtype in WIDENED
+def widens(collective: str, dtype: str, op: str, caps: Caps) -> str | None:
+    """The wider dtype that travels instead, or None: MPI has no 16-bit floats to add, and gloo not everywhere."""
+    if collective not in REDUCING:
+        return None
+    if dtype in WIDENED:
+        return "float32"
+    return "uint32" if op == "sum" and dtype in caps.saturating else None
 
 
 def orders(collective: str, dtype: str, op: str) -> bool:
@@ -42,9 +49,10 @@ def native_steps(
 
 
 def _steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
-    is_wide, is_ordered = widens(call.collective, dtype), orders(call.collective, dtype, call.op)
+    is_wide = widens(call.collective, dtype, call.op, transport.caps) is not None
+    is_ordered = orders(call.collective, dtype, call.op)
     if not is_wide and not is_ordered:
-        yield transport.native(call)
+        yield transport.native(as_pairs(call) if is_complex(dtype) and call.collective in REDUCING else call)
         return
     source = widened(call.source, dtype) if is_wide else call.source
     target: Array = np.empty(call.target.shape, source.dtype)
@@ -81,16 +89,27 @@ def _whole(dtype: np.dtype[np.floating]) -> np.dtype[np.signedinteger]:
     return np.dtype(f"int{8 * dtype.itemsize}")
 
 
+def as_pairs(call: NativeCall) -> NativeCall:
+    """A sum of complex numbers as one of twice as many floats."""
+    source, target = (array.view(array.real.dtype) for array in (call.source, call.target))
+    return replace(call, source=source, target=target, counts=tuple(2 * count for count in call.counts))
+
+
 def widened(array: Array, dtype: str) -> Array:
-    return bf16_as_float32(array) if dtype == BF16 else array.astype(np.float32)
+    """16-bit floats in float32; 8- and 16-bit integers in uint32, negative ones as their residue."""
+    if dtype == BF16:
+        return bf16_as_float32(array)
+    return array.astype(np.float32 if is_floating(dtype) else np.uint32)
 
 
 def narrow(values: Array, target: Array, dtype: str) -> None:
-    """Round float32 to the nearest 16-bit float, into `target`."""
+    """Into `target`: float32 rounded to the nearest 16-bit float, or the lowest bits of an integer."""
     if dtype == BF16:
         import torch
 
         as_torch_bf16(target).copy_(torch.from_numpy(values))
+    elif not is_floating(dtype):
+        np.copyto(target, values, casting="unsafe")
     else:
         with np.errstate(over="ignore"):  # what is too large for 16 bits is infinite there, as everywhere
             np.copyto(target, values, casting="same_kind")

@@ -17,15 +17,13 @@ import numpy as np
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, stack_adder, ufunc_of
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import RANK_BITS, fence_parts
+from tilemesh.comm.runtime.flags import MARK_MASK, MEETING, fence_parts
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.ready_views import along_axis_0, with_views
 from tilemesh.comm.runtime.shared import ByLast
 from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_shared
-
-RANK_MASK = (1 << RANK_BITS) - 1
 
 
 def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
@@ -87,11 +85,11 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     rows = [arena.rows(half, at, nbytes, x.nbytes).view(dtype).reshape((ranks, *result)) for half in range(2)]
     add_up = [stack_adder(ufunc_of(call.op, call.like.dtype), rows[half], dtype) for half in range(2)]
-    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    words, me, others, await_same = flags.words, flags.mine, flags.others, flags.await_same
     pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average = np.empty, np.ndarray, call.op == "avg"
-    doing = (call.collective, call.nbytes)
+    asked, mark = call.asked, call.asked.mark
     known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
@@ -111,17 +109,17 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
         if fences:
             release()
             acquire()
-        flags.epoch = epoch = flags.epoch + 1
-        words[me] = epoch
+        flags.epoch = epoch = flags.epoch + MEETING
+        words[me] = word = epoch | mark
         for other in others:
-            if words[other] < epoch:
+            if words[other] != word and words[other] < epoch + MEETING:
                 for _ in looks:
-                    if words[other] >= epoch:
+                    if words[other] == word:
                         break
                 else:
                     pause()
-                if words[other] < epoch:
-                    wait(other, epoch, doing)
+                    if words[other] != word:
+                        await_same(other, word, asked)
         if fences:
             release()
             acquire()
@@ -150,7 +148,7 @@ def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
     )
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray, is_average, rank = np.empty, np.ndarray, call.op == "avg", arena.rank
-    doing = (call.collective, call.nbytes)
+    asked, mark = call.asked, call.asked.mark
     known: Callable[[], Any] = _nobody
 
     def ready(x: Any, out: Any) -> Any:
@@ -170,22 +168,26 @@ def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
         if fences:  # from here on what `Flags.is_last` does
             release()
             acquire()
-        flags.epoch = epoch = flags.epoch + 1
-        words[me] = epoch
+        flags.epoch = epoch = flags.epoch + MEETING
+        words[me] = word = epoch | mark
         full_fence()
         for other in others:
-            if words[other] < epoch:
-                if yields:
-                    pause()
-                    word = words[common]
-                    if word >> RANK_BITS >= epoch:
-                        if fences:
-                            release()
-                            acquire()
-                        out[...] = parts[half][word & RANK_MASK]
-                        break
-                out[...] = parts[half][published(doing)]
-                break
+            there = words[other]
+            if there != word:
+                if there < epoch:
+                    if yields:
+                        pause()
+                        last = words[common]
+                        if last >= epoch:
+                            if fences:
+                                release()
+                                acquire()
+                            out[...] = parts[half][last & MARK_MASK]
+                            break
+                    out[...] = parts[half][published(asked)]
+                    break
+                if there - epoch < MEETING:
+                    flags.disagree(asked)
         else:
             if fences:
                 release()
@@ -209,11 +211,11 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
     mine = [arena.staged_by(arena.rank, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
     stacked = (ranks, result[0] // ranks, *result[1:])
     rows = [arena.rows(half, at, block, x.nbytes).view(dtype).reshape(stacked) for half in range(2)]
-    words, me, others, wait = flags.words, flags.mine, flags.others, flags._wait
+    words, me, others, await_same = flags.words, flags.mine, flags.others, flags.await_same
     pause, looks = flags.pause, flags.looks
     (release, acquire), fences = fence_parts(), flags.fence is not None
     empty, ndarray = np.empty, np.ndarray
-    doing = (call.collective, call.nbytes)
+    asked, mark = call.asked, call.asked.mark
     known: Callable[[], Any] = _nobody
     known_rows = rows[0]  # of `known`
 
@@ -238,17 +240,17 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
         if fences:
             release()
             acquire()
-        flags.epoch = epoch = flags.epoch + 1
-        words[me] = epoch
+        flags.epoch = epoch = flags.epoch + MEETING
+        words[me] = word = epoch | mark
         for other in others:
-            if words[other] < epoch:
+            if words[other] != word and words[other] < epoch + MEETING:
                 for _ in looks:
-                    if words[other] >= epoch:
+                    if words[other] == word:
                         break
                 else:
                     pause()
-                if words[other] < epoch:
-                    wait(other, epoch, doing)
+                    if words[other] != word:
+                        await_same(other, word, asked)
         if fences:
             release()
             acquire()
@@ -264,7 +266,7 @@ def _small_broadcast(group: Group, call: Call, x: Any) -> ReadyCall:
     flags, dtype, shape, root = arena.flags, x.dtype, x.shape, call.root
     is_root = group.transport.rank == root
     staged_by = [arena.staged_by(root, half, x.nbytes).view(dtype).reshape(shape) for half in range(2)]
-    doing = (call.collective, call.nbytes)
+    asked = call.asked
 
     def ready(x: Any, out: Any) -> Any:
         if pending or arena.turns != arena.done or type(x) is not np.ndarray:
@@ -272,7 +274,7 @@ def _small_broadcast(group: Group, call: Call, x: Any) -> ReadyCall:
         if out is not None and not fits(out, shape, dtype):
             return NotImplemented
         watch.sequence += 1
-        flags.doing = doing
+        flags.asked = asked
         arena.staged = staged = arena.staged + 1
         half = staged & 1
         if is_root:
@@ -312,7 +314,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
     contributes = call.collective != "broadcast" or group.transport.rank == call.root
     nothing = np.empty(0, dtype)
     is_average, ndarray = call.op == "avg", np.ndarray
-    doing = (call.collective, call.nbytes)
+    asked = call.asked
     # As in `mpi.py`: known weakly, and what is weakly known cannot be resized where it is.
     known_x: Callable[[], Any] = _nobody
     known_out: Callable[[], Any] = _nobody
@@ -324,7 +326,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
             return NotImplemented
         if out is not None and out is known_out() and x is known_x() and out.flags.writeable:
             watch.sequence += 1
-            flags.doing = doing
+            flags.asked = asked
             way = agreed(*places)
             if isinstance(way, list):
                 for step in way:
@@ -343,7 +345,7 @@ def _large(group: Group, call: Call, x: Any, choice: Choice, natively: ReadyCall
             elif not fits(out, result, dtype):
                 return NotImplemented
             watch.sequence += 1
-            flags.doing = doing
+            flags.asked = asked
             given, data = x.reshape(-1) if contributes else nothing, out.reshape(-1)
             if asks and arena.live:
                 if seen != (id(x), id(out)):

@@ -2,8 +2,8 @@
 
 `ready.py` knows numpy arrays that are split or joined along axis 0, and nothing else. A CPU tensor becomes such an
 array over the same memory, whatever its address is: autograd makes new tensors in every step. Another axis is moved to
-the front before the call and back after it. Whatever is unusual about a tensor (a subclass, CUDA, a lazy negation, an
-`out` that requires gradients) returns `NotImplemented`, and the ordinary way is taken.
+the front before the call and back after it. Whatever is unusual about a tensor (a subclass, CUDA, a lazy negation or
+conjugation, an `out` that requires gradients) returns `NotImplemented`, and the ordinary way is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.asked import Call
-from tilemesh.comm.runtime.memory import flattened, opened
+from tilemesh.comm.runtime.memory import fits, flattened, opened
 from tilemesh.comm.runtime.transport import Array, ReadyCall
 
 
@@ -36,7 +36,7 @@ def along_axis_0(call: Call, x: Any) -> tuple[Call, Array] | None:
 def with_views(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCall:
     """A ready call of numpy arrays along axis 0, for what this call was given: an array or a tensor of that shape."""
     if call.axis:
-        inner = _along(inner, call.axis, len(given))
+        inner = _along(inner, call.axis, given, call.shape, call.like.carrier)
     return _of_tensors(inner, call, given) if call.like.is_torch else inner
 
 
@@ -44,16 +44,21 @@ def _moved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (shape[axis], *shape[:axis], *shape[axis + 1 :]) if axis else shape
 
 
-def _along(inner: ReadyCall, axis: int, dims: int) -> ReadyCall:
-    front = (axis, *(dim for dim in range(dims) if dim != axis))
-    back = (*range(1, axis + 1), 0, *range(axis + 1, dims))
+def _along(inner: ReadyCall, axis: int, given: tuple[int, ...], result: tuple[int, ...], dtype: Any) -> ReadyCall:
+    front = (axis, *(dim for dim in range(len(given)) if dim != axis))
+    back = (*range(1, axis + 1), 0, *range(axis + 1, len(given)))
     contiguous, ndarray = np.ascontiguousarray, np.ndarray
 
     def ready(x: Any, out: Any) -> Any:
-        if out is not None or type(x) is not ndarray:
+        if type(x) is not ndarray or (out is not None and not fits(out, result, dtype)):
             return NotImplemented
-        result = inner(contiguous(x.transpose(front)), None)
-        return result if result is NotImplemented else contiguous(result.transpose(back))
+        made = inner(contiguous(x.transpose(front)), None)
+        if made is NotImplemented:
+            return made
+        if out is None:
+            return contiguous(made.transpose(back))
+        out[...] = made.transpose(back)
+        return out
 
     return ready
 
@@ -66,10 +71,12 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCa
     tensor, parameter, strided, ndarray = torch.Tensor, torch.nn.Parameter, torch.strided, np.ndarray
     carrier, result, dtype, empty = call.like.carrier, call.shape, getattr(torch, call.like.dtype), torch.empty
     here, there = _memory(given, carrier), _memory(result, carrier)
+    is_complex = carrier.kind == "c"
 
     def is_plain(x: Any) -> bool:
         kind = type(x)
-        return (kind is tensor or kind is parameter) and x.is_cpu and x.layout is strided and not x.is_neg()
+        is_ours = (kind is tensor or kind is parameter) and x.is_cpu and x.layout is strided
+        return is_ours and not x.is_neg() and not (is_complex and x.is_conj())
 
     def ready(x: Any, out: Any) -> Any:
         if not is_plain(x) or (out is not None and getattr(out, "requires_grad", False)):

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.arena import Arena, Meeting, Published
+from tilemesh.comm.runtime.arena import Arena, Published, met
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, stack_adder
+from tilemesh.comm.runtime.flags import DISAGREED
 from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, Token
@@ -67,7 +68,7 @@ class ArenaProgram:
                 stopwatch.begin(_PARTS[code])
             if code == _MEET:
                 if not is_met:
-                    yield Meeting(self.arena)
+                    yield from met(self.arena)
                 is_met = False
             else:
                 self._do(code, one, two, given, data)
@@ -240,12 +241,17 @@ class ByLast:
         self.mine[half][:] = given
         begin("wait")
         if flags.is_last():
+            if flags.differs():
+                yield from flags.disagreement()
             begin("reduce")
             self.add(half)
         else:
             yield Published(self.arena)
         begin("copy")
-        data[:] = self.parts[half][flags.published()]
+        last = flags.published()
+        if last == DISAGREED:
+            yield from flags.disagreement()
+        data[:] = self.parts[half][last]
         begin(None)
 
     def add(self, half: int) -> None:

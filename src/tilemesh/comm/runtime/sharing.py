@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.arena import Arena, ArenaTurn, Meeting
+from tilemesh.comm.runtime.arena import Arena, ArenaTurn, met
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, ufunc_of
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import SOURCE, TARGET, WORDS
+from tilemesh.comm.runtime.flags import NOTHING_ASKED, SOURCE, TARGET, WORDS, Asked
 from tilemesh.comm.runtime.lower import Program, ProgramKey
 from tilemesh.comm.runtime.memory import same_start
 from tilemesh.comm.runtime.native import native_steps
@@ -32,6 +32,7 @@ from tilemesh.comm.schedules.collectives import REDUCING
 from tilemesh.core.errors import UsageError
 
 _SEGMENT_BY_SEGMENT = ("all_reduce", "reduce", "broadcast")  # input and result are cut alike
+_OVERLAPS = 3  # for a place: the input overlaps the result, so that a neighbour would read what is being overwritten
 KEPT = 256  # bound programs: views only, so this bounds what is kept
 
 Fixed = list[Callable[[], object]]  # what is left to do once all know where the arrays lie
@@ -47,6 +48,7 @@ class SharedCall:
     lo: int
     direct: str | None = None
     natively: Callable[[Array, Array], Iterator[Token]] | None = None
+    asked: Asked = NOTHING_ASKED
 
 
 class Sharing:
@@ -69,7 +71,7 @@ class Sharing:
 
         name = choice.algorithm
         begins_at = call.begins_at(self.transport.rank)
-        return SharedCall(call.key(name), begins_at, choice.direct, natively if name == "native" else None)
+        return SharedCall(call.key(name), begins_at, choice.direct, natively if name == "native" else None, call.asked)
 
     def steps(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         """The call's steps; its turn is taken now."""
@@ -81,18 +83,31 @@ class Sharing:
 
     def _steps(self, turn: int, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         arena = self.arena
+
+        def steps() -> Iterator[Token]:
+            # Where the arrays of a single rank lie does not matter.
+            if arena.ranks > 1 and (is_direct(call.key.algorithm) or (call.direct is not None and arena.live)):
+                return self._agreed(call, given, data)
+            return self._otherwise(call, given, data)
+
+        return self._in_turn(turn, call.asked, steps)
+
+    def _in_turn(self, turn: int, asked: Asked, steps: Callable[[], Iterator[Token]]) -> Iterator[Token]:
+        """The steps of one call, made when those before it are through. `asked`: its mark is in this rank's flag."""
+        arena = self.arena
         if arena.done != turn - 1:
             yield ArenaTurn(arena, turn)
-        # Where the arrays of a single rank lie does not matter.
-        if arena.ranks > 1 and (is_direct(call.key.algorithm) or (call.direct is not None and arena.live)):
-            try:
-                yield from self._agreed(call, given, data)
-            except UsageError:  # on every rank alike: this call is over, and those after it have their turn
-                arena.done = turn
-                raise
-        else:
-            yield from self._otherwise(call, given, data)
+        arena.flags.asked = asked
+        try:
+            yield from steps()
+        except UsageError:  # on every rank alike: this call is over, and those after it have their turn
+            arena.done = turn
+            raise
         arena.done = turn
+
+    def compare(self, asked: Asked) -> Iterator[Token]:
+        """Steps of a meeting in which the ranks find out whether they make the same call; its turn is taken now."""
+        return self._in_turn(self.arena.turn(), asked, lambda: met(self.arena))
 
     def _otherwise(self, call: SharedCall, given: Array, data: Array) -> Iterator[Token]:
         if call.natively is not None:
@@ -111,10 +126,10 @@ class Sharing:
         arena, flags, key = self.arena, self.arena.flags, call.key
         source, target = self._place(given, 1), self._place(data, 2)
         if np.may_share_memory(given, data) and not self._harmless(key, source, target):
-            source = target = 0  # a neighbour would read what is being overwritten
+            source = _OVERLAPS
         flags.put(SOURCE, source)
         flags.put(TARGET, target)
-        yield Meeting(arena)
+        yield from met(arena)
         places = tuple((flags.get(rank, SOURCE), flags.get(rank, TARGET)) for rank in range(arena.ranks))
         name = self._way(key, places, key.algorithm if is_direct(key.algorithm) else call.direct)
         if name is not None:
@@ -127,7 +142,7 @@ class Sharing:
 
     def _refused(self, call: SharedCall, places: Places, given: Array, data: Array) -> Iterator[Token]:
         """Not every rank's arrays lie there."""
-        yield Meeting(self.arena)  # the places must not change while somebody still looks at them
+        yield from met(self.arena)  # the places must not change while somebody still looks at them
         if is_direct(call.key.algorithm):
             raise UsageError(_why(call.key, places))
         yield from self._otherwise(call, given, data)
@@ -142,7 +157,7 @@ class Sharing:
         """The direct algorithm that is open, or None."""
         contributes = [key.collective != "broadcast" or rank == key.root for rank in range(len(places))]
         inputs = all(source for (source, _), does in zip(places, contributes, strict=True) if does)
-        if not inputs:
+        if not inputs or any(source == _OVERLAPS for source, _ in places):
             return None
         if wanted == "direct_slices":
             return wanted if all(target for _, target in places) else None
@@ -182,19 +197,18 @@ class Sharing:
         """Where the array lies in the arena; 0: elsewhere. An empty array is nowhere, and in nobody's way."""
         return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else of_nothing
 
-    def empty(self, shape: tuple[int, ...], carrier: np.dtype[Any]) -> tuple[Iterator[Token], list[Array]]:
+    def empty(
+        self, shape: tuple[int, ...], carrier: np.dtype[Any], asked: Asked
+    ) -> tuple[Iterator[Token], list[Array]]:
         """The steps of an allocation, and the list into which they put the array."""
         turn, made = self.arena.turn(), []
         nbytes = math.prod(shape) * carrier.itemsize
 
         def steps() -> Iterator[Token]:
-            if self.arena.done != turn - 1:
-                yield ArenaTurn(self.arena, turn)
             block = yield from self.arena.allocate(nbytes)
-            self.arena.done = turn
             made.append(block.view(carrier).reshape(shape))
 
-        return steps(), made
+        return self._in_turn(turn, asked, steps), made
 
 
 class RepeatedShared:
@@ -286,11 +300,19 @@ def _reducer(key: ProgramKey) -> Reducer | None:
 
 
 def _why(key: ProgramKey, places: Places) -> str:
-    missing = [str(rank) for rank, (source, _) in enumerate(places) if not source]
+    head = f"algorithm '{key.algorithm}' cannot serve this {key.collective}:"
+    missing = [rank for rank, (source, _) in enumerate(places) if not source]
     what = "input" if missing else "out"
-    who = missing or [str(rank) for rank, (_, target) in enumerate(places) if not target]
-    where = f"the {what} of rank{'s' if len(who) > 1 else ''} {', '.join(who)}" if who else "an input that is also out"
+    who = missing or [rank for rank, (_, target) in enumerate(places) if not target]
+    if who:
+        return f"{head} the {what} of {_ranks(who)} does not lie in memory that comm.empty() made"
+    who = [rank for rank, (source, target) in enumerate(places) if source in (target, _OVERLAPS)]
+    slices = "algorithm='direct_slices', " if key.collective == "all_reduce" else ""
     return (
-        f"algorithm '{key.algorithm}' cannot serve this {key.collective}: {where} does not lie in memory that "
-        "comm.empty() made"
+        f"{head} the out of {_ranks(who)} overlaps the input, which the other ranks read while it would be written; "
+        f"give another out, or use {slices}'auto' or 'flat'"
     )
+
+
+def _ranks(who: list[int]) -> str:
+    return f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"

@@ -100,6 +100,29 @@ def compare_calls(
                 )
 
 
+def have_same_mark(transport: Transport, mark: int, tag: int) -> Steps[bool]:
+    """Whether all ranks have this mark, known to each of them after log2(n) rounds of 16 bytes."""
+    size, rank, distance = transport.size, transport.rank, 1
+    low = high = mark
+    while distance < size:
+        mine, theirs = np.array([low, high], np.int64), np.empty(2, np.int64)
+        landing = {(rank - distance) % size: theirs.view(np.uint8)}
+        yield from _post(transport, {(rank + distance) % size: mine.view(np.uint8)}, landing, tag)
+        low, high = min(low, int(theirs[0])), max(high, int(theirs[1]))
+        distance *= 2
+    return low == high
+
+
+def raise_differences(transport: Transport, call: str, tag: int) -> Steps[None]:
+    """For ranks that know their calls to differ: raise on every rank, once all have heard every call."""
+    try:
+        yield from compare_calls(transport, call, tag)
+    except UsageError as error:
+        yield from exchange(transport, "", tag)
+        raise UsageError(str(error)) from None
+    raise UsageError(f"the ranks disagree: {call} is not what every rank asked for")
+
+
 def _differences(calls: Sequence[str], names: Sequence[int]) -> str:
     usual = Counter(calls).most_common(1)[0][0]
     others = [text for text in calls if text != usual]

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -20,6 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.device import OPS, Device, TorchWork
 from tilemesh.comm.runtime.transport import (
     TAGS,
@@ -36,16 +38,29 @@ from tilemesh.comm.runtime.transport import (
 )
 from tilemesh.comm.schedules.collectives import REDUCING
 
-# Groups end in `close` or with the process, never by garbage collection: that may run in a thread which the end of the
-# process cuts off, and C++ then ends with an abort.
+# Groups end in `close`, with the process, or when their communicator was dropped: then on the main thread or with the
+# next message, never in another thread's garbage collection. The end of the process may cut that thread off, and C++
+# then ends with an abort.
 _open: set[Any] = set()
+_dropped: list[Any] = []  # groups of communicators that are gone, to be ended at the next opportunity
 _transports: WeakSet[TorchTransport] = WeakSet()
 _under_way: WeakSet[_Works] = WeakSet()
 _worlds = count(2)  # the first world is torch's own group
 _END_S = 1.0
 _NATIVE = frozenset({"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "barrier"})
 # float16 and bfloat16 arrive widened.
-_GLOO_DTYPES = ("float32", "float64", "int8", "uint8", "int32", "int64", "float16", "bfloat16")
+_GLOO_DTYPES = (
+    "float32",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+)
 
 
 class _Works:
@@ -101,6 +116,8 @@ class TorchTransport:
         self.name = "torch"
         self.sent = Sent()
         _transports.add(self)
+        if group in _open:
+            weakref.finalize(self, _drop, group).atexit = False
 
     @classmethod
     def world(cls, timeout: timedelta, *, is_shared: bool) -> TorchTransport:
@@ -118,6 +135,8 @@ class TorchTransport:
 
     def post(self, messages: Sequence[Message], tag: int, *, exact: bool = False) -> Token:
         group, sent = self.group, self.sent
+        if _dropped:
+            _end_dropped()
         works = []
         for is_send, peer, view, nbytes in messages:
             if is_send:
@@ -133,6 +152,8 @@ class TorchTransport:
             return f"gloo has no {collective} of its own"
         if collective in REDUCING and dtype not in _GLOO_DTYPES:
             return f"gloo does not combine {dtype}"
+        if collective in REDUCING and op == "prod" and is_complex(dtype):
+            return "gloo multiplies no complex numbers"
         if collective == "all_gather" and uneven:
             return "gloo gathers blocks of equal size only"
         return None
@@ -209,6 +230,21 @@ def _new_group(label: str, rank: int, size: int, has_nccl: bool, timeout: timede
     group._set_default_backend(kinds.NCCL if has_nccl else kinds.GLOO)
     _open.add(group)
     return group
+
+
+def _drop(group: Any) -> None:
+    """The transport of a group is gone without `close`."""
+    _dropped.append(group)
+    if threading.current_thread() is threading.main_thread():
+        _end_dropped()
+
+
+def _end_dropped() -> None:
+    while _dropped:
+        group = _dropped.pop()
+        if group in _open:  # otherwise it was closed
+            _open.remove(group)
+            group.shutdown()
 
 
 def end_waiting() -> None:

@@ -46,12 +46,14 @@ class Caps:
     `crowded`: ranks outnumber the cores that they may use together (looked at where there is an arena).
 
     `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
+    `saturating`: integer dtypes whose sums the library may cut off at the largest value instead of wrapping around.
     """
 
     native: frozenset[str] = frozenset()
     arena: bool = False
     crowded: bool = False
     tells_sizes: bool = True
+    saturating: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ TIMEOUT_S = 60.0
 _SILENT_S = 5.0  # a rank that looks every TICK_S and has said nothing for so long is not merely busy
 _STOP_S = 1.0  # it may be in the middle of ending the job
 _TURN_S = 1.0  # the lowest waiting rank speaks first; the others only if it did not end the job
+_DIFFERENT_S = 2.0  # a wait after which it is worth looking whether the others make another call
 
 _TILEMESH = str(Path(__file__).parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
@@ -91,6 +92,11 @@ class Watchdog:
             watch, note = waiting
             since_ns = note[3]
             waited_s = (time.monotonic_ns() - since_ns) / 1e9
+            if waited_s > _DIFFERENT_S + _TURN_S * self._turn(since_ns):
+                words = watch.different_calls(note)
+                if words is not None and self._still(watch, note):
+                    self.end(words)
+                    return
             if waited_s > watch.timeout_s + _TURN_S * self._turn(since_ns) and self._still(watch, note):
                 self.end(watch.report(note, waited_s))
                 return
@@ -249,6 +255,24 @@ class Watch:
             parts.append(f"arrived: {ranges(here)}")
         return "; ".join([*parts, f"ending the job after {self.timeout_s:g} s"])
 
+    def different_calls(self, note: Note) -> str | None:
+        """What to tell the user when another rank's call of the same number is another one; None: none is."""
+        sequence, name, nbytes, _ = note
+        if sequence < 0:
+            return None
+        calls = {self.process.rank: (name, nbytes)}
+        for rank in self.members:
+            record = None if rank == self.process.rank else self.process.board.read(rank)
+            if record and record.doing and (record.doing.label, record.doing.sequence) == (self.label, sequence):
+                calls[rank] = (record.doing.name, record.doing.nbytes)
+        if len({_kind(*call) for call in calls.values()}) == 1:
+            return None
+        words = [
+            f"rank {rank} calls {name}{f' ({format_bytes(nbytes)})' if nbytes else ''}"
+            for rank, (name, nbytes) in sorted(calls.items())
+        ]
+        return f"the ranks disagree in call #{sequence} of {self.label}: {'; '.join(words)}; ending the job"
+
     def _instead(self, record: CallRecord | None) -> str:
         if record is None:
             return "(no word from it: not connected yet, or on another node)"
@@ -267,6 +291,11 @@ class Watch:
             number = f" #{doing.sequence}" if doing.sequence >= 0 else ""
             return f"is in {doing.name}{number} of {doing.label} for {for_s:.1f} s{at}{maybe}"
         return f"is in no collective{at}{maybe}"
+
+
+def _kind(name: str, nbytes: int) -> tuple[str, int]:
+    """What is the same on all ranks in one call: duplicates are made as splits, and an exchange's sizes may differ."""
+    return ("split" if name == "duplicate" else name, 0 if name == "all_to_all" else nbytes)
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -84,8 +84,8 @@ def svg(rows: Sequence[Row], cost_of: CostOf) -> str:
         raise UsageError("no kernel-time rows to draw a roofline from")
     xs = [x for x, *_ in points]
     ys = [y for _, ours, eager, roof, _ in points for y in (ours, eager, roof) if y]
-    across = _Axis(min(xs) / 1.5, max(xs) * 1.5, LEFT, WIDTH - RIGHT)
-    up = _Axis(min(ys) / 1.5, max(ys) * 1.4, HEIGHT - BOTTOM, TOP)
+    across = _LogAxis(min(xs) / 1.5, max(xs) * 1.5, LEFT, WIDTH - RIGHT)
+    up = _LogAxis(min(ys) / 1.5, max(ys) * 1.4, HEIGHT - BOTTOM, TOP)
     body = [*_frame(across, up), *_roof(points, across, up)]
     for x, ours, eager, _, label in points:
         at, height = across.place(x), up.place(ours)
@@ -108,7 +108,7 @@ def svg(rows: Sequence[Row], cost_of: CostOf) -> str:
     )
 
 
-class _Axis:
+class _LogAxis:
     """A logarithmic axis between two pixels."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
@@ -133,7 +133,7 @@ def _point(row: Row, work: Cost) -> tuple[float, float, float | None, float | No
     )  # fmt: skip
 
 
-def _frame(across: _Axis, up: _Axis) -> list[str]:
+def _frame(across: _LogAxis, up: _LogAxis) -> list[str]:
     lines = []
     for value in across.ticks():
         x = across.place(value)
@@ -150,7 +150,7 @@ def _frame(across: _Axis, up: _Axis) -> list[str]:
 
 
 def _roof(
-    points: Sequence[tuple[float, float, float | None, float | None, str]], across: _Axis, up: _Axis
+    points: Sequence[tuple[float, float, float | None, float | None, str]], across: _LogAxis, up: _LogAxis
 ) -> list[str]:
     edge = _edge(points)
     if not edge:
@@ -164,7 +164,7 @@ def _edge(points: Sequence[tuple[float, float, float | None, float | None, str]]
 
 
 def _labels(
-    points: Sequence[tuple[float, float, float | None, float | None, str]], across: _Axis, up: _Axis
+    points: Sequence[tuple[float, float, float | None, float | None, str]], across: _LogAxis, up: _LogAxis
 ) -> list[str]:
     """Shapes beside their dots: the nearest free place around each, so that no label covers a dot or another."""
     marks = [(across.place(x), up.place(y)) for x, ours, eager, _, _ in points for y in (ours, eager) if y]

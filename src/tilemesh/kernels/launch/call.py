@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import current_stream, device_index
-from tilemesh.kernels.launch.steps import INT32_LIMIT, LaunchPlan, check_names
+from tilemesh.kernels.launch.steps import INT32_LIMIT, Buffer, LaunchPlan, check_names
 from tilemesh.kernels.launch.tensors import dtype_name
+
+if TYPE_CHECKING:
+    from tilemesh.kernels.launch.program import Operand
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,10 @@ def place_of(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), aligned=tensor.data_ptr() % 16 == 0)
 
 
-def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Any:
+def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Launched:
     """Run what `plan(places, **constants)` says on the tensors' GPU, on its current stream.
 
-    Returns what was launched: a function of addresses, for tensors that lie in memory as these do.
+    Returns what was launched, for other tensors that lie in memory as these do.
     """
     addresses, key = [], [plan, *constants.values()]
     for tensor in tensors.values():
@@ -57,37 +60,39 @@ def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], 
     key.append(device)
     runners = context.current.runners
     signature = tuple(key)
-    program = runners.recent.get(signature)
+    program: Launched | None = runners.recent.get(signature)
     if program is None:
-        program = runners.older.get(signature) or _Compiled(plan, tensors, device, constants)
+        program = runners.older.get(signature) or _compile(plan, tensors, device, constants)
         runners.keep(signature, program)
-    program(addresses)
+    program.launch(addresses)
     return program
 
 
-class _Compiled:
-    """A plan compiled for one signature; scratch memory is fresh at each call, so that streams do not race for it."""
+class Launched:
+    """A plan compiled for one signature of tensors. `names`: of the tensors, in the order their addresses are given.
+
+    Both dispatches end here: `@operator`'s, which looks a plan up for each launch, and the fused matmul's, which looks
+    a whole call up (matmul/op.py says why).
+    """
 
     def __init__(
-        self, plan: Plan, tensors: Mapping[str, Tensor], device: torch.device, constants: Mapping[str, Any]
+        self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str], device: torch.device
     ) -> None:
-        from tilemesh.kernels.launch.program import Operand, Program
+        from tilemesh.kernels.launch.program import LaunchProgram
 
         self.device, self.index = device, device_index(device)
         self.several = torch.cuda.device_count() > 1
-        places = {name: place_of(tensor) for name, tensor in tensors.items()}
-        planned = plan(places, **constants)
-        self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in planned.buffers.values()]
-        operands = {name: Operand(place.dtype, place.aligned) for name, place in places.items()}
-        operands |= {name: Operand(buffer.dtype) for name, buffer in planned.buffers.items()}
-        check_names(planned, operands)
+        self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
+        check_names(plan, operands)
         with torch.cuda.device(self.index):
-            self.program = Program(planned, operands, list(operands))
+            self.program = LaunchProgram(plan, operands, [*names, *plan.buffers])
 
-    def __call__(self, addresses: Sequence[int]) -> None:
+    def launch(self, addresses: Sequence[int]) -> None:
+        """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it."""
         if self.buffers:
             scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
             addresses = [*addresses, *(buffer.data_ptr() for buffer in scratch)]
+        # A launch belongs to the current device's context; with one GPU there is no other.
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.program(current_stream(self.index), *addresses)
@@ -95,27 +100,42 @@ class _Compiled:
             self.program(current_stream(self.index), *addresses)
 
 
+def _compile(plan: Plan, tensors: Mapping[str, Tensor], device: torch.device, constants: Mapping[str, Any]) -> Launched:
+    from tilemesh.kernels.launch.program import Operand
+
+    places = {name: place_of(tensor) for name, tensor in tensors.items()}
+    planned = plan(places, **constants)
+    operands = {name: Operand(place.dtype, place.aligned) for name, place in places.items()}
+    operands |= {name: Operand(buffer.dtype) for name, buffer in planned.buffers.items()}
+    return Launched(planned, operands, list(places), device)
+
+
+def scratch_of(buffers: Mapping[str, Buffer], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Memory for one call: kept from one to the next it would race between streams."""
+    return {
+        name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype), device=device)
+        for name, buffer in buffers.items()
+    }
+
+
 def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Interpreted:
-    """The same, by Triton's interpreter; returns a function of the tensors."""
+    """The same, by Triton's interpreter."""
     planned = plan({name: place_of(tensor) for name, tensor in tensors.items()}, **constants)
     program = Interpreted(planned, tuple(tensors), tuple(written))
-    program(list(tensors.values()))
+    program.launch(list(tensors.values()))
     return program
 
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A plan for one signature, to be interpreted; `names` is the order in which a call gives the tensors."""
+    """A plan for one signature of tensors, to be interpreted. `names`: of the tensors, in the order they are given."""
 
-    planned: LaunchPlan
+    plan: LaunchPlan
     names: tuple[str, ...]
     written: tuple[str, ...]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
+    def launch(self, tensors: Sequence[Tensor]) -> None:
         from tilemesh.kernels.launch import interpret
 
-        scratch = {
-            name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype))
-            for name, buffer in self.planned.buffers.items()
-        }
-        interpret.run(self.planned, {**dict(zip(self.names, tensors, strict=True)), **scratch}, self.written)
+        given = dict(zip(self.names, tensors, strict=True))
+        interpret.run(self.plan, {**given, **scratch_of(self.plan.buffers)}, self.written)

@@ -83,13 +83,14 @@ def operator(
     kernel: the module of the kernels, imported when one of them first runs, or `module:object` for an object with the
     same two functions, where operators share a module. check: called with the arguments, refuses shapes, dtypes and
     other arguments that do not fit; where they passed once, it is not called again. check_values: the same for the
-    values of tensors, called each time they are on a CPU (on a GPU, reading them would wait for it). kept: for each tensor that `forward` returns beyond the reference's, a function of the arguments
-    that makes an empty one. keeps_results: whether `backward` is given the results too, before what is kept; they are
-    rounded to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in
-    own_dtype. casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of
-    these shapes; where there is none, the reference computes. overwrites: the name of a bool argument that lets `backward`
-    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name
-    of a bool argument that is filled in at each call: whether a gradient may be asked for.
+    values of tensors, called each time they are on a CPU (on a GPU, reading them would wait for it). kept: for each
+    tensor that `forward` returns beyond the reference's, a function of the arguments that makes an empty one.
+    keeps_results: whether `backward` is given the results too, before what is kept; they are rounded to their dtype.
+    dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype. casts: whether
+    arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these shapes; where there
+    is none, the reference computes. overwrites: the name of a bool argument that lets `backward` write over a tensor it
+    was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool argument
+    that is filled in at each call: whether a gradient may be asked for.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
@@ -192,7 +193,7 @@ class _Operator:
         if found is None or (self.casts and not cast and autocasts(_first(tensors))):
             return None, []
         key, addresses = found
-        asked = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors if tensor is not None])
+        asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
         key += (self, implementation, asked, cast)
         for at, _, _ in self.others:
             value = values[at]
@@ -537,7 +538,11 @@ class _Prepared:
         operator = self.operator
         values = operator._telling(values, self.asked)
         launch = call.interpreted if self.how == "interpret" else call.compiled
-        made = self.forward(tensors, addresses, launch, lambda l, t: operator._forward(l, operator._with(values, t)))
+
+        def forward(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor]:
+            return operator._forward(launch, operator._with(values, tensors))
+
+        made = self.forward(tensors, addresses, launch, forward)
         self.shapes = [(result.shape, result.dtype, result.device) for result in made[: operator.results]]
         return made
 
@@ -574,7 +579,7 @@ def _autograd_function(operator: _Operator) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            if all([gradient is None for gradient in gradients]):
+            if all(gradient is None for gradient in gradients):
                 return (None, None, None, *none)
             return (None, None, None, *ctx.prepared.gradients(ctx.saved_tensors, gradients))
 

@@ -132,7 +132,7 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
     return "i64" if wide else "i32", None, math.gcd(argument, 16)
 
 
-class Program:
+class LaunchProgram:
     """A plan compiled for the current GPU. `names` is the order in which a call gives the tensors' addresses."""
 
     def __init__(self, plan: LaunchPlan, operands: Mapping[str, Operand], names: Sequence[str]) -> None:

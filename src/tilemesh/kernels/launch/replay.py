@@ -2,8 +2,8 @@
 
 `forward` and `backward` of an operator are ordinary torch code: they allocate results, take views, plan and launch.
 All of it but the addresses is the same at every call of one signature (shapes, strides, dtypes, devices, alignment,
-and the arguments that are no tensors). So the first call is watched, and later ones allocate and launch directly. A call
-that also computed something by torch, or copied a tensor, cannot be repeated like this: then there is no recording.
+and the arguments that are no tensors). So the first call is watched, and later ones allocate and launch directly. A
+call that also computed something by torch, or copied a tensor, cannot be repeated like this: it has no recording.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ class Recording:
             addresses.append(made.data_ptr())
         if self.interpreted:
             for program, views in self.launches:
-                program([view.of(slots[view.slot]) for view in views])
+                program.launch([view.of(slots[view.slot]) for view in views])
         else:
             for slot, offset in self.inner:
                 addresses.append(addresses[slot] + offset)
             for program, pick in self.by_address:
-                program(pick(addresses))
+                program.launch(pick(addresses))
         for slot in self.changed:
             _changed(slots[slot])
         return self.pick(slots) if self.pick is not None else tuple([_result(part, slots) for part in self.results])

@@ -18,7 +18,7 @@ from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.run import interpreted_default
 from tilemesh.kernels.matmul.tuning import TUNING
 from tilemesh.kernels.tuning.choose import should_tune, tune_mode
-from tilemesh.kernels.tuning.table import Table
+from tilemesh.kernels.tuning.table import TunedTable
 from tilemesh.kernels.tuning.tuner import tune_now
 
 
@@ -51,7 +51,7 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
 
 
-def may_tune(problem: Problem, table: Table[Config]) -> bool:
+def may_tune(problem: Problem, table: TunedTable[Config]) -> bool:
     """Whether TILEMESH_TUNE wants this problem tuned, and now is a moment for it."""
     wanted = should_tune(problem.key, table, context.current.state("matmul").tuned)
     if not wanted or problem.keep or TUNING.refusal(problem):

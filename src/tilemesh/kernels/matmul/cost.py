@@ -20,7 +20,7 @@ from tilemesh.kernels.rates import LAUNCH_S, SUSTAINED_FLOPS, SUSTAINED_MEMORY
 
 
 @dataclass(frozen=True)
-class Rates:
+class TileRates:
     """What the model needs to know of a GPU. The fractions of peak are what well-made kernels reach, not ceilings."""
 
     multiprocessors: int
@@ -33,13 +33,13 @@ class Rates:
     tile_s: float = 0.9e-6  # filling the pipeline and writing the last tile: latency nothing overlaps
 
 
-def rates_of(device: Device, dtype: str, precision: str = "tf32") -> Rates:
+def rates_of(device: Device, dtype: str, precision: str = "tf32") -> TileRates:
     """The model's rates from a datasheet: what of its peaks is sustained."""
     short = SHORT_DTYPES[dtype]
     if short == "fp32" and precision == "tf32" and "tf32" in device.peak_flops_per_s:
         short = "tf32"
     peak = device.peak_flops_per_s.get(short, device.peak_flops_per_s["fp32"])
-    return Rates(
+    return TileRates(
         multiprocessors=device.sm_count,
         flops_per_s=SUSTAINED_FLOPS * peak,
         memory_bytes_per_s=SUSTAINED_MEMORY * device.memory_bytes_per_s,
@@ -104,7 +104,7 @@ def copy_bytes(problem: Problem, config: Config) -> int:
     return sum(2 * size * elements[name] for name in names)
 
 
-def predict_s(problem: Problem, config: Config, rates: Rates) -> float:
+def predict_s(problem: Problem, config: Config, rates: TileRates) -> float:
     """Seconds of kernel time this configuration should take."""
     if config.kind not in TILE_KINDS:
         return _library_s(problem, config, rates)
@@ -158,7 +158,7 @@ def problem_bytes(problem: Problem) -> int:
     return cost(problem).bytes_moved
 
 
-def _waves(config: Config, tiles: int, units: int, rates: Rates, resident: int) -> float:
+def _waves(config: Config, tiles: int, units: int, rates: TileRates, resident: int) -> float:
     """How many tiles the busiest multiprocessor computes; programs that share one finish in steps of their share."""
     if config.tail and tiles > rates.multiprocessors:
         full, rest = divmod(tiles, rates.multiprocessors)
@@ -167,7 +167,7 @@ def _waves(config: Config, tiles: int, units: int, rates: Rates, resident: int) 
     return float(-(-units // slots) * resident) if units > slots else max(1.0, units / rates.multiprocessors)
 
 
-def _resident(config: Config, size: int, rates: Rates) -> int:
+def _resident(config: Config, size: int, rates: TileRates) -> int:
     """Programs a multiprocessor holds at once, by shared memory and registers."""
     if config.kind in ("persistent", "pingpong"):
         return config.per_sm
@@ -189,7 +189,7 @@ def _tensor_fraction(config: Config, resident: int) -> float:
     return alone * (1.0 if area >= 128 * 256 else 0.92 if area >= 128 * 128 else 0.75 if area >= 64 * 128 else 0.6)
 
 
-def _library_s(problem: Problem, config: Config, rates: Rates) -> float:
+def _library_s(problem: Problem, config: Config, rates: TileRates) -> float:
     """The vendor's matmul at the rate of a good tile kernel, and the passes over D that follow it."""
     unaligned = 4.0 if problem.layout.endswith("u") and not config.padded else 1.0
     flops_s = unaligned * cost(problem).flops / rates.flops_per_s

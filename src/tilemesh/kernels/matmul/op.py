@@ -4,6 +4,11 @@ There are three ways in. Eager without gradients: a dictionary finds a prepared 
 could change the choice, so checks and choices are made once a signature. Eager with gradients: the same inside an
 autograd function. Traced (torch.compile, export, fake tensors): an operator registered with torch.library, whose
 implementation is the first way again.
+
+This is a dispatch of its own beside `@operator` (launch/operator.py), because a small product takes no longer than its
+call: here checks, plan and launch are all found by one look-up (20 µs of host time against 49 on a Neoverse N1, with
+the launch itself left out), and there are out=, config= and a choice among implementations. Both launch by
+`launch/call.py`.
 """
 
 from __future__ import annotations

@@ -192,7 +192,13 @@ def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, mu
 
 
 def _cut(
-    whole: Step, problem: Problem, config: Config, tile0: int, tiles: int, buffers: dict[str, Buffer], follows: bool
+    whole: Step,
+    problem: Problem,
+    config: Config,
+    tile0: int,
+    tiles: int,
+    buffers: dict[str, Buffer],
+    follows: bool,
 ) -> list[Step]:
     """Tiles tile0.. cut along K over `split_k` programs each, and the pass that sums and finishes them.
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.activations import reference as activations
-from tilemesh.kernels.launch.call import Place, place_of
-from tilemesh.kernels.launch.gpu import Gpu, current_stream, device_index, gpu_of
+from tilemesh.kernels.launch.call import Launched, Place, place_of, scratch_of
+from tilemesh.kernels.launch.gpu import Gpu, device_index, gpu_of
 from tilemesh.kernels.launch.steps import Buffer, LaunchPlan
 from tilemesh.kernels.matmul.config import Config, check, default
 from tilemesh.kernels.matmul.padded import PaddedPlan, View, padded_plan
@@ -77,7 +77,7 @@ def prepare(problem: Problem, config: Config, device: torch.device, *, interpret
     if config.kind == "pingpong" and not gpu.hopper:
         raise UsageError(f"kind 'pingpong' is written for Hopper, {gpu.name} is another generation: use 'persistent'")
     config = config if gpu.tma else replace(config, chained=False)  # launching early came with Hopper, as TMA did
-    return _Launched(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
+    return TilesRunner(tiles_plan(problem, config, gpu.multiprocessors), problem, device)
 
 
 def _nothing(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
@@ -100,68 +100,42 @@ def operands_of(problem: Problem, buffers: Mapping[str, Buffer]) -> dict[str, Op
     return {**given, "z": Operand(problem.dtype), **{name: Operand(b.dtype) for name, b in buffers.items()}}
 
 
-class _Launched:
-    """Tile kernels on a GPU."""
+class TilesRunner(Launched):
+    """Tile kernels on a GPU. `product`: the plan is of the pass after a product, which it finds where D is."""
 
-    def __init__(self, plan: LaunchPlan, problem: Problem, device: torch.device, product: str | None = None) -> None:
-        from tilemesh.kernels.launch.program import Operand, Program
+    def __init__(self, plan: LaunchPlan, problem: Problem, device: torch.device, *, product: bool = False) -> None:
+        from tilemesh.kernels.launch.program import Operand
 
-        self.device, self.index = device, device_index(device)
-        self.several = torch.cuda.device_count() > 1
-        self.has_c, self.keep = problem.c is not None, problem.keep
-        self.buffers = [(buffer.elements, getattr(torch, buffer.dtype)) for buffer in plan.buffers.values()]
         operands = {"product": Operand(problem.dtype, problem.d.aligned), **operands_of(problem, plan.buffers)}
-        names = ["a", "b", *(["c"] if self.has_c else []), "d", *(["z"] if self.keep else []), *plan.buffers]
-        if product:
-            names = ["product", *names[2:]]
-        self.program = Program(plan, operands, names)
+        given = ["product"] if product else ["a", "b"]
+        super().__init__(plan, operands, [*given, *"c" * (problem.c is not None), "d", *"z" * problem.keep], device)
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        addresses = [current_stream(self.index), a.data_ptr(), b.data_ptr()]
+        addresses = [a.data_ptr(), b.data_ptr()]
         if c is not None:
             addresses.append(c.data_ptr())
         addresses.append(d.data_ptr())
         if z is not None:
             addresses.append(z.data_ptr())
-        if self.buffers:  # fresh each call, as in _scratch; spelt out for the host's time
-            scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
-            addresses += [buffer.data_ptr() for buffer in scratch]
         self.launch(addresses)
-
-    def launch(self, addresses: list[int]) -> None:
-        """A launch belongs to the current device's context; with one GPU there is no other."""
-        if self.several and torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
-                self.program(*addresses)
-        else:
-            self.program(*addresses)
 
 
 class _Padded:
     """The library on aligned copies: a launch, the vendor's matmul, a launch."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
-        from tilemesh.kernels.launch.program import Program
-
-        self.device, self.index = device, device_index(device)
-        self.several = torch.cuda.device_count() > 1
-        self.plan = padded_plan(problem)
+        self.device, self.plan = device, padded_plan(problem)
         operands = operands_of(problem, self.plan.buffers)
         has_c, keep = problem.c is not None, problem.keep
-        self.before = Program(self.plan.before, operands, ["a", "b", *self.plan.buffers])
-        self.after = Program(self.plan.after, operands, ["product", *"c" * has_c, "d", *"z" * keep])
+        self.before = Launched(self.plan.before, operands, ["a", "b", *self.plan.buffers], device)
+        self.after = Launched(self.plan.after, operands, ["product", *"c" * has_c, "d", *"z" * keep], device)
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        if self.several and torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
-                self(a, b, c, d, z)
-            return
-        stream = current_stream(self.index)
-        scratch = _scratch(self.plan.buffers, self.device)
-        self.before(stream, a.data_ptr(), b.data_ptr(), *(buffer.data_ptr() for buffer in scratch.values()))
+        scratch = scratch_of(self.plan.buffers, self.device)
+        self.before.launch([a.data_ptr(), b.data_ptr(), *(buffer.data_ptr() for buffer in scratch.values())])
         multiply(self.plan, {"a": a, "b": b, **scratch})
         given = (scratch["product"], c, d, z)
-        self.after(stream, *(tensor.data_ptr() for tensor in given if tensor is not None))
+        self.after.launch([tensor.data_ptr() for tensor in given if tensor is not None])
 
 
 def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:
@@ -173,14 +147,6 @@ def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:
         return tensor.as_strided((matrix.rows, matrix.columns), strides, tensor.storage_offset())
 
     torch.mm(part(plan.a), part(plan.b), out=part(plan.out))
-
-
-def _scratch(buffers: Mapping[str, Buffer], device: torch.device) -> dict[str, Tensor]:
-    """Fresh each call: memory kept from one call to the next would race between streams."""
-    return {
-        name: torch.empty(buffer.elements, dtype=getattr(torch, buffer.dtype), device=device)
-        for name, buffer in buffers.items()
-    }
 
 
 def _library(problem: Problem, device: torch.device) -> Runner:
@@ -199,11 +165,11 @@ def _library(problem: Problem, device: torch.device) -> Runner:
             torch.mm(a, b, out=d)
 
         return alone
-    finish = _Launched(epilogue_plan(problem, problem.d), problem, device, product="d")
+    finish = TilesRunner(epilogue_plan(problem, problem.d), problem, device, product=True)
 
     def two(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
         torch.mm(a, b, out=d)
-        addresses = [current_stream(finish.index), d.data_ptr()]
+        addresses = [d.data_ptr()]
         if c is not None:
             addresses.append(c.data_ptr())
         addresses.append(d.data_ptr())
@@ -238,7 +204,7 @@ class _Interpreted:
         from tilemesh.kernels.launch import interpret
 
         tensors: dict[str, Tensor | None] = {"a": a, "b": b, "c": c, "d": d, "z": z}
-        scratch = _scratch(self.padded.buffers if self.padded else self.plan.buffers, a.device)
+        scratch = scratch_of(self.padded.buffers if self.padded else self.plan.buffers, a.device)
         tensors |= scratch
         if self.padded:
             interpret.run(self.padded.before, tensors)

@@ -19,10 +19,10 @@ from tilemesh.kernels.matmul.config import (
     refusal,
     to_dict,
 )
-from tilemesh.kernels.matmul.cost import Rates, predict_s
+from tilemesh.kernels.matmul.cost import TileRates, predict_s
 from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
 from tilemesh.kernels.tuning import choose as tuned
-from tilemesh.kernels.tuning.table import Entry, Table, Tables
+from tilemesh.kernels.tuning.table import Tables, TunedEntry, TunedTable
 
 TABLES = Tables("matmul", "tilemesh.kernels.matmul", to_dict, from_dict)
 
@@ -35,8 +35,8 @@ SURE = 0.85
 
 def choose(
     problem: Problem,
-    tables: Sequence[Table[Config]],
-    rates: Rates | None,
+    tables: Sequence[TunedTable[Config]],
+    rates: TileRates | None,
     *,
     tma: bool = True,
     hopper: bool = True,
@@ -60,14 +60,14 @@ def choose(
     return by_model(problem, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
 
 
-def _without_pingpong(table: Table[Config]) -> Table[Config]:
+def _without_pingpong(table: TunedTable[Config]) -> TunedTable[Config]:
     entries = {key: entry for key, entry in table.entries.items() if entry.config.kind != "pingpong"}
-    return Table(table.gpu, table.versions, entries)
+    return TunedTable(table.gpu, table.versions, entries)
 
 
 def nearest(
     problem: Problem,
-    entries: Iterable[tuple[str, Entry[Config]]],
+    entries: Iterable[tuple[str, TunedEntry[Config]]],
     tma: bool = True,
     shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config | None:
@@ -81,7 +81,12 @@ def nearest(
 
 
 def by_model(
-    problem: Problem, rates: Rates, *, tma: bool = True, hopper: bool = True, shared_limit: int = HOPPER_SHARED_BYTES
+    problem: Problem,
+    rates: TileRates,
+    *,
+    tma: bool = True,
+    hopper: bool = True,
+    shared_limit: int = HOPPER_SHARED_BYTES,
 ) -> Config:
     """The model's choice among each kind's default, and the library unless it is clearly beaten."""
     if problem.k == 0 or DTYPE_BYTES[problem.dtype] != 2:

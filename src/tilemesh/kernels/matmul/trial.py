@@ -17,7 +17,7 @@ from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.config import Config
 from tilemesh.kernels.matmul.problem import Matrix, Problem
 from tilemesh.kernels.matmul.run import Runner, prepare
-from tilemesh.kernels.tuning.trial import Bench
+from tilemesh.kernels.tuning.trial import ConfigTimer
 from tilemesh.measure.gpu import KernelTimer, rotating_sets
 
 # a, b and c
@@ -25,7 +25,7 @@ Given = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MatmulInputs:
     """One set of tensors for a problem."""
 
     a: Tensor
@@ -38,7 +38,7 @@ class Inputs:
         return self.a, self.b, self.c
 
 
-def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
+def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> MatmulInputs:
     """Random tensors that lie in memory exactly as the problem says: kernels index them by the problem's strides."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
@@ -50,7 +50,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
 
     c = None if problem.c is None else place(problem.c)
     scale = 1 / math.sqrt(max(problem.k, 1))  # D of order one: gelu and fp16 stay in range
-    return Inputs(place(problem.a), place(problem.b, scale), c, place(problem.d))
+    return MatmulInputs(place(problem.a), place(problem.b, scale), c, place(problem.d))
 
 
 def input_bytes(problem: Problem) -> int:
@@ -58,7 +58,7 @@ def input_bytes(problem: Problem) -> int:
     return problem.element_bytes * sum(matrix.reach for matrix in matrices)
 
 
-class MatmulBench(Bench[Config]):
+class MatmulBench(ConfigTimer[Config]):
     """Times configurations of one problem."""
 
     def __init__(self, problem: Problem, device: torch.device, *, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from tilemesh.core.errors import unknown
-from tilemesh.kernels.tuning.table import Entry, Table
+from tilemesh.kernels.tuning.table import TunedEntry, TunedTable
 
 TUNE_MODES = ("never", "once", "always")
 
@@ -25,7 +25,7 @@ def tune_mode() -> str:
     return mode
 
 
-def should_tune(key: str, table: Table[ConfigT], tuned: Iterable[str]) -> bool:
+def should_tune(key: str, table: TunedTable[ConfigT], tuned: Iterable[str]) -> bool:
     """never (default) pauses for nothing, once tunes what this GPU has no entry for, always tunes once per process."""
     mode = tune_mode()
     if mode == "never" or key in tuned:
@@ -33,7 +33,7 @@ def should_tune(key: str, table: Table[ConfigT], tuned: Iterable[str]) -> bool:
     return mode == "always" or key not in table.entries
 
 
-def exact(key: str, tables: Sequence[Table[ConfigT]], runs: Callable[[ConfigT], bool]) -> ConfigT | None:
+def exact(key: str, tables: Sequence[TunedTable[ConfigT]], runs: Callable[[ConfigT], bool]) -> ConfigT | None:
     """The entry of this very problem that can run here; `tables` in order of trust."""
     for table in tables:
         entry = table.entries.get(key)
@@ -43,7 +43,7 @@ def exact(key: str, tables: Sequence[Table[ConfigT]], runs: Callable[[ConfigT], 
 
 
 def nearest(
-    entries: Iterable[tuple[str, Entry[ConfigT]]],
+    entries: Iterable[tuple[str, TunedEntry[ConfigT]]],
     distance: Callable[[str], float],
     speaks: Callable[[str, ConfigT], bool],
     within: float,

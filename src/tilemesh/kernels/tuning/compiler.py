@@ -11,7 +11,7 @@ import torch
 
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.tuning.operator import Tunable
-from tilemesh.kernels.tuning.values import ChoiceT, ProblemT
+from tilemesh.kernels.tuning.values import ConfigurationT, ProblemT
 
 
 class Compiler:
@@ -35,8 +35,8 @@ class Compiler:
             self.pool.shutdown(cancel_futures=True)
 
     def ahead(
-        self, operator: Tunable[ProblemT, ChoiceT], jobs: Sequence[tuple[ProblemT, ChoiceT]]
-    ) -> dict[tuple[str, ChoiceT], str]:
+        self, operator: Tunable[ProblemT, ConfigurationT], jobs: Sequence[tuple[ProblemT, ConfigurationT]]
+    ) -> dict[tuple[str, ConfigurationT], str]:
         """Compile these; what failed, and why, by key. Without processes each is compiled when it is first timed."""
         if self.pool is None:
             return {}

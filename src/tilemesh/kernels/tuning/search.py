@@ -17,7 +17,7 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from tilemesh.kernels.tuning.values import ChoiceT
+from tilemesh.kernels.tuning.values import ConfigurationT
 
 FIRST = 0.4  # of the budget goes to configurations chosen before anything is known
 BATCH = 4
@@ -29,24 +29,24 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Tried(Generic[ChoiceT]):
-    config: ChoiceT
+class Tried(Generic[ConfigurationT]):
+    config: ConfigurationT
     seconds: float  # infinite when it failed
 
 
-def prune(configs: Sequence[ChoiceT], predicted: Sequence[float]) -> list[ChoiceT]:
+def prune(configs: Sequence[ConfigurationT], predicted: Sequence[float]) -> list[ConfigurationT]:
     """What the cost model gives a chance: within `CUTOFF` of the best prediction."""
     best = min(predicted, default=0.0)
     return [config for config, seconds in zip(configs, predicted, strict=True) if seconds <= CUTOFF * best]
 
 
 def search(
-    configs: Sequence[ChoiceT],
-    predict: Callable[[ChoiceT], float],
-    measure: Callable[[Sequence[ChoiceT]], Sequence[float]],
+    configs: Sequence[ConfigurationT],
+    predict: Callable[[ConfigurationT], float],
+    measure: Callable[[Sequence[ConfigurationT]], Sequence[float]],
     budget: int,
-    features: Callable[[ChoiceT], Sequence[float]],
-) -> list[Tried[ChoiceT]]:
+    features: Callable[[ConfigurationT], Sequence[float]],
+) -> list[Tried[ConfigurationT]]:
     """Try at most `budget` configurations; `measure` times a batch. Returns every trial in the order it was made.
 
     features: numbers of a configuration in which near means alike; each step of one is a doubling or another choice.
@@ -72,11 +72,11 @@ def search(
     return [Tried(configs[index], value) for index, value in seconds.items()]
 
 
-def best(trials: Sequence[Tried[ChoiceT]]) -> Tried[ChoiceT]:
+def best(trials: Sequence[Tried[ConfigurationT]]) -> Tried[ConfigurationT]:
     return min(trials, key=lambda trial: trial.seconds)
 
 
-def _opening(configs: Sequence[ChoiceT], order: NDArray[np.int64], points: Array, count: int) -> list[int]:
+def _opening(configs: Sequence[ConfigurationT], order: NDArray[np.int64], points: Array, count: int) -> list[int]:
     """The first trials: the model's favourite of each kind, then the best of the rest that is far from all chosen."""
     chosen: list[int] = []
     for index in order:

@@ -25,7 +25,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
-class Entry(Generic[ConfigT]):
+class TunedEntry(Generic[ConfigT]):
     """A tuned choice and what was measured when it was made, in seconds of kernel time."""
 
     config: ConfigT
@@ -34,12 +34,12 @@ class Entry(Generic[ConfigT]):
 
 
 @dataclass
-class Table(Generic[ConfigT]):
+class TunedTable(Generic[ConfigT]):
     """Tuned choices by the problem's key."""
 
     gpu: str
     versions: Mapping[str, str]
-    entries: dict[str, Entry[ConfigT]] = field(default_factory=dict)
+    entries: dict[str, TunedEntry[ConfigT]] = field(default_factory=dict)
 
 
 class Tables(Generic[ConfigT]):
@@ -60,18 +60,18 @@ class Tables(Generic[ConfigT]):
         words = [gpu, *(f"{name}-{version}" for name, version in sorted(versions.items()))]
         return cache_folder() / self.operator / (_slug("-".join(words)) + ".json")
 
-    def load(self, gpu: str, versions: Mapping[str, str]) -> Table[ConfigT]:
+    def load(self, gpu: str, versions: Mapping[str, str]) -> TunedTable[ConfigT]:
         """The user's table, empty when nothing was tuned yet."""
         path = self.path(gpu, versions)
         if not path.exists():
-            return Table(gpu, versions)
+            return TunedTable(gpu, versions)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path} cannot be read ({error}): delete it and tune again") from None
         return self.from_json(text, str(path))
 
-    def add(self, gpu: str, versions: Mapping[str, str], entries: Mapping[str, Entry[ConfigT]]) -> Path:
+    def add(self, gpu: str, versions: Mapping[str, str], entries: Mapping[str, TunedEntry[ConfigT]]) -> Path:
         """Add entries to the user's table; written beside and renamed, so that a reader never sees half a file."""
         path = self.path(gpu, versions)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,12 +85,12 @@ class Tables(Generic[ConfigT]):
             Path(beside.name).replace(path)
         return path
 
-    def shipped(self, gpu: str) -> Table[ConfigT] | None:
+    def shipped(self, gpu: str) -> TunedTable[ConfigT] | None:
         """The table that travels with the package for this GPU, whatever versions made it; None without one."""
         file = resources.files(self.package).joinpath("tables", _slug(gpu) + ".json")
         return self.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
 
-    def to_json(self, table: Table[ConfigT]) -> str:
+    def to_json(self, table: TunedTable[ConfigT]) -> str:
         entries = {
             key: {"config": self.encode(entry.config), "measured_s": entry.measured_s, "library_s": entry.library_s}
             for key, entry in sorted(table.entries.items())
@@ -99,22 +99,22 @@ class Tables(Generic[ConfigT]):
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
         return f'{json.dumps(head)[:-1]}, "entries": {{\n{lines}\n}}}}\n'
 
-    def from_json(self, text: str, source: str) -> Table[ConfigT]:
+    def from_json(self, text: str, source: str) -> TunedTable[ConfigT]:
         try:
             body = json.loads(text)
             if body.get("format") != FORMAT:
                 raise UsageError(f"format {body.get('format')}, expected {FORMAT}")
             entries = {key: self._entry(value) for key, value in body["entries"].items()}
-            return Table(body["gpu"], body["versions"], entries)
+            return TunedTable(body["gpu"], body["versions"], entries)
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{source} is not a table of tuned configurations ({error}): delete it and tune again"
             ) from None
 
-    def _entry(self, value: Mapping[str, Any]) -> Entry[ConfigT]:
+    def _entry(self, value: Mapping[str, Any]) -> TunedEntry[ConfigT]:
         library = value.get("library_s")
         config = self.decode(dict(value["config"]))
-        return Entry(config, float(value["measured_s"]), None if library is None else float(library))
+        return TunedEntry(config, float(value["measured_s"]), None if library is None else float(library))
 
 
 def versions() -> dict[str, str]:

@@ -21,9 +21,9 @@ from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.tuning import search
 from tilemesh.kernels.tuning.compiler import Compiler
 from tilemesh.kernels.tuning.operator import Tunable
-from tilemesh.kernels.tuning.table import Entry, versions
-from tilemesh.kernels.tuning.trial import Bench
-from tilemesh.kernels.tuning.values import ChoiceT, ProblemT
+from tilemesh.kernels.tuning.table import TunedEntry, versions
+from tilemesh.kernels.tuning.trial import ConfigTimer
+from tilemesh.kernels.tuning.values import ConfigurationT, ProblemT
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
 
@@ -36,14 +36,14 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Tuned(Generic[ChoiceT]):
+class Tuned(Generic[ConfigurationT]):
     """What tuning found: the winner, the finalists' times on fresh inputs, and how much of the grid was tried."""
 
     problem: Any
-    config: ChoiceT
+    config: ConfigurationT
     finals: dict[str, Sample]
     grid: int
-    trials: tuple[search.Tried[ChoiceT], ...]
+    trials: tuple[search.Tried[ConfigurationT], ...]
     """Every configuration that was timed, in the order it was."""
 
     @property
@@ -51,19 +51,19 @@ class Tuned(Generic[ChoiceT]):
         return len(self.trials)
 
     @property
-    def entry(self) -> Entry[ChoiceT]:
+    def entry(self) -> TunedEntry[ConfigurationT]:
         library = self.finals.get("library")
-        return Entry(self.config, self.finals[self.config.label].median, library.median if library else None)
+        return TunedEntry(self.config, self.finals[self.config.label].median, library.median if library else None)
 
 
 def tune(
-    operator: Tunable[ProblemT, ChoiceT],
+    operator: Tunable[ProblemT, ConfigurationT],
     problem: ProblemT,
     device: torch.device,
     *,
     compiler: Compiler | None = None,
     progress: Progress | None = None,
-) -> Tuned[ChoiceT]:
+) -> Tuned[ConfigurationT]:
     """Search, then decide among the finalists. Takes seconds with a compiler pool, about a minute without."""
     if reason := operator.refusal(problem):
         raise UsageError(f"{problem.key}: {reason}")
@@ -84,7 +84,9 @@ def tune(
     return Tuned(problem, winner, {c.label: sample for c, sample in finals.items()}, len(grid), tuple(trials))
 
 
-def tune_now(operator: Tunable[ProblemT, ChoiceT], problem: ProblemT, device: torch.device) -> Entry[ChoiceT]:
+def tune_now(
+    operator: Tunable[ProblemT, ConfigurationT], problem: ProblemT, device: torch.device
+) -> TunedEntry[ConfigurationT]:
     """Tune from inside a user's program and remember the result on disk; compiles in this process, one by one."""
     with Compiler(device, workers=0) as pool:
         entry = tune(operator, problem, device, compiler=pool).entry
@@ -100,16 +102,16 @@ def _own(compiler: Compiler | None, device: torch.device) -> AbstractContextMana
 
 
 def _measure(
-    operator: Tunable[ProblemT, ChoiceT],
+    operator: Tunable[ProblemT, ConfigurationT],
     problem: ProblemT,
-    bench: Bench[ChoiceT],
+    bench: ConfigTimer[ConfigurationT],
     compiler: Compiler,
     budget: int,
     progress: Progress | None,
-) -> Callable[[Sequence[ChoiceT]], list[float]]:
+) -> Callable[[Sequence[ConfigurationT]], list[float]]:
     done = 0
 
-    def measure(batch: Sequence[ChoiceT]) -> list[float]:
+    def measure(batch: Sequence[ConfigurationT]) -> list[float]:
         nonlocal done
         failures = compiler.ahead(operator, [(problem, config) for config in batch])
         seconds = []
@@ -125,13 +127,13 @@ def _measure(
 
 
 def _finals(
-    operator: Tunable[ProblemT, ChoiceT],
+    operator: Tunable[ProblemT, ConfigurationT],
     problem: ProblemT,
     device: torch.device,
-    trials: Sequence[search.Tried[ChoiceT]],
-    untuned: ChoiceT,
+    trials: Sequence[search.Tried[ConfigurationT]],
+    untuned: ConfigurationT,
     progress: Progress | None,
-) -> dict[ChoiceT, Sample]:
+) -> dict[ConfigurationT, Sample]:
     """The best of the search against the built-ins, on inputs none of them has seen."""
     ranked = sorted((trial for trial in trials if trial.seconds != float("inf")), key=lambda trial: trial.seconds)
     best = (trial.config for trial in ranked[:FINALISTS])
@@ -147,7 +149,7 @@ def _finals(
     return {config: result[config.label] for config in configs if config.label in result}
 
 
-def _winner(operator: Tunable[ProblemT, ChoiceT], finals: dict[ChoiceT, Sample]) -> ChoiceT:
+def _winner(operator: Tunable[ProblemT, ConfigurationT], finals: dict[ConfigurationT, Sample]) -> ConfigurationT:
     """The lowest median; the last resort only when nothing else ran."""
     offered = {config: sample for config, sample in finals.items() if config != operator.last_resort} or finals
     return min(offered, key=lambda config: offered[config].median)

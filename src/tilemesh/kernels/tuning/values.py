@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 
-class Problem(Protocol):
+class TunedProblem(Protocol):
     """One call that can be tuned for."""
 
     @property
@@ -13,7 +13,7 @@ class Problem(Protocol):
         """The name under which a tuned configuration is stored."""
 
 
-class Choice(Protocol):
+class Configuration(Protocol):
     """A configuration; hashable, and equal where it does the same."""
 
     @property
@@ -25,6 +25,6 @@ class Choice(Protocol):
     def __hash__(self) -> int: ...
 
 
-ProblemT = TypeVar("ProblemT", bound=Problem)
-ProblemIn = TypeVar("ProblemIn", bound=Problem, contravariant=True)
-ChoiceT = TypeVar("ChoiceT", bound=Choice)
+ProblemT = TypeVar("ProblemT", bound=TunedProblem)
+ProblemIn = TypeVar("ProblemIn", bound=TunedProblem, contravariant=True)
+ConfigurationT = TypeVar("ConfigurationT", bound=Configuration)

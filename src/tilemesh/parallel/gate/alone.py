@@ -20,7 +20,7 @@ from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.plan import Precision
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.dropout import Place, fold_seed
+from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel.gate.cases import MAX_NORM, RATE, ROWS, STEPS, TOKENS
 
@@ -28,7 +28,7 @@ SEED = 11
 
 
 @dataclass(frozen=True)
-class Trace:
+class GateTrace:
     """What training came to: each step's loss and mean gradient before clipping, and the weights at the end."""
 
     losses: list[float]
@@ -71,7 +71,9 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 
-def train(config: ModelConfig, precision: Precision, *, parts: int = 1, pieces: int = 1, device: str = "cpu") -> Trace:
+def train(
+    config: ModelConfig, precision: Precision, *, parts: int = 1, pieces: int = 1, device: str = "cpu"
+) -> GateTrace:
     """Train the whole model; with `parts` or `pieces` above 1, in another order of summation."""
     model = Transformer(config, device=device, dtype=weights_dtype(precision))
     model.load_state_dict(start(config, precision))
@@ -90,7 +92,7 @@ def train(config: ModelConfig, precision: Precision, *, parts: int = 1, pieces: 
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         steps.step()
         steps.zero_grad()
-    return Trace(losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return GateTrace(losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int, device: str) -> tuple[float, int]:
@@ -101,7 +103,7 @@ def _accumulate(model: Transformer, precision: Precision, step: int, pieces: int
         here = slice(row, row + rows)
         context = torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
         with context:
-            logits_BTV = model(tokens_BT[here], dropout_seed=dropout_seed(step), place=Place(row=row))
+            logits_BTV = model(tokens_BT[here], dropout_seed=dropout_seed(step), place=DropoutPlace(row=row))
         loss, counted = loss_sum(logits_BTV, targets_BT[here])
         loss.backward()  # type: ignore[no-untyped-call]
         total, count = total + loss.item(), count + int(counted)

@@ -18,6 +18,8 @@ MAX_NORM = 0.5  # below the gradients' norms, so that clipping is part of what i
 RATE = 0.2
 BOUND = 1e-10  # relative, on whole-model norms, in float64
 ORDER_FACTOR = 2.0  # in other precisions: so many times what another order of summation alone does
+OPERATIONS = 30
+"""That round in a layer: ten forwards (norms, products, softmax, activation, residuals), twice as many backwards."""
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 
 _SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 8, "mlp_width": 48, "context": 12, "dropout": 0.1}
@@ -34,7 +36,7 @@ MODELS: Mapping[str, ModelConfig] = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class GateLayout:
     dp: int = 1
     tp: int = 1
     sequence: bool = False
@@ -61,23 +63,23 @@ class Layout:
 @dataclass(frozen=True)
 class Case:
     model: str
-    layout: Layout
+    layout: GateLayout
     precision: Precision = "fp64"
 
 
-def microbatches(layout: Layout, dp_index: int) -> list[tuple[int, int]]:
+def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
     """(first row, rows) of each microbatch of a replica: contiguous, of sizes that differ by at most one."""
     first, count = share(ROWS, layout.dp, dp_index)
     turns = (share(count, layout.accumulation, turn) for turn in range(layout.accumulation))
     return [(first + row, rows) for row, rows in turns]
 
 
-def layouts(ranks: int) -> list[Layout]:
+def layouts(ranks: int) -> list[GateLayout]:
     """Every dp × tp of so many ranks, with and without sequence parallelism, in one microbatch and in two."""
     found = []
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0):
         for sequence in (False, True) if tp > 1 else (False,):
-            found += [Layout(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
+            found += [GateLayout(ranks // tp, tp, sequence, accumulation) for accumulation in (1, 2)]
     return found
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.model.dropout import Place
+from tilemesh.kernels.accuracy import norm_error
+from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.alone import Trace
-from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, ORDER_FACTOR, STEPS, Case, microbatches
+from tilemesh.parallel.gate.alone import GateTrace
+from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, OPERATIONS, ORDER_FACTOR, STEPS, Case, microbatches
 from tilemesh.parallel.gate.find import find
 from tilemesh.parallel.gate.plant import Plant
 from tilemesh.parallel.gradients import read
@@ -43,7 +44,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Result:
+class GateResult:
     case: Case
     apart: Apart
     bound: Apart
@@ -62,9 +63,9 @@ class Gate:
     comm: Communicator
     device: str = "cpu"
     plant: Plant | None = None
-    traces: dict[tuple[object, ...], Trace] = field(default_factory=dict)
+    traces: dict[tuple[object, ...], GateTrace] = field(default_factory=dict)
 
-    def run(self, cases: Sequence[Case]) -> Iterator[Result]:
+    def run(self, cases: Sequence[Case]) -> Iterator[GateResult]:
         """Results on rank 0 as they come, nothing on the others (a collective call: every rank takes all of it)."""
         for ranks in sorted({case.layout.ranks for case in cases}, reverse=True):
             group = self.comm.split(0 if self.comm.rank < ranks else None)
@@ -81,18 +82,18 @@ class Gate:
                 mesh.close()
             group.close()
 
-    def _one(self, case: Case, mesh: Mesh) -> Result | None:
+    def _one(self, case: Case, mesh: Mesh) -> GateResult | None:
         trace = self.train(case, mesh)
         verdict = np.zeros(1)
         result = None
         if trace is not None:
             reference = self.trace(case)
-            result = Result(case, apart(trace, reference), self.bound(case))
+            result = GateResult(case, apart(trace, reference), self.bound(case))
             verdict[0] = not result.passed
         if not mesh.comm.broadcast(verdict, root=0)[0]:
             return result
         where = find(case, mesh, self.laid(case, mesh), self.device)
-        return None if result is None else Result(case, result.apart, result.bound, where)
+        return None if result is None else GateResult(case, result.apart, result.bound, where)
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
         model = Transformer(MODELS[case.model], device="meta", dtype=alone.weights_dtype(case.precision))
@@ -102,7 +103,7 @@ class Gate:
             self.plant.put(laid)
         return laid
 
-    def train(self, case: Case, mesh: Mesh) -> Trace | None:
+    def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
         """The layout's training, whole, on rank 0 of the mesh."""
         laid = self.laid(case, mesh)
         config = MODELS[case.model]
@@ -114,7 +115,10 @@ class Gate:
             for turn, (row, rows) in enumerate(turns):
                 here = slice(row, row + rows)
                 loss, count = laid.loss(
-                    tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(step), place=Place(row=row)
+                    tokens_BT[here],
+                    targets_BT[here],
+                    dropout_seed=alone.dropout_seed(step),
+                    place=DropoutPlace(row=row),
                 )
                 laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
             [(loss_mean, norm)] = read([laid.gradients.finish(MAX_NORM)])
@@ -126,9 +130,9 @@ class Gate:
             norms.append(norm)
             optimizer.step()
         weights = laid.gather()
-        return None if weights is None else Trace(losses, norms, gradients, weights)
+        return None if weights is None else GateTrace(losses, norms, gradients, weights)
 
-    def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> Trace:
+    def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
         key = (case.model, case.precision, parts, pieces)
         if key not in self.traces:
             self.traces[key] = alone.train(
@@ -145,14 +149,20 @@ class Gate:
         other = apart(self.trace(case, parts, pieces), self.trace(case))
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
-        return Apart(ORDER_FACTOR * max(other.loss, least), ORDER_FACTOR * other.gradient, ORDER_FACTOR * other.weights)
+        # So may products be that a CPU happens to add up alike in both orders. Weights are float32 in either precision.
+        chain = norm_error(OPERATIONS * MODELS[case.model].layers, torch.float32)
+        return Apart(
+            ORDER_FACTOR * max(other.loss, least),
+            ORDER_FACTOR * max(other.gradient, chain),
+            ORDER_FACTOR * max(other.weights, norm_error(STEPS, torch.float32)),
+        )
 
 
 def _gradients(laid: Laid) -> dict[str, Tensor]:
     return {name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None}
 
 
-def apart(one: Trace, other: Trace) -> Apart:
+def apart(one: GateTrace, other: GateTrace) -> Apart:
     losses = [abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True)]
     norms = [abs(a - b) / abs(b) for a, b in zip(one.norms, other.norms, strict=True)]
     gradients = [distance(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)]

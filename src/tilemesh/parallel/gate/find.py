@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.shard import share
-from tilemesh.model.dropout import Place
+from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import MODELS, TOKENS, Case, microbatches
@@ -79,7 +79,7 @@ def _step(case: Case, mesh: Mesh, laid: Laid, device: str) -> float:
     for turn, (row, rows) in enumerate(turns):
         here = slice(row, row + rows)
         loss, count = laid.loss(
-            tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(0), place=Place(row=row)
+            tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(0), place=DropoutPlace(row=row)
         )
         laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
     return 0.0

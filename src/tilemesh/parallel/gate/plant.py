@@ -18,7 +18,7 @@ from torch.nn import functional
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.parallel.buckets import Bucketed
-from tilemesh.parallel.gate.cases import Layout
+from tilemesh.parallel.gate.cases import GateLayout
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
@@ -31,7 +31,7 @@ class Plant:
     kind: str
     names: str
     put: Callable[[Laid], None]
-    applies: Callable[[Layout, ModelConfig], bool]
+    applies: Callable[[GateLayout, ModelConfig], bool]
 
 
 class _Deaf(Seams):
@@ -145,11 +145,11 @@ def _last_microbatch_only(laid: Laid) -> None:
     gradients.backward = backward  # type: ignore[assignment, method-assign]
 
 
-def _any_tp(layout: Layout, config: ModelConfig) -> bool:
+def _any_tp(layout: GateLayout, config: ModelConfig) -> bool:
     return layout.tp > 1
 
 
-def _any_dp(layout: Layout, config: ModelConfig) -> bool:
+def _any_dp(layout: GateLayout, config: ModelConfig) -> bool:
     return layout.dp > 1
 
 

@@ -1,6 +1,6 @@
 """What the page of a kind of run consists of, as a value: a header, and a list of sections.
 
-`kinds.py` says which kind has which layout. A section is a function of the run that gives markup, or None where this
+`kinds.py` says which kind has which page. A section is a function of the run that gives markup, or None where this
 run has nothing to show there; the page then leaves it out.
 """
 
@@ -26,7 +26,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page. `name` is what a link to it says."""
 
     name: str
@@ -61,14 +61,14 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Layout:
+class KindPage:
     """The page of a kind of run, and of two such runs side by side."""
 
     about: Callable[[Run], str]
     """The line below the name."""
     verdict: Callable[[Run, Beside], Verdict]
     facts: Callable[[Run, Beside], Sequence[Fact]]
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     differences: Callable[[Run, Beside, Run, Beside], Sequence[Difference]]
     """Figures that both runs have."""
     pairs: Sequence[PairSection]

@@ -1,0 +1,147 @@
+"""Where a rank begins: at the newest sound checkpoint, with the weights of a Hugging Face folder, or at step 1.
+
+The one idea: a checkpoint is used whole or not at all. Manifest and files are compared with their digests by all ranks
+together before anything is read; one that is not what was written is named and the one before is tried. Where none is
+left, the run stops: beginning again at step 1 is for its user to decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilemesh.core.config import to_dict
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model.families import read_config
+from tilemesh.parallel.agree import tell
+from tilemesh.parallel.shard import take
+from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
+from tilemesh.runs.metrics import RESUMED
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
+from tilemesh.runs.reader import Reader
+from tilemesh.train.check import check_written_model
+from tilemesh.train.config import unlike
+
+if TYPE_CHECKING:
+    from tilemesh.comm.runtime.communicator import Communicator
+    from tilemesh.train.loop import Loop
+
+Say = Callable[[str], None]
+
+
+def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
+    """Take up what there is to go on from."""
+    comm = loop.mesh.comm
+    found = sound_checkpoint(loop.folder, comm, say) if resume else None
+    if found is not None:
+        restore(loop, Reader(found))
+        loop.journal.add(RESUMED, loop.progress.step, plan=loop.config.plan.to_dict())
+        if comm.rank == 0:
+            say(f"going on from step {loop.progress.step} ({found})")
+    elif init is not None:
+        _load_hugging_face(loop, Path(init))
+        if comm.rank == 0:
+            say(f"weights from {init}")
+    elif resume and comm.rank == 0:
+        say("no checkpoint yet: beginning at step 1")
+
+
+def restore(loop: Loop, reader: Reader) -> None:
+    """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
+    values, step = reader.manifest.values, reader.manifest.step
+    check_written_model(reader.manifest, loop.config.model, loop.folder)
+    more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
+    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    if more:
+        raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
+    kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
+    tensors = {
+        (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
+        for kind in kinds
+        for name in loop.optimizer.stepped
+    }
+    loop.optimizer.load(int(values["optimizer_steps"]), tensors)
+    loop.stepper.scale.load(values["scale"])
+    loop.progress.step, loop.progress.position = step, int(values["position"])
+    loop.stepper.source.go_on(step, int(values["position"]))
+    if values.get("loss") is not None:
+        loop.progress.loss = float(values["loss"])
+    loop.writer.last = step
+    if values.get("data") != loop.fingerprint and loop.mesh.comm.rank == 0:
+        loop.writer.say(
+            "THE DATA IS NOT WHAT THIS RUN BEGAN WITH (the text has changed, or this is another Python): going on with "
+            "what is there, but not bit for bit"
+        )
+
+
+def sound_checkpoint(run: Path, comm: Communicator, say: Say) -> Path | None:
+    """The newest checkpoint of a run that is what was written, on all ranks alike; None where there never was one.
+
+    Those that are not are named. Once a sound one is found they are set aside; where there is none, all stay as they
+    are and the run ends here.
+    """
+    folder = run / CHECKPOINTS
+    names = json.loads(tell(comm, json.dumps([path.name for _, path in checkpoints(folder)])))
+    broken: list[str] = []
+    for number, name in enumerate(names):
+        path: Path = folder / name
+        before = f"; the one before is tried, {names[number + 1]}" if number + 1 < len(names) else ""
+        problems = _problems(path, comm)
+        for problem in problems:
+            say(f"DAMAGED CHECKPOINT: {problem}{before}")
+        if not comm.all_reduce(np.array([len(problems)], np.int64))[0]:
+            if comm.rank == 0:  # out of the way, and kept for whoever wants to know what happened to it
+                for other in broken:
+                    with contextlib.suppress(OSError):
+                        os.rename(folder / other, folder / f"{DAMAGED}{other}")
+            return path
+        broken.append(name)
+    broken += json.loads(tell(comm, json.dumps(sorted(path.name for path in folder.glob(f"{DAMAGED}*")))))
+    if broken:
+        raise RunError(
+            f"no checkpoint of {run} is whole ({', '.join(broken)}): stopped, and nothing was changed. "
+            f"To train it again from step 1, begin a new run with `tilemesh train {run / CONFIG} --out FOLDER`, or "
+            f"remove {folder} and resume"
+        )
+    return None
+
+
+def _problems(path: Path, comm: Communicator) -> list[str]:
+    """What is wrong with a checkpoint, as far as it is this rank's to find: each looks at its share of the files."""
+    try:
+        manifest = Manifest.read(path)
+        check_numbers(manifest.values)
+    except DamagedError as error:
+        return [str(error)]
+    except ValueError as error:
+        return [f"{path}: {error}"]
+    return list(damage(path, manifest.files[comm.rank :: comm.size]))
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Refuse, with a ValueError, numbers of a checkpoint from which training cannot go on."""
+    counts = [values.get("position"), values.get("optimizer_steps")]
+    scale = values.get("scale")
+    numbers = [scale.get("scale"), scale.get("good")] if isinstance(scale, dict) else [None]
+    if values.get("loss") is not None:
+        numbers.append(values["loss"])
+    are_counts = all(isinstance(value, int) and value >= 0 for value in counts)
+    if not are_counts or not all(isinstance(value, int | float) for value in numbers):
+        raise ValueError("expected position, optimizer_steps and scale as numbers among its values")
+
+
+def _load_hugging_face(loop: Loop, folder: Path) -> None:
+    from tilemesh.model import huggingface  # late: it needs safetensors, which a run that begins afresh does not
+
+    different = unlike(to_dict(read_config(folder)), loop.config.model)
+    if different:
+        raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
+    shards = loop.laid.shards
+    weights = {name: take(shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
+    loop.optimizer.load_weights(weights)

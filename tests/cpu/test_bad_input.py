@@ -1,0 +1,503 @@
+"""Bad input of the commands around training: refused in one line, before there is a run's folder or a rank.
+
+Each case was once a traceback, a failure inside ranks or after all training, a setting that was ignored, or minutes of
+computing. A command and `fit` from Python refuse the same, in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+import tilemesh as tm
+from tilemesh.cli.main import main
+from tilemesh.core.errors import UsageError
+from tilemesh.data.config import DataConfig
+from tilemesh.model.families import from_json, read_config
+from tilemesh.runs.names import CHOICES, CONFIG
+from tilemesh.train.check import RANGES
+from tilemesh.train.config import OptimizerConfig, SampleConfig, TrainConfig, of_run
+from tilemesh.train.load import load
+
+SMALL = (
+    "model.layers=1,model.width=16,model.heads=2,model.kv_heads=2,model.mlp_width=32,model.context=16,train.steps=2,"
+    "train.batch=4,plan.dp=1,plan.tp=1,evaluate.every=0,evaluate.sequences=0,sample.tokens=0,train.device=cpu"
+)
+MANY_DIGITS = "9" * 5000
+
+
+@pytest.fixture
+def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to be in, where no run may be made and no rank may start."""
+
+    def started(*arguments: object, **options: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("tilemesh.train.job.start", started)
+    monkeypatch.setattr("tilemesh.train.job._train_here", started)
+    place = tmp_path / "empty"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    yield place
+    assert not list(place.iterdir())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one rank."""
+    place = tmp_path_factory.mktemp("bad")
+    (place / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    tm.train.fit(load(sets=[SMALL, f"data.source={place / 'text.txt'}"]), run=place / "run")
+    return place / "run"
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """What a command says that must refuse: one line."""
+    assert main(words) == code, capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("tilemesh: ")
+    assert len(err) < 700
+    return err
+
+
+SETTINGS = [
+    # failed only after all training
+    ("sample.prompt=", "sample.prompt is empty: expected at least one character, or sample.tokens=0"),
+    ("sample.temperature=-1", "sample.temperature is -1.0: expected 0 or more"),
+    ("sample.temperature=nan", "sample.temperature is nan: expected 0 or more"),
+    ("sample.temperature=inf", "sample.temperature is inf: expected 0 or more"),
+    ("sample.tokens=1000000000000", "sample.tokens is 1000000000000: expected between 0 and 1,000,000"),
+    ("train.seed=99999999999999999999", "train.seed is '99999999999999999999', expected a whole number below 2**63"),
+    ("train.seed=-1", "train.seed is -1: expected between 0 and"),
+    # was found only inside ranks
+    ("plan.tp=3,plan.dp=1", "plan.tp is 3: 4 heads are not divisible by it; set plan.tp"),
+    ("plan.tp=64,plan.dp=1", "plan.tp is 64: 4 heads are not divisible by it"),
+    ("plan.dp=4096,train.batch=4096", "a plan of 8192 ranks"),
+    ("optimizer.epsilon=-1", "optimizer.epsilon is -1.0: expected 0 or more"),
+    ("optimizer.betas=1.5,2", "optimizer.betas is 1.5: expected at least 0 and below 1"),
+    ("optimizer.betas=0.9", "optimizer.betas is '0.9', expected a list of 2"),
+    ("optimizer.weight_decay=nan", "optimizer.weight_decay is nan: expected 0 or more"),
+    ("optimizer.lr=inf", "optimizer.lr is inf: expected 0 or more"),
+    ("optimizer.momentum=1", "optimizer.momentum is 1.0: expected at least 0 and below 1"),
+    ("optimizer.lr_end=-1", "optimizer.lr_end is -1.0: expected 0 or more"),
+    ("train.timeout_s=-1", "train.timeout_s is -1.0: expected above 0 and at most"),
+    ("train.timeout_s=0", "train.timeout_s is 0.0: expected above 0"),
+    ("train.timeout_s=nan", "train.timeout_s is nan: expected above 0"),
+    ("data.tokenizer=/nonexistent", "data.tokenizer '/nonexistent' does not exist"),
+    ("data.tokenizer=", "data.tokenizer '.' does not exist"),
+    ("model.vocabulary=10", "model.vocabulary is 10 and text is read as bytes: set model.vocabulary=256"),
+    ("model.norm_epsilon=-1", "model.norm_epsilon is -1.0: expected 0 or more"),
+    ("model.rotary_base=0", "model.rotary_base is 0.0: expected a number above 0"),
+    # was ignored, or taken for something else
+    ("plan.accumulation=3", "plan.accumulation is 3 and a replica has 8 sequences in a step"),
+    (
+        "plan.accumulation=3,plan.microbatch=2",
+        "2 x plan.accumulation 3 x plan.dp 2 is 12 sequences and train.batch is 16",
+    ),
+    ("plan.microbatch=3", "plan.microbatch is 3 and a replica has 8 sequences in a step"),
+    ("data.source=", "data.source is '': expected stdlib, a text file"),
+    ("data.pattern=", "data.pattern is '': expected a pattern of file names"),
+    ("data.held_out=nan", "data.held_out is nan: expected at least 0 and below 1"),
+    # was a traceback
+    ("data.source=~nosuchuser/x", "data.source '~nosuchuser/x' does not exist"),
+    (f"train.steps={MANY_DIGITS}", "expected a whole number below 2**63"),
+    (f"data.source={'x' * 5000}", "File name too long"),
+    ("sample.prompt=\udcff", "expected UTF-8 text"),
+    # took minutes
+    ("train.batch=100000000000,plan.microbatch=99999999999", "expected a whole number, between 1 and 2,147,483,647"),
+    ("train.batch=2147483646,plan.microbatch=1073741822", "set a number that divides them, such as 357913941"),
+    ("model.layers=1000003", "model.layers is 1000003: expected a whole number, between 1 and 10,000"),
+    ("model.layers=-3", "model.layers is -3: expected a whole number, between 1 and 10,000"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[settings[:50] for settings, _ in SETTINGS])
+def test_settings(settings: str, words: str, nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(["train", "--set", settings], capsys)
+    assert words in said
+    with pytest.raises(UsageError) as raised:
+        tm.train.fit(tm.train.load_config(sets=[settings]))
+    assert said == f"tilemesh: {' '.join(str(raised.value).split())}\n".encode(errors="replace").decode()
+
+
+def test_a_gpu_that_is_not_there(
+    nothing_starts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilemesh.train.check.gpu_names", lambda: ())
+    monkeypatch.setattr("tilemesh.cli.train_run.gpu_names", lambda: ())
+    said = refusal(["train", "--set", "train.device=cuda"], capsys)
+    assert "train.device is cuda and this machine has no GPU: set train.device=cpu" in said
+
+
+OPTIONS = [
+    (["train", "--mesh", "tp=3"], "plan.tp is 3: 4 heads are not divisible by it"),
+    (["train", "--mesh", "tp=64"], "plan.tp is 64: 4 heads"),
+    (["train", "--mesh", "dp=²"], "mesh 'dp=²': expected axes and sizes, such as dp=2,tp=2"),
+    (["train", "--mesh", f"dp={MANY_DIGITS}"], "expected axes and sizes"),
+    (["train", "--mesh", "dp=4294967296"], "expected axes and sizes"),
+    (["train", "--mesh", ""], "mesh is empty"),
+    (["train", "--mesh", "dp=-1"], "expected axes and sizes"),
+    (["train", ""], "name is empty"),
+    (["train", "--plan", ""], "plan is empty"),
+    (["train", "--resume", ""], "resume is empty"),
+    (["train", "--init", ""], "init is empty"),
+    (["train", "--out", ""], "run is empty"),
+    (["train", "--set", ""], "sets nothing: write key=value"),
+    (["train", "--ranks", "0"], "ranks is 0: expected at least 1"),
+    (["train", "--ranks", "-4"], "ranks is -4: expected at least 1"),
+    (["train", "--ranks", "100000"], "does not divide among dp=50000"),
+    (["train", "--stop-after", "-1"], "stop_after is -1: expected a step from 1 to 120"),
+    (["plan", "llama-3-8b", "--set", "model.layers=1000003"], "model.layers is 1000003: expected"),
+    (["plan", "llama-3-8b", "--set", f"model.layers={MANY_DIGITS}"], "expected a whole number below 2**63"),
+    (["plan", "llama-3-8b", "--set", "model.dropout=nan"], "model.dropout is nan"),
+    (["plan", "", "--cluster", "8xh100"], "unknown model ''"),
+    (["plan", "tiny", "--cluster", "²xh100"], "cluster '²xh100' is not understood"),
+    (["plan", "tiny", "--cluster", f"{MANY_DIGITS}xh100"], "is not understood: write 64xh100"),
+    (["plan", "tiny", "--cluster", "8xh100", "--batch", "1" + "0" * 18], "batch is 1000000000000000000: expected"),
+    (["plan", "tiny", "--batch-tokens", MANY_DIGITS], "is too large: write one below 2**63"),
+    (["plan", "tiny", "--batch-tokens", "²"], "count '²' is not a number with a unit"),
+    (["plan", "tiny", "--cluster", "8xh100", "--fix", f"tp={MANY_DIGITS}"], "expected a whole number below 2**63"),
+    (
+        ["data", "prepare", "stdlib", "out", "--held-out", "-1"],
+        "data.held_out is -1.0: expected at least 0 and below 1",
+    ),
+    (["data", "prepare", "stdlib", "out", "--held-out", "1"], "data.held_out is 1.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "2"], "data.held_out is 2.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "data.held_out is nan"),
+    (["data", "prepare", "stdlib", "out", "--pattern", ""], "data.pattern is ''"),
+    (["data", "prepare", "stdlib", "out", "--pattern", "."], "data.pattern is '.'"),
+    (["data", "prepare", "", "out"], "data.source is ''"),
+    (["data", "prepare", "stdlib", ""], "is empty"),
+    (["data", "prepare", "~nosuchuser/x", "out"], "does not exist"),
+    (
+        ["data", "prepare", "stdlib", "out", "--tokenizer", "/nonexistent"],
+        "data.tokenizer '/nonexistent' does not exist",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), OPTIONS, ids=[" ".join(words)[:50] for words, _ in OPTIONS])
+def test_options(words: list[str], expected: str, nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refusal(words, capsys)
+
+
+RESUMED = [
+    (["--ranks", "4"], "ranks is 4 and the run has 1 (dp=1,tp=1): say with mesh how they are laid out"),
+    (["--out", "elsewhere"], "leave run and init out"),
+    (["tiny"], "leave a configuration out"),
+    (["--init", "x"], "leave init out"),
+    (["--mesh", "tp=4"], "plan.tp is 4: 2 heads are not divisible by it"),
+    (["--mesh", "dp=3"], "train.batch 4 does not divide among dp=3"),
+    (["--set", "model.width=32"], "model.width is 16 there and 32 here"),
+    (["--set", "optimizer.name=sgd"], "optimizer.name is adamw there and sgd here"),
+    (["--set", "plan.accumulation=3"], "plan.accumulation is 3 and a replica has 4 sequences"),
+    (["--set", "optimizer.betas=2,2"], "optimizer.betas is 2.0"),
+    (["--stop-after", "1"], "stop_after is 1: expected a step from 3 to 2"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), RESUMED, ids=[" ".join(words) for words, _ in RESUMED])
+def test_resuming_as_something_else(
+    words: list[str], expected: str, run: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert expected in refusal(["train", *words, "--resume", str(run)], capsys)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_resumed_run_becomes(run: Path, tmp_path: Path) -> None:
+    before = of_run(run)
+    assert load(resume=run) == before
+    assert load(resume=run, ranks=1) == before
+    moved = load(resume=run, mesh="dp=2,tp=2", sets=["train.steps=9"])
+    assert (moved.plan.dp, moved.plan.tp, moved.plan.microbatch, moved.batch) == (2, 2, 2, before.batch)
+    assert (moved.train.steps, moved.model) == (9, before.model)
+    assert load(resume=run, sets=["plan.accumulation=2"]).plan.microbatch == 2
+    (tmp_path / "plan.toml").write_text('tp = 2\nmicrobatch = 1\nprecision = "bf16"\n')
+    planned = load(resume=run, plan=tmp_path / "plan.toml")
+    # The plan's layout, and the run's batch.
+    assert (planned.plan.tp, planned.plan.precision, planned.plan.accumulation, planned.batch) == (2, "bf16", 4, 4)
+
+
+GENERATED = [
+    (["--prompt", ""], "an empty prompt: give at least one character"),
+    (["--prompt", "\udcff"], "prompt"),
+    (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more"),
+    (["--prompt", "x", "--temperature", "nan"], "temperature is nan: expected 0 or more"),
+    (["--prompt", "x", "--seed", "18446744073709551616"], "seed is a whole number of 65 bits: expected"),
+    (["--prompt", "x", "--seed", "-1"], "seed is -1"),
+    (["--prompt", "x", "--tokens", "-1"], "tokens is -1: expected a whole number, between 0 and 1,000,000"),
+    (["--prompt", "x", "--tokens", "99999999999"], "tokens is 99999999999"),
+    (["--prompt", "x", "--step", "-1"], "step"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), GENERATED, ids=[" ".join(words) for words, _ in GENERATED])
+def test_generate(words: list[str], expected: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refusal(["generate", str(run), *words], capsys)
+
+
+def test_the_smallest_temperature_takes_the_likeliest(run: Path) -> None:
+    """1e-320 divides into infinities, whose softmax was NaN."""
+    assert tm.train.generate(run, "to be", tokens=8, temperature=1e-320) == tm.train.generate(
+        run, "to be", tokens=8, temperature=0
+    )
+
+
+def test_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file, or lies below one" in refusal(["export", str(run), str(tmp_path / "file")], capsys)
+    assert "is a file, or lies below one" in refusal(["export", str(run), str(tmp_path / "file" / "x")], capsys)
+    assert "is no run" in refusal(["export", str(tmp_path), str(tmp_path / "out")], capsys)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
+
+MODEL = "[model]\nlayers = 1\nwidth = 16\nheads = 2\ncontext = 16\n"
+FILES = [
+    (b"\xff\xfe", "is not UTF-8 text"),
+    (b"[model]\nlayers = " + MANY_DIGITS.encode(), "not valid TOML: exceeds the limit"),
+    (b"x = " + b"[" * 5000, "not valid TOML: nested too deeply"),
+    (b"a" + b".a" * 5000 + b" = 1", ""),
+    (b"", "missing key 'model.layers'"),
+    (b"model = 3", "model is 3, expected a section"),
+    (b"train = 3\n" + MODEL.encode(), "train is 3, expected a section"),
+    (MODEL.encode() + b"[train]\nbatch = 7\n[plan]\ndp = 2", "train.batch 7 does not divide among dp=2"),
+    (MODEL.encode() + b"[train]\nbatch = 6\n[plan]\naccumulation = 4", "plan.accumulation is 4 and a replica has 6"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), FILES, ids=[str(content[:40]) for content, _ in FILES])
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_toml_files(
+    command: str,
+    content: bytes,
+    expected: str,
+    tmp_path: Path,
+    nothing_starts: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "run.toml").write_bytes(content)
+    said = refusal([command, str(tmp_path / "run.toml")], capsys)
+    if command == "train":
+        assert expected in said
+
+
+def test_a_file_need_not_say_the_vocabulary_of_bytes(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(MODEL)
+    assert load(str(tmp_path / "run.toml")).model.vocabulary == 256
+    (tmp_path / "run.toml").write_text(MODEL + '[data]\ntokenizer = "tokenizer.json"\n')
+    with pytest.raises(UsageError, match=r"missing key 'model\.vocabulary'"):
+        load(str(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "is empty"), ("# no keys\n", "is empty"), ("dp = '2'", "dp is '2'")]
+)
+def test_plan_files(
+    text: str, expected: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.toml").write_text(text)
+    assert expected in refusal(["train", "--plan", str(tmp_path / "plan.toml")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"\xff\xfe", "is not UTF-8 text"), (b"x = " + b"[" * 5000, "too deeply")]
+)
+def test_a_runs_own_configuration(
+    content: bytes, expected: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / CONFIG).write_bytes(content)
+    for words in (["train", "--resume", str(tmp_path)], ["generate", str(tmp_path), "--prompt", "x"]):
+        assert expected in refusal(words, capsys)
+
+
+def test_lines_of_json_are_not_trained_as_text(
+    tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "to be"}\n' * 1000)
+    for source in (tmp_path / "text.jsonl", tmp_path):
+        said = refusal(["train", "--set", f"data.source={source}"], capsys)
+        assert "would be read as raw JSON; expected plain text" in said
+    (nothing_starts.parent / "none").mkdir()
+    said = refusal(["train", "--set", f"data.source={tmp_path},data.pattern=*.md"], capsys)
+    assert "has no text file named like '*.md': set data.pattern" in said
+
+
+META = [
+    ({"dtype": 3}, "dtype is 3: expected one of uint8, uint16, uint32"),
+    ({"dtype": []}, "dtype is []: expected one of"),
+    ({"vocabulary": "x"}, "vocabulary is 'x': expected a whole number"),
+    ({"vocabulary": -1}, "vocabulary is -1: expected a whole number"),
+    ({"tokenizer": 7}, "tokenizer is 7: expected bytes, or the name of a file in this folder"),
+    ({"tokenizer": "../x"}, "tokenizer is '../x': expected bytes, or the name"),
+    ({"vocabulary": 1000}, "the tokenizer has 1000 tokens and the model's vocabulary is 256"),
+    ([1], "holds a list: expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("meta", "expected"), META, ids=[str(meta) for meta, _ in META])
+def test_what_shards_say_of_themselves(
+    meta: Any, expected: str, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train-0.bin").write_bytes(bytes(4000))
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert expected in refusal(["train", "--set", f"data.source={tmp_path}"], capsys)
+
+
+def test_shards_whose_description_is_too_deep(
+    tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train-0.bin").write_bytes(bytes(4000))
+    (tmp_path / "meta.json").write_text("[" * 100_000)
+    assert "nested too deeply" in refusal(["train", "--set", f"data.source={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"collectives": 3, "matmul": [1]}', '{"collectives": {"a": 3}, "matmul": {"b": []}}', "["]
+)
+def test_choices_that_are_damaged_are_made_anew(content: str, run: Path, tmp_path: Path) -> None:
+    """What `auto` picked before is a help for bit-exact resuming, never a reason to fail."""
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+    (copy / CHOICES).write_text(content)
+    assert tm.train.fit(load(resume=copy, sets=["train.steps=3"]), resume=copy).step == 3
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 16, "intermediate_size": 32,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+FOREIGN = [
+    (LLAMA, {"rms_norm_eps": "x"}, "model.norm_epsilon is 'x': expected a number"),
+    (LLAMA, {"rms_norm_eps": None}, "model.norm_epsilon is None: expected a number"),
+    (LLAMA, {"model_type": ["llama"]}, "model_type is ['llama']: expected one of gpt2, llama"),
+    (LLAMA, {"model_type": None}, "model_type is None"),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear"}},
+        "scaled by 'linear'",
+    ),
+    (LLAMA, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}}, "scaled by 'yarn'"),
+    (LLAMA, {"rope_parameters": [1]}, "rope_parameters is [1]: expected an object"),
+    (LLAMA, {"rope_theta": "x"}, "model.rotary_base is 'x': expected a number"),
+    (LLAMA, {"head_dim": "x"}, "head_dim is 'x': expected hidden_size"),
+    (LLAMA, {"tie_word_embeddings": "yes"}, "model.tied is 'yes': expected true or false"),
+    (LLAMA, {"num_key_value_heads": "2"}, "model.kv_heads is '2': expected a whole number"),
+    (
+        LLAMA,
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000: expected a whole number, between 1 and 10,000",
+    ),
+    (LLAMA, {"hidden_size": True}, "hidden_size is True: expected a whole number"),
+    (GPT2, {"n_layer": 10**9}, "n_layer is 1000000000: expected a whole number, between 1 and 10,000"),
+    (GPT2, {"n_layer": "1"}, "n_layer is '1': expected a whole number"),
+    (GPT2, {"activation_function": ["relu"]}, "activation_function in"),
+    (GPT2, {"resid_pdrop": "x", "embd_pdrop": "x"}, "model.dropout is 'x': expected a number"),
+    (GPT2, {"n_inner": -4}, "model.mlp_width is -4"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "words"), FOREIGN, ids=[str(changes) for _, changes, _ in FOREIGN])
+def test_hugging_face_configurations(
+    base: dict[str, Any],
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    nothing_starts: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from_json(base)
+    (tmp_path / "config.json").write_text(json.dumps(base | changes))
+    with pytest.raises(UsageError) as raised:
+        read_config(tmp_path)
+    assert words in str(raised.value)
+    assert words in refusal(["train", "--init", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff", b'{"n_layer": ' + MANY_DIGITS.encode() + b"}", b"[]", b""]
+)
+def test_hugging_face_files(
+    content: bytes, tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert "config.json" in refusal(["train", "--init", str(tmp_path)], capsys)
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: tm.train.fit("tiny"),
+            "config is 'tiny': expected a TrainConfig, which tilemesh.train.load_config makes",
+        ),  # type: ignore[arg-type]
+        (lambda: tm.train.fit({"model": {}}), "expected a TrainConfig"),  # type: ignore[arg-type]
+        (lambda: tm.train.fit(), "fit needs a config, or a run to resume"),
+        (
+            lambda: tm.train.fit(changed(optimizer=OptimizerConfig(lr="fast"))),
+            "optimizer.lr is 'fast', expected a number",
+        ),  # type: ignore[arg-type]
+        (lambda: tm.train.fit(changed(optimizer=OptimizerConfig(betas=(0.9, 1.0)))), "optimizer.betas is 1.0"),
+        (lambda: tm.train.fit(changed(sample=SampleConfig(prompt=""))), "sample.prompt is empty"),
+        (lambda: tm.train.fit(changed(data=None)), "data is None, expected a section"),
+        (lambda: tm.train.fit(changed(), name="a/b"), "name is 'a/b': expected a part of a folder's name"),
+        (lambda: tm.train.fit(changed(), name=""), "name is ''"),
+        (lambda: tm.train.fit(changed(), run=""), "run is empty"),
+        (lambda: tm.train.fit(changed(), restarts=-1), "restarts is -1: expected 0 or more"),
+        (lambda: tm.train.fit(changed(), restarts="x"), "restarts is 'x': expected a whole number"),  # type: ignore[arg-type]
+        (lambda: tm.train.fit(changed(), stop_after=2.5), "stop_after is 2.5: expected a whole number"),  # type: ignore[arg-type]
+        (lambda: tm.train.fit(changed(), transport="x"), "unknown transport 'x'"),
+        (lambda: DataConfig(held_out=2), "data.held_out is 2"),
+        (lambda: DataConfig(tokenizer="x"), "data.tokenizer is 'x'"),  # type: ignore[arg-type]
+    ],
+)
+def test_python(call: Callable[[], object], words: str, nothing_starts: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        call()
+    assert words in str(raised.value)
+    assert "--" not in str(raised.value)  # flags are the command line's words
+
+
+def changed(**sections: Any) -> TrainConfig:
+    return dataclasses.replace(load(), **sections)
+
+
+def test_every_number_of_a_configuration_has_a_range() -> None:
+    """A key that is added later is refused outside its range, or this fails."""
+    own = {"train", "optimizer", "checkpoint", "evaluate", "sample"}  # model, data and plan check themselves
+    numbers = set()
+    for section, kind in get_type_hints(TrainConfig).items():
+        for field, hint in get_type_hints(kind).items():
+            members = {hint, *get_args(hint)}
+            if section in own and members & {int, float} and hint is not bool:
+                numbers.add(f"{section}.{field}")
+    assert numbers - {"train.context"} == set(RANGES)
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    """The same from a shell: exit code 2, one line, nothing left behind."""
+    for words in (
+        ["train", "--set", "optimizer.betas=1.5,2"],
+        ["train", "--mesh", "tp=64"],
+        ["data", "prepare", "", "x"],
+    ):
+        done = subprocess.run([sys.executable, "-m", "tilemesh", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
