@@ -148,7 +148,7 @@ class _Operator:
             tensors = [values[at] for at in self.tensors]
             key, addresses = self._key(values, tensors, implementation)
             try:
-                found = context.current.runners.recent.get(key)
+                found = None if key is None else context.current.runners.recent.get(key)
             except TypeError:  # something has no hash, a list for one: say which
                 found = None
             if found is None:
@@ -255,7 +255,7 @@ class _Operator:
         at = self.places[self.told]
         return [*values[:at], asked, *values[at + 1 :]]
 
-    def _checked(self, values: tuple[Any, ...], implementation: str) -> None:
+    def _checked(self, values: Sequence[Any], implementation: str) -> None:
         if implementation not in IMPLEMENTATIONS:
             raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
         given = {self.names[at]: values[at] for at in self.tensors}

@@ -120,7 +120,7 @@ class Recording:
 
     def __call__(self, tensors: Tensors, addresses: list[int]) -> tuple[Any, ...]:
         """Allocate and launch; `addresses` are those of `tensors`, and are added to."""
-        slots = [*tensors]
+        slots: list[Any] = [*tensors]
         for allocation in self.allocations:
             made = allocation.make(slots)
             slots.append(made)
@@ -223,10 +223,11 @@ class Recorder(TorchDispatchMode):
         return Recording(count, allocations, launches, parts, sorted(at for at in self._written if at < count))
 
     def _part(self, result: Tensor) -> int | View | None:
-        slot = self._slot_of.get(id(result))
-        if slot is not None and slot >= len(self.tensors) and self._slots[slot] is result:
-            return slot
-        return self._view(result)
+        """Where a result is: as a rule all of an allocated tensor, of which the caller may hold another handle."""
+        view = self._view(result)
+        base = None if view is None or view.slot < len(self.tensors) else self._slots[view.slot]
+        whole = base is not None and (base.shape, base.stride()) == (result.shape, result.stride())
+        return view.slot if view is not None and whole and not view.offset_bytes else view
 
     def _view(self, tensor: Tensor) -> View | None:
         slot = self._slot_of.get(id(tensor))
