@@ -132,8 +132,8 @@ def test_settings(settings: str, words: str, nothing_starts: Path, capsys: pytes
 def test_a_gpu_that_is_not_there(
     nothing_starts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tilemesh.train.check.gpu_names", lambda: ())
-    monkeypatch.setattr("tilemesh.cli.train_run.gpu_names", lambda: ())
+    monkeypatch.setattr("tilemesh.train.check.usable_gpus", lambda: ())
+    monkeypatch.setattr("tilemesh.cli.train_run.usable_gpus", lambda: ())
     said = refusal(["train", "--set", "train.device=cuda"], capsys)
     assert "train.device is cuda and this machine has no GPU: set train.device=cpu" in said
 

@@ -7,6 +7,7 @@ without a change here. A command whose sound call `BASES` does not know gets its
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,8 @@ def all_cases(playground: Path) -> dict[str, Case]:
 # ---- commands and options --------------------------------------------------------------------------------------
 
 
-def commands() -> dict[str, Any]:
+@functools.cache
+def commands() -> Mapping[str, Any]:
     """Every command that typer knows, by the words that call it."""
     import typer
 

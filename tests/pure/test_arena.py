@@ -12,7 +12,7 @@ import pytest
 
 from tilemesh.comm.runtime import arena as arenas
 from tilemesh.comm.runtime.arena import HALF_BYTES, SMALL_BYTES, STAGE_BYTES, Arena, ArenaTurn, Regions, open_arena
-from tilemesh.comm.runtime.flags import LINE, Flags, can_fence, make_fence
+from tilemesh.comm.runtime.flags import DISAGREED, LINE, Asked, Flags, can_fence, make_fence
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
 
@@ -207,6 +207,24 @@ def test_ranks_meet_when_all_have_come(three_flags: list[Flags]) -> None:
     waiting.start()
     waiting.join(10)
     assert order == [0]
+
+
+def test_ranks_that_come_with_different_calls_all_know(three_flags: list[Flags]) -> None:
+    first, second, third = three_flags
+    for flags, words in zip(three_flags, ("all_reduce(4)", "all_reduce(5)", "all_reduce(4)"), strict=True):
+        flags.asked = Asked.of("all_reduce", 32, words)
+    epoch = first.raise_()
+    second.raise_()
+    assert first.differs()
+    assert first.have_come(epoch)  # nobody need wait for the third, which learns of it when it comes
+    third.raise_()
+    assert third.differs()
+    assert second.published() == DISAGREED
+    for flags in three_flags:  # and the next meeting is a meeting like any other
+        flags.asked = Asked.of("all_reduce", 32, "all_reduce(4)")
+        flags.raise_()
+    assert not any(flags.differs() for flags in three_flags)
+    assert second.published() == -1
 
 
 def test_a_rank_that_is_gone_is_named(three_flags: list[Flags]) -> None:

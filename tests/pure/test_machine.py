@@ -167,3 +167,25 @@ def test_these_modules_load_without_torch() -> None:
     source = str(Path(machine.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        (None, "ABC"),
+        ("", ""),
+        ("1", "B"),
+        ("2,0", "CA"),
+        ("0,7,1", "A"),
+        ("-1", ""),
+        ("GPU-5f3e", "A"),
+        (" 0 , 1", "AB"),
+    ],
+)
+def test_hidden_gpus_are_not_usable(listed: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu_names", lambda: ("A", "B", "C"))
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert "".join(machine.usable_gpus()) == expected

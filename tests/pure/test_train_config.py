@@ -31,6 +31,14 @@ def test_the_default_is_two_by_two_on_a_cpu_and_one_rank_a_gpu() -> None:
     assert load(gpus=8, mesh="dp=2,tp=2").plan.world == 4
 
 
+def test_a_files_own_layout_holds_where_there_are_gpus(tmp_path: Path) -> None:
+    written = "[model]\nlayers = 1\nwidth = 16\nheads = 2\ncontext = 16\n[train]\nbatch = 8\n"
+    (tmp_path / "laid.toml").write_text(written + "[plan]\ndp = 2\n")
+    assert load(str(tmp_path / "laid.toml"), gpus=8).plan.dp == 2
+    (tmp_path / "open.toml").write_text(written)
+    assert load(str(tmp_path / "open.toml"), gpus=8).plan.dp == 8
+
+
 @given(dp=st.sampled_from([1, 2, 4, 8, 16]), tp=st.sampled_from([1, 2]))
 def test_a_mesh_changes_how_the_batch_is_cut_and_not_the_batch(dp: int, tp: int) -> None:
     made = load(mesh=f"dp={dp},tp={tp}")

@@ -29,7 +29,7 @@ def bench_train(
 
     from tilemesh.core.errors import UsageError, unknown
     from tilemesh.launch.start import choose_transport
-    from tilemesh.measure.machine import gpu_names
+    from tilemesh.measure.machine import usable_gpus
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
     from tilemesh.train.bench import PEERS, compare
@@ -38,7 +38,7 @@ def bench_train(
     from tilemesh.train.rows import bench_rows
 
     console = Console(stderr=json == "-", highlight=False, markup=False)
-    gpus = gpu_names()
+    gpus = usable_gpus()
     made = load(config, sets=sets or (), mesh=mesh or ("dp=1" if gpus else "dp=2"), gpus=len(gpus))
     names = [name.strip() for name in peers.split(",") if name.strip()]
     for name in names:

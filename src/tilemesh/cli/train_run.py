@@ -19,7 +19,7 @@ from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.launch.rank import INTERRUPTED_CODE, run_command
-from tilemesh.measure.machine import gpu_names, stamp
+from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.runs import folder as folders
@@ -123,7 +123,7 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         mesh=asked.mesh,
         plan=asked.plan,
         ranks=ranks,
-        gpus=len(gpu_names()),
+        gpus=len(usable_gpus()),
         init=asked.init,
         resume=asked.resume,
     )

@@ -52,6 +52,7 @@ def folder(name: str, home: str = "") -> OperatorEntry:
 
 _MATMUL = "tilemesh.kernels.matmul"
 _NORM = "tilemesh.kernels.norm"
+_GATED = "tilemesh.kernels.gated"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -70,6 +71,9 @@ _OPERATORS = (
     folder("add_layer_norm", _NORM),
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
+    folder("rotary"),
+    folder("swiglu", _GATED),
+    folder("geglu", _GATED),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

@@ -173,6 +173,22 @@ def gpu_names() -> tuple[str, ...]:
     return ()
 
 
+def usable_gpus() -> tuple[str, ...]:
+    """Names of those that this process may use: `CUDA_VISIBLE_DEVICES` hides what it does not list."""
+    names, listed = gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return names
+    shown: list[str] = []
+    for entry in (part.strip() for part in listed.split(",")):
+        if entry.isdecimal() and int(entry) < len(names):
+            shown.append(names[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")) and names:
+            shown.append(names[0])  # by its number of manufacture: which of them it is does not matter here
+        else:
+            break  # as CUDA reads it: what follows an entry that is none is hidden too
+    return tuple(shown)
+
+
 def versions() -> dict[str, str]:
     """Versions that can change a measurement, without importing what they belong to; what is absent is left out."""
     found = {"python": platform.python_version(), "tilemesh": tilemesh.__version__}

@@ -21,7 +21,7 @@ from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
-from tilemesh.measure.machine import gpu_names
+from tilemesh.measure.machine import usable_gpus
 from tilemesh.model.config import ModelConfig, why_not_tp
 from tilemesh.model.families import read_config
 from tilemesh.runs import folder as folders
@@ -106,7 +106,7 @@ def _check_plan(made: TrainConfig) -> None:
 
 def check_machine(made: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
-    if made.train.device == "cuda" and not gpu_names():
+    if made.train.device == "cuda" and not usable_gpus():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.plan.world > most:

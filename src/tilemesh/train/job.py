@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tilemesh.core.context import membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.busy import OtherWork
-from tilemesh.measure.machine import gpu_names
+from tilemesh.measure.machine import usable_gpus
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
@@ -152,7 +152,7 @@ def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitSt
         asked.listener(event)
 
     transport = asked.transport
-    if transport == "auto" and gpu_names() and config.train.device != "cpu":
+    if transport == "auto" and usable_gpus() and config.train.device != "cpu":
         transport = "torch"  # GPUs exchange over NCCL
     others = OtherWork()
     outcome = start(
@@ -196,7 +196,7 @@ def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack
         folders.new_run(TRAIN, config.to_toml(), folder)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
-    folders.write_prediction(folder, predict_run(config, gpu_names()))
+    folders.write_prediction(folder, predict_run(config, usable_gpus()))
     folders.write_environment(folder, asked.command)
     if asked.resume is None:
         Journal(folder).add(STARTED, 0)

@@ -74,7 +74,10 @@ def load(
         start = start.plan(**_axes(mesh))
     elif resume is None:
         gpus = 0 if start.made.train.device == "cpu" else gpus
-        if ranks is not None or (gpus and not any(key.startswith("plan.") for key in start.told)):
+        laid_out = any(key.startswith("plan.") for key in start.told) or any(
+            key in start.written for key in ("plan.dp", "plan.tp", "plan.pp")
+        )
+        if ranks is not None or (gpus and not laid_out):
             start = _spread(start, ranks if ranks is not None else gpus, gpus)
     world = start.made.plan.world
     if ranks is not None and ranks != world:
