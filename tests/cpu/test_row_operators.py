@@ -12,9 +12,11 @@ from torch.nn import functional
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.linear_cross_entropy import kernel as chunks
 from tilemesh.kernels.norm import reference as norms
+from tilemesh.kernels.softmax import kernel as softmax_kernels
 from tilemesh.kernels.softmax import reference as softmaxes
 
 pytest.importorskip("triton")
@@ -267,3 +269,108 @@ def test_bad_arguments_get_a_reason(call, words):
     with pytest.raises(UsageError) as caught:
         call()
     assert words in str(caught.value)
+
+
+# ---- repeated calls --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often the code of softmax's kernel module runs, forward and backward, in a context of its own."""
+    ran = []
+    for name in ("forward", "backward"):
+        code = getattr(softmax_kernels, name)
+        monkeypatch.setattr(
+            softmax_kernels, name, lambda *given, name=name, code=code: ran.append(name) or code(*given)
+        )
+    with use(Context()):
+        yield ran
+
+
+def test_a_call_of_a_known_signature_is_repeated(counted):
+    whole = normal(4, 40, dtype=torch.float32)
+
+    def runs(x, **options):
+        """Whether a right call ran the module's code."""
+        before = len(counted)
+        y = kernels.softmax(x, **options, **INTERPRET)
+        assert excess(y.detach(), softmaxes.exact(x, **options), softmaxes.error_bound(x, **options)) is None
+        return len(counted) > before
+
+    assert runs(whole[:, :8].contiguous())
+    for seed in range(3):
+        assert not runs(normal(4, 8, seed=seed, dtype=torch.float32))  # at other addresses
+    assert runs(whole[:, :8])  # other strides
+    assert runs(whole[:, 1:9])  # another alignment
+    assert not runs(whole[:, 5:13])  # the same again
+    assert runs(whole[:, :8].contiguous(), scale=0.5)
+    assert runs(whole[:, :8].contiguous(), scale=2)  # a number of another type is checked anew
+    assert runs(whole[:, :8].contiguous().requires_grad_())
+    with torch.no_grad():
+        assert not runs(whole[:, :8].contiguous().requires_grad_())
+    with use(Context()):
+        assert runs(whole[:, :8].contiguous())
+    with pytest.raises(UsageError, match="scale is True"):
+        kernels.softmax(whole[:, :8].contiguous(), scale=True, **INTERPRET)
+
+
+def test_a_backward_pass_is_repeated_too(counted):
+    for seed in range(3):
+        x, grad = normal(4, 8, seed=seed, grad=True), normal(4, 8, seed=seed + 9)
+        (found,) = torch.autograd.grad(kernels.softmax(x, **INTERPRET), x, grad)
+        torch.testing.assert_close(found, torch.autograd.grad(torch.softmax(x, -1), x, grad)[0])
+    assert counted == ["forward", "backward"]
+    torch.autograd.grad(kernels.softmax(x, **INTERPRET), x, normal(8, 4).t())
+    assert counted == ["forward", "backward", "backward"]
+    (first,) = torch.autograd.grad(kernels.softmax(x, **INTERPRET), x, grad, create_graph=True)
+    assert first.requires_grad  # by the reference
+
+
+def test_tensors_given_twice_are_told_apart_later():
+    """The recorded call reads one tensor as both: a repeated one must not."""
+    with use(Context()):
+        x, residual, weight = normal(3, 8, grad=True), normal(3, 8, seed=1, grad=True), normal(8, seed=2, grad=True)
+        for pair in ((x, x), (x, residual), (residual, residual)):
+            found, wanted = (kernels.add_rms_norm(*pair, weight, implementation=how) for how in ("interpret", "torch"))
+            torch.testing.assert_close(found, wanted)
+            ups = (normal(3, 8, seed=3), normal(3, 8, seed=4))
+            for results in (slice(2), slice(1), slice(1, 2)):  # one that nothing is computed from has no gradient
+                leaves = list(dict.fromkeys((*pair, *([weight] if results != slice(1, 2) else []))))
+                grads = [
+                    torch.autograd.grad(y[results], leaves, ups[results], retain_graph=True) for y in (found, wanted)
+                ]
+                torch.testing.assert_close(*grads)
+
+
+def test_values_are_checked_at_every_call():
+    logits = normal(2, 5)
+    kernels.cross_entropy(logits, torch.tensor([1, 4]), **INTERPRET)
+    for implementation in ("interpret", "auto"):
+        kernels.cross_entropy(logits, torch.tensor([1, 4]), implementation=implementation)
+        with pytest.raises(UsageError, match="target 5 is outside"):
+            kernels.cross_entropy(logits, torch.tensor([1, 5]), implementation=implementation)
+
+
+def test_a_repeated_gradient_over_the_logits_is_seen_by_autograd():
+    target = torch.tensor([1, -100, 5, 0])
+    with use(Context()):
+        for seed in range(3):
+            logits = normal(4, 6, seed=seed, grad=True)
+            copied = logits * 1
+            loss = kernels.cross_entropy(copied, target, overwrite=True, **INTERPRET)
+            (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+            torch.testing.assert_close(found, torch.autograd.grad(functional.cross_entropy(logits, target), logits)[0])
+            torch.testing.assert_close(copied.detach(), found)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+def test_what_is_saved_elsewhere_may_come_back_otherwise():
+    """A hook on saved tensors can return other strides than were saved."""
+    with use(Context()):
+        for turn in (lambda saved: saved, lambda saved: saved.t().contiguous().t() if saved.dim() == 2 else saved):
+            x, weight = normal(4, 8, grad=True), normal(8, seed=1, grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, turn):
+                found = torch.autograd.grad(kernels.rms_norm(x, weight, **INTERPRET).sum(), (x, weight))
+            wanted = torch.autograd.grad(kernels.rms_norm(x, weight).sum(), (x, weight))
+            torch.testing.assert_close(found, wanted)

@@ -34,8 +34,10 @@ def check(
         raise UsageError(f"label_smoothing is {label_smoothing}: expected a number from 0 to 1")
     if not z_loss >= 0:
         raise UsageError(f"z_loss is {z_loss}: expected 0 or more")
-    if target.device.type == "cpu":
-        check_targets(target, logits.shape[-1], ignore_index)
+
+
+def check_values(logits: Tensor, target: Tensor, ignore_index: int, *_: object) -> None:
+    check_targets(target, logits.shape[-1], ignore_index)
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
@@ -60,7 +62,13 @@ def counted(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty((), dtype=accumulator(logits.dtype))
 
 
-@operator(kernel="tilemesh.kernels.cross_entropy.kernel", check=check, kept=(log_sums, counted), overwrites="overwrite")
+@operator(
+    kernel="tilemesh.kernels.cross_entropy.kernel",
+    check=check,
+    check_values=check_values,
+    kept=(log_sums, counted),
+    overwrites="overwrite",
+)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

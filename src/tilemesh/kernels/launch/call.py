@@ -46,8 +46,11 @@ def place_of(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), aligned=tensor.data_ptr() % 16 == 0)
 
 
-def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
-    """Run what `plan(places, **constants)` says on the tensors' GPU, on its current stream."""
+def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Launched:
+    """Run what `plan(places, **constants)` says on the tensors' GPU, on its current stream.
+
+    Returns what was launched, for other tensors that lie in memory as these do.
+    """
     addresses, key = [], [plan, *constants.values()]
     for tensor in tensors.values():
         address = tensor.data_ptr()
@@ -57,11 +60,12 @@ def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], 
     key.append(device)
     runners = context.current.runners
     signature = tuple(key)
-    program = runners.recent.get(signature)
+    program: Launched | None = runners.recent.get(signature)
     if program is None:
         program = runners.older.get(signature) or _compile(plan, tensors, device, constants)
         runners.keep(signature, program)
     program.launch(addresses)
+    return program
 
 
 class Launched:
@@ -83,11 +87,11 @@ class Launched:
         with torch.cuda.device(self.index):
             self.program = LaunchProgram(plan, operands, [*names, *plan.buffers])
 
-    def launch(self, addresses: list[int]) -> None:
+    def launch(self, addresses: Sequence[int]) -> None:
         """On the current stream of the plan's GPU; scratch memory is fresh each time, so streams do not race for it."""
         if self.buffers:
             scratch = [torch.empty(elements, dtype=dtype, device=self.device) for elements, dtype in self.buffers]
-            addresses += [buffer.data_ptr() for buffer in scratch]
+            addresses = [*addresses, *(buffer.data_ptr() for buffer in scratch)]
         # A launch belongs to the current device's context; with one GPU there is no other.
         if self.several and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
@@ -114,9 +118,24 @@ def scratch_of(buffers: Mapping[str, Buffer], device: torch.device | str = "cpu"
     }
 
 
-def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> None:
+def interpreted(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Interpreted:
     """The same, by Triton's interpreter."""
-    from tilemesh.kernels.launch import interpret
-
     planned = plan({name: place_of(tensor) for name, tensor in tensors.items()}, **constants)
-    interpret.run(planned, {**tensors, **scratch_of(planned.buffers)}, written)
+    program = Interpreted(planned, tuple(tensors), tuple(written))
+    program.launch(list(tensors.values()))
+    return program
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A plan for one signature of tensors, to be interpreted. `names`: of the tensors, in the order they are given."""
+
+    plan: LaunchPlan
+    names: tuple[str, ...]
+    written: tuple[str, ...]
+
+    def launch(self, tensors: Sequence[Tensor]) -> None:
+        from tilemesh.kernels.launch import interpret
+
+        given = dict(zip(self.names, tensors, strict=True))
+        interpret.run(self.plan, {**given, **scratch_of(self.plan.buffers)}, self.written)

@@ -9,6 +9,11 @@ asked for. The kernel module gives `forward` and, unless the reference's gradien
     backward(launch, gradients, arguments, kept) -> one gradient, or None, for each tensor argument, in order
 
 `launch` runs a plan, compiled or interpreted (call.py). Results of kernels are contiguous.
+
+A call of a signature that was seen before skips all of this: its checks have passed, its implementation is chosen, and
+where the kernel module only allocates and launches, that is repeated without calling it (replay.py). So what the two
+functions do may depend on shapes, strides, dtypes, alignment, devices and on the arguments that are no tensors, and on
+nothing else.
 """
 
 from __future__ import annotations
@@ -23,9 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.replay import Repeated, Tensors, signature
 from tilemesh.kernels.launch.tensors import (
     FLOATS,
     autocast,
@@ -36,6 +44,7 @@ from tilemesh.kernels.launch.tensors import (
     is_plain,
     is_traced,
     is_transformed,
+    is_watched,
 )
 
 IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
@@ -59,6 +68,7 @@ def operator(
     *,
     kernel: str,
     check: Callable[..., None] | None = None,
+    check_values: Callable[..., None] | None = None,
     kept: Sequence[Callable[..., Tensor]] = (),
     keeps_results: bool = False,
     dtypes: Sequence[torch.dtype] = FLOATS,
@@ -71,19 +81,21 @@ def operator(
     """Make the decorated reference a public operator, with one more argument, `implementation`.
 
     kernel: the module of the kernels, imported when one of them first runs, or `module:object` for an object with the
-    same two functions, where operators share a module. check: called with the arguments, refuses
-    what does not fit. kept: for each tensor that `forward` returns beyond the reference's, a function of the arguments
-    that makes an empty one. keeps_results: whether `backward` is given the results too, before what is kept; they are
-    rounded to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in
-    own_dtype. casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for these
-    arguments; where there is none, the reference computes. overwrites: the name of a bool argument that lets `backward`
-    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name
-    of a bool argument that is filled in at each call: whether a gradient may be asked for.
+    same two functions, where operators share a module. check: called with the arguments, refuses shapes, dtypes and
+    other arguments that do not fit; where they passed once, it is not called again. check_values: the same for the
+    values of tensors, called each time they are on a CPU (on a GPU, reading them would wait for it). kept: for each
+    tensor that `forward` returns beyond the reference's, a function of the arguments that makes an empty one.
+    keeps_results: whether `backward` is given the results too, before what is kept; they are rounded to their dtype.
+    dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype. casts: whether
+    arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these shapes; where there
+    is none, the reference computes. overwrites: the name of a bool argument that lets `backward` write over a tensor it
+    was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool argument
+    that is filled in at each call: whether a gradient may be asked for.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
         options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, overwrites, told)
-        return _Operator(reference, kernel, check, *options).public()
+        return _Operator(reference, kernel, check, check_values, *options).public()
 
     return decorate
 
@@ -94,6 +106,7 @@ class _Operator:
         reference: Reference,
         kernel: str,
         check: Callable[..., None] | None,
+        check_values: Callable[..., None] | None,
         kept: tuple[Callable[..., Tensor], ...],
         keeps_results: bool,
         dtypes: tuple[torch.dtype, ...],
@@ -105,7 +118,7 @@ class _Operator:
     ) -> None:
         self.own_dtype, self.served, self.overwrites, self.told = own_dtype, served, overwrites, told
         self.name, self.reference, self.kernel = reference.__name__, reference, kernel
-        self.check, self.kept, self.dtypes, self.casts = check, kept, dtypes, casts
+        self.check, self.check_values, self.kept, self.dtypes, self.casts = check, check_values, kept, dtypes, casts
         self.keeps_results = keeps_results
         self.parameters = list(inspect.signature(reference).parameters.values())
         hints = typing.get_type_hints(reference)
@@ -117,15 +130,30 @@ class _Operator:
         self.tensors = [at for at, name in enumerate(self.names) if hints[name] in (Tensor, Tensor | None)]
         self.required = {name for name in self.names if hints[name] is Tensor}
         self.others = [(at, name, hints[name]) for at, name in enumerate(self.names) if hints[name] in _ACCEPTED]
+        self.places = {name: at for at, name in enumerate(self.names)}
+        self.filled_in = [self.defaults.get(name) for name in self.names]  # what is not given
+        self.least = max((at + 1 for at, name in enumerate(self.names) if name not in self.defaults), default=0)
         self._register([f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in self.names])
-        self.function = _autograd_function(self)
+        # As torch.autograd.Function.apply without its own questions about transforms, which were answered before.
+        self.apply = super(torch.autograd.Function, _autograd_function(self)).apply  # type: ignore[misc]
 
     # ---- the public function -------------------------------------------------------------------------------------
 
     def public(self) -> Callable[..., Any]:
         @functools.wraps(self.reference)
         def call(*arguments: Any, implementation: str = "auto", **named: Any) -> Any:
-            return self(self._bound(arguments, named), implementation)
+            values = self._bound(arguments, named)
+            if is_compiling() or is_watched():
+                return self(values, implementation)
+            tensors = [values[at] for at in self.tensors]
+            key, addresses = self._key(values, tensors, implementation)
+            try:
+                found = None if key is None else context.current.runners.recent.get(key)
+            except TypeError:  # something has no hash, a list for one: say which
+                found = None
+            if found is None:
+                return self(values, implementation)
+            return found(values, tensors, addresses)
 
         extra = inspect.Parameter("implementation", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)
         call.__signature__ = inspect.signature(self.reference).replace(  # type: ignore[attr-defined]
@@ -134,12 +162,43 @@ class _Operator:
         call.reference = self.reference  # type: ignore[attr-defined]
         return call
 
-    def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+        """All values, in order."""
+        count = len(arguments)
+        if not self.least <= count <= self.positional:
+            return self._bound_by_name(arguments, named)
+        values = [*arguments, *self.filled_in[count:]]
+        for name, value in named.items():
+            at = self.places.get(name, -1)
+            if at < count:
+                return self._bound_by_name(arguments, named)  # refuses it
+            values[at] = value
+        return values
+
+    def _bound_by_name(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         given = {**self.defaults, **dict(zip(self.names, arguments, strict=False)), **named}
         twice = [name for name in self.names[: len(arguments)] if name in named] if named else ()
         if len(arguments) > self.positional or len(given) != len(self.names) or twice:
             raise self._misfit(arguments, named, given, twice)
-        return tuple([given[name] for name in self.names])
+        return [given[name] for name in self.names]
+
+    def _key(
+        self, values: Sequence[Any], tensors: Tensors, implementation: str, *, cast: bool = False
+    ) -> tuple[tuple[object, ...] | None, list[int]]:
+        """All that decides how a call runs, and the tensors' addresses; no key for a call that is not to be repeated.
+
+        cast: whether these are values after autocast; a call that has yet to cast has no key.
+        """
+        found = signature(tensors)
+        if found is None or (self.casts and not cast and autocasts(_first(tensors))):
+            return None, []
+        key, addresses = found
+        asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+        key += (self, implementation, asked, cast)
+        for at, _, _ in self.others:
+            value = values[at]
+            key += (value, type(value))  # 1, 1.0 and True are equal, but not accepted alike
+        return tuple(key), addresses
 
     def _misfit(
         self, arguments: tuple[Any, ...], named: Mapping[str, Any], given: Mapping[str, Any], twice: Sequence[str]
@@ -157,34 +216,46 @@ class _Operator:
         missing = ", ".join(name for name in self.names if name not in given)
         return UsageError(f"{self.name} takes {', '.join(self.names)}; missing: {missing}")
 
-    def __call__(self, values: tuple[Any, ...], implementation: str) -> Any:
+    def __call__(self, values: Sequence[Any], implementation: str) -> Any:
+        """A call whose signature is new, or one that torch watches."""
         self._checked(values, implementation)
-        tensors = [values[at] for at in self.tensors if values[at] is not None]
-        if is_transformed(*tensors):
+        tensors = [values[at] for at in self.tensors]
+        given = [tensor for tensor in tensors if tensor is not None]
+        if is_transformed(*given):
             return self.compute(values)
-        how = self._how(implementation, tensors)
+        how = self._how(implementation, given)
         if how != "torch" and self.served is not None and not self.served(*values):
             how = "torch"
-        if how == "torch":
-            return self.compute(values)
-        if self.casts and autocasts(tensors[0]):
-            values = tuple([autocast(value) if isinstance(value, Tensor) else value for value in values])
-            tensors = [values[at] for at in self.tensors if values[at] is not None]
-        if self.told is not None:
-            asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            values = tuple(
-                [asked if name == self.told else value for name, value in zip(self.names, values, strict=True)]
-            )
-        if is_traced() or not all(is_plain(tensor) for tensor in tensors):
+        cast = how != "torch" and self.casts and autocasts(given[0])
+        if cast:
+            values = [autocast(value) if isinstance(value, Tensor) else value for value in values]
+            tensors = [values[at] for at in self.tensors]
+            given = [tensor for tensor in tensors if tensor is not None]
+        traced = is_traced() or not all(is_plain(tensor) for tensor in given)
+        asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if traced and how != "torch":
+            values = self._telling(values, asked)
             made = getattr(torch.ops.tilemesh, self.name)(*values, how)
-        elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            made = self.function.apply(how, *values)
-        else:
-            made = self.forward(how, values)
-        made = made if isinstance(made, tuple) else (made,)
-        return made[0] if self.results == 1 else made[: self.results]
+            made = made if isinstance(made, tuple) else (made,)
+            return made[0] if self.results == 1 else made[: self.results]
+        prepared = _Prepared(self, how, asked, values)
+        key, addresses = (None, []) if traced else self._key(values, tensors, implementation, cast=cast)
+        if key is None:
+            return self.compute(values) if how == "torch" else prepared(values, tensors, [])
+        runners = context.current.runners
+        prepared = runners.recent.get(key) or runners.older.get(key) or prepared
+        made = prepared(values, tensors, addresses)
+        runners.keep(key, prepared)
+        return made
 
-    def _checked(self, values: tuple[Any, ...], implementation: str) -> None:
+    def _telling(self, values: Sequence[Any], asked: bool) -> Sequence[Any]:
+        """Values with the argument filled in that says whether a gradient may be asked for."""
+        if self.told is None:
+            return values
+        at = self.places[self.told]
+        return [*values[:at], asked, *values[at + 1 :]]
+
+    def _checked(self, values: Sequence[Any], implementation: str) -> None:
         if implementation not in IMPLEMENTATIONS:
             raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
         given = {self.names[at]: values[at] for at in self.tensors}
@@ -205,6 +276,8 @@ class _Operator:
         check_device(there)
         if self.check is not None:
             self.check(*values)
+        if self.check_values is not None and next(iter(there.values())).device.type == "cpu":
+            self.check_values(*values)
 
     def _how(self, implementation: str, tensors: Sequence[Tensor]) -> str:
         on_gpu = tensors[0].device.type == "cuda"
@@ -228,10 +301,18 @@ class _Operator:
         found = importlib.import_module(module)
         return getattr(found, name) if name else found
 
-    def forward(self, how: str, values: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Results, then what is kept for the backward pass."""
-        kernels = self._kernels()
-        made = kernels.forward(call.interpreted if how == "interpret" else call.compiled, *values)
+    def forward(self, how: str, values: Sequence[Any]) -> Sequence[Tensor]:
+        """Results, then what is kept for the backward pass: where torch.compile's graphs call it."""
+        tensors = [values[at] for at in self.tensors]
+        return self.repeat(
+            (self, how, "forward", *self._options(values)),
+            tensors,
+            how,
+            lambda launch, tensors: self._forward(launch, self._with(values, tensors)),
+        )
+
+    def _forward(self, launch: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
+        made = self._kernels().forward(launch, *values)
         made = made if isinstance(made, tuple) else (made,)
         if len(made) != self.results + len(self.kept):
             wanted = f"expected {self.results} as the reference returns and {len(self.kept)} declared in kept="
@@ -241,19 +322,66 @@ class _Operator:
     def backward(
         self, how: str, gradients: Sequence[Tensor], values: Sequence[Any], kept: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """One gradient for each tensor argument that was given."""
-        kernels = self._kernels()
-        if not hasattr(kernels, "backward"):
-            return self.differentiate(gradients, values, create_graph=False)
-        launch = call.interpreted if how == "interpret" else call.compiled
-        made = kernels.backward(launch, tuple(gradients), tuple(values), tuple(kept))
+        """One gradient, or None, for each tensor argument."""
+        if not hasattr(self._kernels(), "backward"):
+            found = iter(self.differentiate(gradients, values, create_graph=False))
+            return [None if values[at] is None else next(found) for at in self.tensors]
+        results, count = self.results, self.results + len(self.tensors)
+
+        def run(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor | None]:
+            given = self._with(values, tensors[results:count])
+            return self._backward(launch, tensors[:results], given, tensors[count:])
+
+        tensors = (*gradients, *(values[at] for at in self.tensors), *kept)
+        return self.repeat(self.backward_key(how, values), tensors, how, run)
+
+    def backward_key(self, how: str, values: Sequence[Any]) -> tuple[object, ...]:
+        return (self, how, "backward", *self._options(values))
+
+    def _backward(
+        self, launch: Callable[..., Any], gradients: Tensors, values: Sequence[Any], kept: Tensors
+    ) -> Sequence[Tensor | None]:
+        made = self._kernels().backward(launch, tuple(gradients), tuple(values), tuple(kept))
         made = (made,) if isinstance(made, Tensor) else made or ()
         if len(made) != len(self.tensors):
             tensors = ", ".join(self.names[at] for at in self.tensors)
             raise RunError(
                 f"backward of {self.name} returned {len(made)} gradients for {len(self.tensors)} tensors: {tensors}"
             )
-        return [gradient for at, gradient in zip(self.tensors, made, strict=True) if values[at] is not None]
+        return [None if values[at] is None else gradient for at, gradient in zip(self.tensors, made, strict=True)]
+
+    def repeat(
+        self,
+        key: tuple[object, ...],
+        tensors: Tensors,
+        how: str,
+        function: Callable[[Callable[..., Any], Tensors], Sequence[Any]],
+    ) -> Sequence[Any]:
+        """Repeat what the first call with this key did on tensors of this signature; or make that first call."""
+        launch = call.interpreted if how == "interpret" else call.compiled
+        found = None if is_watched() else signature(tensors)
+        if found is None:
+            return function(launch, tensors)
+        signed, addresses = found
+        whole = (*signed, *key)
+        runners = context.current.runners
+        repeated = runners.recent.get(whole)
+        if repeated is None:
+            repeated = runners.older.get(whole) or Repeated()
+            runners.keep(whole, repeated)
+        made: Sequence[Any] = repeated(tensors, addresses, launch, function)
+        return made
+
+    def _options(self, values: Sequence[Any]) -> list[object]:
+        """The arguments that are no tensors, as parts of a key."""
+        return [part for at, _, _ in self.others for part in (values[at], type(values[at]))]
+
+    def _with(self, values: Sequence[Any], tensors: Tensors) -> list[Any]:
+        """These values with other tensors."""
+        made = list(values)
+        for at, tensor in zip(self.tensors, tensors, strict=True):
+            made[at] = tensor
+        return made
 
     def differentiate(self, gradients: Sequence[Tensor], values: Sequence[Any], *, create_graph: bool) -> list[Tensor]:
         """The same by the reference: slower, and differentiable again with `create_graph`."""
@@ -273,31 +401,25 @@ class _Operator:
 
     def remember(self, ctx: Any, how: str, values: Sequence[Any], made: Sequence[Tensor]) -> None:
         kept = made if self.keeps_results else made[self.results :]
-        ctx.how, ctx.rest = how, [None if at in self.tensors else value for at, value in enumerate(values)]
+        ctx.how, ctx.rest = how, self._with(values, [None] * len(self.tensors))
         ctx.save_for_backward(*(values[at] for at in self.tensors), *kept)
 
-    def recall(self, ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of all arguments, None for those that are no tensors or need none."""
-        saved = ctx.saved_tensors
-        values, kept = list(ctx.rest), saved[len(self.tensors) :]
-        for at, tensor in zip(self.tensors, saved, strict=False):
-            values[at] = tensor
+    def recall(
+        self, how: str, rest: Sequence[Any], saved: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """One gradient, or None, for each tensor argument."""
+        values, kept = self._with(rest, saved[: len(self.tensors)]), saved[len(self.tensors) :]
         given = [values[at] for at in self.tensors if values[at] is not None]
         filled = self._filled(gradients, values)
         watched = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *filled))
-        made: Sequence[Tensor | None]
+        if not watched and not is_traced() and all(is_plain(tensor) for tensor in (*filled, *given)):
+            return self.backward(how, filled, values, kept)
         if watched and not is_traced():
             made = self.differentiate(filled, values, create_graph=True)
-        elif is_traced() or not all(is_plain(tensor) for tensor in (*filled, *given)):
-            made = getattr(torch.ops.tilemesh, f"{self.name}_backward")(*values, list(kept), filled, ctx.how)
         else:
-            made = self.backward(ctx.how, filled, values, kept)
-        answer: list[Tensor | None] = [None] * len(values)
+            made = getattr(torch.ops.tilemesh, f"{self.name}_backward")(*values, list(kept), filled, how)
         found = iter(made)
-        for at in self.tensors:
-            if values[at] is not None:
-                answer[at] = next(found)
-        return answer
+        return [None if values[at] is None else next(found) for at in self.tensors]
 
     def _filled(self, gradients: Sequence[Tensor | None], values: Sequence[Any]) -> list[Tensor]:
         """A result that nothing was computed from has a gradient of zeros."""
@@ -322,15 +444,15 @@ class _Operator:
             return tensors if count > 1 else tensors[0]
 
         def forward(*values: Any) -> Any:
-            return one_or_all(self.forward(values[-1], values[:-1]))
+            return one_or_all(tuple(self.forward(values[-1], values[:-1])))
 
         def backward(*values: Any) -> list[Tensor]:
             *arguments, kept, gradients, how = values
             if self.overwrites is not None:
                 arguments[self.names.index(self.overwrites)] = False
             made = self.backward(how, gradients, arguments, kept)
-            given = [arguments[at] for at in self.tensors if arguments[at] is not None]
-            pairs = zip(made, given, strict=True)
+            pairs = [(grad, arguments[at]) for grad, at in zip(made, self.tensors, strict=True)]
+            pairs = [(grad, tensor) for grad, tensor in pairs if tensor is not None]
             whole = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
             # What is recorded must not return one tensor twice.
             return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
@@ -346,7 +468,11 @@ class _Operator:
         def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             if all(gradient is None for gradient in gradients[: self.results]):
                 return (None,) * (len(self.names) + 1)
-            return (*self.recall(ctx, gradients), None)
+            answer: list[Tensor | None] = [None] * (len(self.names) + 1)
+            found = self.recall(ctx.how, ctx.rest, ctx.saved_tensors, gradients)
+            for at, gradient in zip(self.tensors, found, strict=True):
+                answer[at] = gradient
+            return tuple(answer)
 
         for name, function in ((self.name, forward), (f"{self.name}_backward", backward)):
             _library.impl(name, function, "CPU")
@@ -381,22 +507,87 @@ def _words(hint: Any) -> str:
     return "nothing" if hint is None else getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
 
 
+class _Prepared:
+    """All that calls of one signature share: their checks have passed, and what runs is chosen."""
+
+    def __init__(self, operator: _Operator, how: str, asked: bool, values: Sequence[Any]) -> None:
+        self.operator, self.how, self.asked = operator, how, asked
+        self.rest = operator._with(values, [None] * len(operator.tensors))
+        self.backward_key = operator.backward_key(how, operator._telling(self.rest, asked))
+        self.forward = Repeated()
+        self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
+        on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in operator.tensors)
+        self.check_values = operator.check_values if on_cpu else None
+
+    def __call__(self, values: Sequence[Any], tensors: Tensors, addresses: list[int]) -> Any:
+        if self.check_values is not None:
+            self.check_values(*values)
+        operator = self.operator
+        if self.how == "torch":
+            return operator.compute(values)
+        if self.asked:
+            return operator.apply(self, values, addresses, *tensors)
+        made = self.run(values, tensors, addresses)
+        return made[0] if operator.results == 1 else made[: operator.results]
+
+    def run(self, values: Sequence[Any], tensors: Tensors, addresses: list[int]) -> Sequence[Tensor]:
+        """Results, then what is kept for the backward pass."""
+        recording = self.forward.recording
+        if recording is not None:
+            return recording(tensors, addresses)
+        operator = self.operator
+        values = operator._telling(values, self.asked)
+        launch = call.interpreted if self.how == "interpret" else call.compiled
+
+        def forward(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor]:
+            return operator._forward(launch, operator._with(values, tensors))
+
+        made = self.forward(tensors, addresses, launch, forward)
+        self.shapes = [(result.shape, result.dtype, result.device) for result in made[: operator.results]]
+        return made
+
+    def gradients(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """One gradient, or None, for each tensor argument."""
+        if not torch.is_grad_enabled() and not is_watched():
+            given = [
+                torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+                for gradient, (shape, dtype, device) in zip(gradients, self.shapes, strict=True)
+            ]
+            tensors = (*given, *saved)
+            found = signature(tensors)
+            if found is not None:
+                key, addresses = found
+                repeated = context.current.runners.recent.get((*key, *self.backward_key))
+                if repeated is not None and repeated.recording is not None:
+                    return repeated.recording(tensors, addresses)
+            gradients = given
+        operator = self.operator
+        return operator.recall(self.how, operator._telling(self.rest, self.asked), saved, gradients)
+
+
 def _autograd_function(operator: _Operator) -> Any:
+    results, keeps_results, none = operator.results, operator.keeps_results, (None,) * len(operator.tensors)
+
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, how: str, *values: Any) -> Any:
-            made = operator.forward(how, values)
-            operator.remember(ctx, how, values, made)
+        def forward(ctx: Any, prepared: _Prepared, values: Sequence[Any], addresses: list[int], *tensors: Any) -> Any:
+            made = prepared.run(values, tensors, addresses)
+            ctx.prepared = prepared
+            ctx.save_for_backward(*tensors, *(made if keeps_results else made[results:]))
             ctx.set_materialize_grads(False)
-            return made[0] if operator.results == 1 else made[: operator.results]
+            return made[0] if results == 1 else tuple(made[:results])
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             if all(gradient is None for gradient in gradients):
-                return (None,) * (len(operator.names) + 1)
-            return (None, *operator.recall(ctx, gradients))
+                return (None, None, None, *none)
+            return (None, None, None, *ctx.prepared.gradients(ctx.saved_tensors, gradients))
 
     return Eager
+
+
+def _first(tensors: Tensors) -> Tensor:
+    return next(tensor for tensor in tensors if tensor is not None)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

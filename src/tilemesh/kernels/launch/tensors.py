@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 
 from tilemesh.core.errors import UsageError
@@ -96,6 +96,19 @@ def is_traced() -> bool:
     A kernel that is launched directly would be missing from what they record.
     """
     return torch.compiler.is_compiling() or torch._C._is_tracing() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_watched() -> bool:
+    """Whether torch records operators or transforms functions while this runs, if only perhaps.
+
+    The quick question of a call that is to be repeated; `is_traced` and `is_transformed` know more.
+    """
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or forward_ad._current_level >= 0
+    )
 
 
 def autocasts(tensor: Tensor) -> bool:

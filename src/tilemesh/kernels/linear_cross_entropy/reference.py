@@ -31,6 +31,10 @@ def check(
     loss.check(logits, target, ignore_index, label_smoothing, z_loss, reduction, overwrite)
 
 
+def check_values(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, *_: object) -> None:
+    loss.check_targets(target, weight.shape[0], ignore_index)
+
+
 def gradient_of_x(x: Tensor, weight: Tensor, target: Tensor, *options: object) -> Tensor:
     return x.new_empty(x.shape if options[-1] else (0,))
 
@@ -42,6 +46,7 @@ def gradient_of_weight(x: Tensor, weight: Tensor, target: Tensor, *options: obje
 @operator(
     kernel="tilemesh.kernels.linear_cross_entropy.kernel",
     check=check,
+    check_values=check_values,
     kept=(gradient_of_x, gradient_of_weight),
     overwrites="overwrite",
     told="differentiated",
