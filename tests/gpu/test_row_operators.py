@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import tilemesh as tm
-from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, excess, unit
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.norm import reference as norms
 from tilemesh.kernels.softmax import reference as softmaxes
@@ -68,7 +68,9 @@ def test_gradients_are_as_near_as_torchs(name, dtype):
         exact = gradients([tensor.detach().double().requires_grad_() for tensor in given], "torch")
         for found, repeated, theirs, true in zip(mine, again, torchs, exact, strict=True):
             assert torch.equal(found, repeated)
-            assert error(found, true) <= 2 * error(theirs, true) + 2 * torch.finfo(dtype).eps
+            # In float64 torch's is the exact one: what sums of that many terms may differ by, whoever adds them up.
+            sums = CONFIDENCE * max(rows, columns) ** 0.5 * unit(accumulator(dtype))
+            assert error(found, true) <= 2 * error(theirs, true) + 2 * torch.finfo(dtype).eps + sums
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

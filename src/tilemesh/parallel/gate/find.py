@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tilemesh.core.shard import share
 from tilemesh.model.dropout import DropoutPlace
-from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.transformer import ResidualStream, Transformer, added, loss_sum
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.cases import MODELS, TOKENS, Case, microbatches
 from tilemesh.parallel.gradients import read
@@ -104,13 +104,17 @@ def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list
 
 def _keep_input(seen: dict[str, list[Tensor]], site: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.setdefault(site, []).append(args[0].detach())
+        seen.setdefault(site, []).append(added(ResidualStream(*args)).detach())
 
     return hook
 
 
 def _keep_output(seen: dict[str, list[Tensor]], site: str) -> Any:
-    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+    def hook(module: nn.Module, args: object, output: Tensor | ResidualStream | tuple[Tensor, Tensor]) -> None:
+        if isinstance(output, ResidualStream):
+            output = added(output)
+        elif isinstance(output, tuple):  # of a norm: the result, then what was normalised
+            output = output[0]
         seen.setdefault(site, []).append(output.detach())
 
     return hook
