@@ -33,7 +33,7 @@ from torch.compiler import is_compiling
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
-from tilemesh.kernels.launch.replay import Repeated, Tensors, signature
+from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
 from tilemesh.kernels.launch.tensors import (
     FLOATS,
     autocast,
@@ -367,7 +367,7 @@ class _Operator:
         runners = context.current.runners
         repeated = runners.recent.get(whole)
         if repeated is None:
-            repeated = runners.older.get(whole) or Repeated()
+            repeated = runners.older.get(whole) or RepeatedCall()
             runners.keep(whole, repeated)
         made: Sequence[Any] = repeated(tensors, addresses, launch, function)
         return made
@@ -514,7 +514,7 @@ class _Prepared:
         self.operator, self.how, self.asked = operator, how, asked
         self.rest = operator._with(values, [None] * len(operator.tensors))
         self.backward_key = operator.backward_key(how, operator._telling(self.rest, asked))
-        self.forward = Repeated()
+        self.forward = RepeatedCall()
         self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
         on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in operator.tensors)
         self.check_values = operator.check_values if on_cpu else None
