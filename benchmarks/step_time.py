@@ -35,6 +35,7 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.model.kernels import PLAIN, STANDARD
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
@@ -46,7 +47,7 @@ from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.optimizer import Optimizer, stored_dtype
-from tilemesh.train.plain import prepare_for_compile, suit_gpu
+from tilemesh.train.plain import suit_gpu
 
 STEPS = 8  # of a block
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -176,11 +177,10 @@ def make_step(
     """A step to call again and again, the model, and whether steps have become a CUDA graph."""
     device = torch.device(given.device)
     torch.manual_seed(0)
-    model = Transformer(config, device=device, dtype=stored_dtype(given.precision))
-    if given.compile:
-        prepare_for_compile(model)
-    elif given.device == "cuda" and given.precision != "fp64":
-        suit_gpu(model, compiled=False)
+    kernels = PLAIN if given.compile else STANDARD
+    model = Transformer(config, device=device, dtype=stored_dtype(given.precision), kernels=kernels)
+    if given.compile or (given.device == "cuda" and given.precision != "fp64"):
+        suit_gpu(model, compiled=given.compile)
     held = trained(model)
     gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), batch * context)
     optimizer = Optimizer(OptimizerConfig(), held, given.precision)

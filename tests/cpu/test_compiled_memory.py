@@ -14,9 +14,10 @@ from torch._inductor.decomposition import select_decomp_table
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import PLAIN
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.plan import memory
-from tilemesh.train.plain import prepare_for_compile
+from tilemesh.train.plain import suit_gpu
 
 ROWS, TOKENS = 3, 32
 SIZES: dict[str, Any] = {"width": 48, "heads": 4, "vocabulary": 248, "context": TOKENS}
@@ -40,8 +41,8 @@ def owner(node: torch.fx.Node) -> torch.fx.Node:
 
 def kept_bytes(config: ModelConfig, autocast: bool) -> int:
     """Bytes of activations that the compiled forward pass hands to the backward pass; weights' copies left out."""
-    model = Transformer(config).train()
-    prepare_for_compile(model)
+    model = Transformer(config, kernels=PLAIN).train()
+    suit_gpu(model, compiled=True)
     found: list[int] = []
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **named: Any) -> Any:

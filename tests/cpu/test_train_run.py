@@ -33,6 +33,7 @@ from tilemesh.measure.table import print_rows
 from tilemesh.measure.trace import Trace
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.kernels import PLAIN
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.gradients import GradientStep, read
@@ -55,7 +56,7 @@ from tilemesh.train.load import load
 from tilemesh.train.memory import SavedBytes, storage_bytes
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.pace import AHEAD, Pace
-from tilemesh.train.plain import make_plain, suit_gpu
+from tilemesh.train.plain import suit_gpu
 from tilemesh.train.rank import earlier_choices, lay_model, train_here
 from tilemesh.train.record import Recorder
 from tilemesh.train.result import Result
@@ -583,8 +584,7 @@ def test_what_suits_a_gpu_is_the_same_model(name: str) -> None:
     tokens = torch.randint(67, (2, 16), generator=torch.Generator().manual_seed(0))
     found = []
     for suited in (False, True):
-        model = Transformer(config.replace(dropout=0.0), dtype=torch.float64)
-        make_plain(model)
+        model = Transformer(config.replace(dropout=0.0), dtype=torch.float64, kernels=PLAIN)
         if suited:
             suit_gpu(model, compiled=True)
         logits = model(tokens)

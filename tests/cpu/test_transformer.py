@@ -18,7 +18,7 @@ from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
 from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
 from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
-from tilemesh.model.transformer import IGNORED, Layer, Transformer, initialize, loss, loss_sum
+from tilemesh.model.transformer import IGNORED, Layer, ResidualStream, Transformer, initialize, loss, loss_sum
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
@@ -544,10 +544,10 @@ def test_a_recomputed_layer_meets_its_mask_again() -> None:
     for again in (False, True):
         model.zero_grad()
         now = model.prepare(tokens_BT, dropout_seed=9)
-        x_BTD = model.embed(tokens_BT, now)
+        stream = ResidualStream(model.embed(tokens_BT, now))
         for layer in model.layers:
-            x_BTD = checkpoint(layer, x_BTD, now, use_reentrant=False) if again else layer(x_BTD, now)
-        functional.mse_loss(model.head(x_BTD), torch.zeros(2, 9, 19, dtype=torch.float64)).backward()
+            stream = checkpoint(layer, stream, now, use_reentrant=False) if again else layer(stream, now)
+        functional.mse_loss(model.head(stream), torch.zeros(2, 9, 19, dtype=torch.float64)).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     assert len(gradients[0]) == len(list(model.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

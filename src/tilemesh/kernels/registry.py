@@ -74,6 +74,7 @@ _OPERATORS = (
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
+    folder("adamw"),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

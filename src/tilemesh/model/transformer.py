@@ -13,16 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.modules import FusedLinear
+from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
+from tilemesh.model.kernels import STANDARD, ModelKernels
+from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.projection import make_projection
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -43,6 +47,19 @@ class Pass:
     place: DropoutPlace
     """Where this pass's activations stand in the whole batch: says what is dropped and, without a cache, positions."""
     cache: KeyValueCache | None
+
+
+class ResidualStream(NamedTuple):
+    """The residual stream between two norms: x + branch, whose addition is left to the next norm."""
+
+    x: Tensor
+    branch: Tensor | None = None
+    """What the last block computed; None where it is in x already."""
+
+
+def added(stream: ResidualStream) -> Tensor:
+    """The stream as one tensor."""
+    return stream.x if stream.branch is None else stream.x + stream.branch
 
 
 class Linear(nn.Linear):
@@ -116,14 +133,14 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """act(x W_in) W_out, or for swiglu (silu(x W_gate) * x W_in) W_out; activations are fused into their products."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD) -> None:
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.biases
         self.fc_gate = None
         if config.activation == "swiglu":
-            self.fc_gate = FusedLinear(width, hidden, biases, activation="silu", device="meta", dtype=dtype)
+            self.fc_gate = make_projection(width, hidden, biases, "silu", kernels.projections, dtype)
         first = _FIRST_ACTIVATION[config.activation]
-        self.fc_in = FusedLinear(width, hidden, biases, activation=first, device="meta", dtype=dtype)
+        self.fc_in = make_projection(width, hidden, biases, first, kernels.projections, dtype)
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -135,26 +152,39 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to what came in, with a norm before (pre) or after the sum (post)."""
+    """Attention and MLP, each added to what came in, with a norm before (pre) or after the sum (post).
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype | None = None) -> None:
+    A norm takes the addition before it along. So a pre-norm layer gives its MLP's result away unadded.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype | None = None,
+        kernels: ModelKernels = STANDARD,
+    ) -> None:
         super().__init__()
         self.post = config.norm_place == "post"
-        self.attention_norm = _norm(config, dtype)
+        self.attention_norm = _norm(config, dtype, kernels)
         self.attention = Attention(config, index, dtype)
-        self.mlp_norm = _norm(config, dtype)
-        self.mlp = Mlp(config, dtype)
+        self.mlp_norm = _norm(config, dtype, kernels)
+        self.mlp = Mlp(config, dtype, kernels)
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
         self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)
 
-    def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
+    def forward(self, stream: ResidualStream, now: Pass) -> ResidualStream:
+        x_BTD: Tensor
+        y_BTD: Tensor
         if self.post:
-            x_BTD = self.attention_norm(x_BTD + self.attention_dropout(self.attention(x_BTD, now), now))
-            y_BTD: Tensor = self.mlp_norm(x_BTD + self.mlp_dropout(self.mlp(x_BTD), now))
-        else:
-            x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD), now), now)
-            y_BTD = x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)), now)
-        return y_BTD
+            x_BTD = added(stream)
+            x_BTD, _ = self.attention_norm(x_BTD, self.attention_dropout(self.attention(x_BTD, now), now))
+            x_BTD, _ = self.mlp_norm(x_BTD, self.mlp_dropout(self.mlp(x_BTD), now))
+            return ResidualStream(x_BTD)
+        y_BTD, x_BTD = self.attention_norm(*stream)
+        y_BTD = self.attention_dropout(self.attention(y_BTD, now), now)
+        y_BTD, x_BTD = self.mlp_norm(x_BTD, y_BTD)
+        return ResidualStream(x_BTD, self.mlp_dropout(self.mlp(y_BTD), now))
 
 
 class Transformer(nn.Module):
@@ -167,17 +197,18 @@ class Transformer(nn.Module):
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kernels: ModelKernels = STANDARD,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
         self.token_embedding = Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
         self.position_embedding = None
         if config.positions == "learned":
             self.position_embedding = Embedding(config.context, config.width, device="meta", dtype=dtype)
         self.embedding_dropout = Dropout(config.dropout, 0, Site.EMBEDDING)
-        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
-        self.final_norm = _norm(config, dtype) if config.norm_place == "pre" else None
+        self.layers = nn.ModuleList(Layer(config, index, dtype, kernels) for index in range(config.layers))
+        self.final_norm = _norm(config, dtype, kernels) if config.norm_place == "pre" else None
         self.align_vocabulary = 1
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
@@ -203,10 +234,10 @@ class Transformer(nn.Module):
         part of a larger one, `place`.
         """
         now = self.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
-        x_BTD = self.embed(tokens_BT, now)
+        stream = ResidualStream(self.embed(tokens_BT, now))
         for layer in self.layers:
-            x_BTD = layer(x_BTD, now)
-        return self.head(x_BTD)
+            stream = layer(stream, now)
+        return self.head(stream)
 
     def prepare(
         self,
@@ -257,17 +288,20 @@ class Transformer(nn.Module):
         y_BTD: Tensor = self.embedding_dropout(x_BTD, now)
         return y_BTD
 
-    def head(self, x_BTD: Tensor) -> Tensor:
+    def head(self, stream: ResidualStream) -> Tensor:
         """Activations to logits: what comes after the last layer."""
-        return self.project(self.normalize(x_BTD))
+        return self.project(self.normalize(stream))
 
-    def normalize(self, x_BTD: Tensor) -> Tensor:
+    def normalize(self, stream: ResidualStream) -> Tensor:
         """The norm after the last layer, where there is one."""
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        if self.final_norm is None:
+            return added(stream)
+        y_BTD: Tensor = self.final_norm(*stream)[0]
+        return y_BTD
 
     def project(self, x_BTD: Tensor) -> Tensor:
         """The output projection, or the embedding's table in its place."""
-        weight_VD = (self.token_embedding if self.output is None else self.output).weight
+        weight_VD = self.output_weight
         more = -len(weight_VD) % self.align_vocabulary
         if more:
             padded = functional.linear(x_BTD, functional.pad(weight_VD, (0, 0, 0, more)))
@@ -276,6 +310,27 @@ class Transformer(nn.Module):
             return functional.linear(x_BTD, weight_VD)
         logits_BTV: Tensor = self.output(x_BTD)
         return logits_BTV
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Of the output projection (V, D): its own, or the embedding's table."""
+        return (self.token_embedding if self.output is None else self.output).weight
+
+    def fused_loss_sum(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """As `loss_sum(self.project(x_BTD), targets_BT)`, without ever holding the logits of all tokens.
+
+        For a model whose `kernels.loss` is ours. Call it under autocast as the layers are: it casts as a product does.
+        """
+        targets_BT = targets_BT.long()
+        total: Tensor = linear_cross_entropy(
+            x_BTD,
+            self.output_weight,
+            targets_BT,
+            ignore_index=IGNORED,
+            reduction="sum",
+            implementation=self.kernels.loss,
+        )
+        return total, (targets_BT != IGNORED).sum()
 
 
 def joined(x: Tensor, projections: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
@@ -370,6 +425,7 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
             module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
-def _norm(config: ModelConfig, dtype: torch.dtype | None) -> nn.Module:
-    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.width, eps=config.norm_epsilon, device="meta", dtype=dtype)
+def _norm(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:
+    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype)
+    norm.is_wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
+    return norm

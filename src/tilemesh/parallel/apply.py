@@ -18,6 +18,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.config import ModelConfig, why_not_tp
+from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
@@ -214,6 +215,9 @@ def _cut_parameters(model: nn.Module, shards: Mapping[str, Shard], device: torch
 
 def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> None:
     """Seams where regions begin and end; modules are told of their new sizes."""
+    for module in model.modules():
+        if isinstance(module, ResidualNorm):  # what enters a region sends back gradients that ranks sum: not in 16 bits
+            module.is_wide = True
     for name, split in found.items():
         module = model.get_submodule(name)
         alone = not _is_inside(name, found)

@@ -17,7 +17,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
-from tilemesh.model.transformer import Pass, Transformer, draw, loss_sum
+from tilemesh.model.kernels import TORCH
+from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
 from tilemesh.parallel.mesh import Mesh
@@ -73,10 +74,13 @@ class Laid:
 
         `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
         """
-        model = self._transformer()
+        model, is_whole = self._transformer(), self.mesh.tp.size == 1
         with self.autocast():
-            logits_BTV = self._logits(model, tokens_BT, dropout_seed, place)
-        if self.mesh.tp.size == 1:
+            x_BTD = self._activations(model, tokens_BT, dropout_seed, place)
+            if is_whole and model.kernels.loss != TORCH:
+                return model.fused_loss_sum(x_BTD, targets_BT)
+            logits_BTV = model.project(x_BTD)
+        if is_whole:
             return loss_sum(logits_BTV, targets_BT)
         return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
 
@@ -88,7 +92,7 @@ class Laid:
         self.seams.sequence = False  # one new token cannot be cut over ranks
         try:
             with torch.no_grad(), self.autocast():
-                logits_BTV = self._logits(model, tokens_BT, None, ORIGIN, cache)
+                logits_BTV = model.project(self._activations(model, tokens_BT, None, ORIGIN, cache))
         finally:
             model.train(was_training)
             self.seams.sequence = sequence
@@ -102,7 +106,7 @@ class Laid:
         device = next(self.module.parameters()).device.type
         return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
-    def _logits(
+    def _activations(
         self,
         model: Transformer,
         tokens_BT: Tensor,
@@ -110,35 +114,36 @@ class Laid:
         place: DropoutPlace,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """This rank's part of the logits."""
+        """What the output projection is given."""
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
         if self.seams.sequence:
             self.seams.tokens = tokens_BT.shape[1]
             before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-        x_BTD = self._through_layers(model, model.embed(tokens_BT, now), now)
-        x_BTD = model.normalize(x_BTD)
+        x_BTD = model.normalize(self._through_layers(model, ResidualStream(model.embed(tokens_BT, now)), now))
         if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
             x_BTD = self.seams.enter(x_BTD)
-        return model.project(x_BTD)
+        return x_BTD
 
-    def _through_layers(self, model: Transformer, x_BTD: Tensor, now: Pass) -> Tensor:
+    def _through_layers(self, model: Transformer, stream: ResidualStream, now: Pass) -> ResidualStream:
         every = self.recompute_every
         if every < 1 or not torch.is_grad_enabled():
             for layer in model.layers:
-                x_BTD = layer(x_BTD, now)
-            return x_BTD
+                stream = layer(stream, now)
+            return stream
 
         def stretch(x_BTD: Tensor, start: int) -> Tensor:
+            stream = ResidualStream(x_BTD)
             for layer in model.layers[start : start + every]:
-                x_BTD = layer(x_BTD, now)
-            return x_BTD
+                stream = layer(stream, now)
+            return added(stream)  # one tensor to keep, not two
 
+        x_BTD = added(stream)
         for start in range(0, len(model.layers), every):
             # Dropout has no state to keep: a mask is a function of where an element stands.
             x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
-        return x_BTD
+        return ResidualStream(x_BTD)
 
     def _transformer(self) -> Transformer:
         if not isinstance(self.module, Transformer):

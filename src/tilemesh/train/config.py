@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import OURS, PLAIN, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -70,8 +71,9 @@ class LoopConfig:
     """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
     leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Who computes a projection with its activation; auto: tilemesh's kernel on a GPU, torch on a CPU (which has no
-    kernel of ours) and under torch.compile (which fuses torch's own)."""
+    """Who computes projections with their activations, norms with the addition before them, and the loss from the last
+    activations; auto: tilemesh's kernels on a GPU, torch on a CPU, and torch for projections under torch.compile (which
+    fuses activations with their neighbours)."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -139,11 +141,13 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch * self.context
 
-    def kernels_on(self, device: str) -> str:
-        """Whose projections on this kind of device: tilemesh's or torch's."""
-        if self.train.kernels == "auto":
-            return "tilemesh" if device == "cuda" and not self.train.compile else "torch"
-        return self.train.kernels
+    def kernels_on(self, device: str) -> ModelKernels:
+        """Whose operations the model is made of on this kind of device."""
+        if self.train.kernels == "torch" or (self.train.kernels == "auto" and device != "cuda"):
+            return PLAIN
+        if self.train.kernels == "auto" and self.train.compile:
+            return replace(OURS, projections=TORCH)
+        return OURS
 
     @property
     def may_replay(self) -> bool:

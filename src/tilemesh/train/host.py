@@ -23,13 +23,14 @@ from tilemesh.comm.connection import connect
 from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import PLAIN, STANDARD
 from tilemesh.model.transformer import Transformer, loss_sum
 from tilemesh.parallel.gradients import LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.plain import prepare_for_compile
+from tilemesh.train.plain import suit_gpu
 
 DEPTHS = (2, 6)
 SMALL: Mapping[str, Any] = {"width": 64, "heads": 2, "vocabulary": 256, "context": 32}
@@ -161,9 +162,9 @@ class SmallStep(NamedTuple):
 def small_step(kind: str, code: str, device: str, layers: int) -> SmallStep:
     """A training step of so many small layers."""
     config = ModelConfig(layers=layers, **SMALL, **KINDS[kind])
-    model = Transformer(config, device=device).train()
+    model = Transformer(config, device=device, kernels=PLAIN if code == "compiled" else STANDARD).train()
     if code == "compiled":
-        prepare_for_compile(model)
+        suit_gpu(model, compiled=True)
     held = trained(model)
     gradients = LocalGradients(Parts(held, Mesh(connect("alone"))), config.context)
     optimizer = Optimizer(OptimizerConfig(), held, "bf16")

@@ -240,7 +240,7 @@ class Loop:
         made = {
             "collectives": {**self.earlier.get("collectives", {}), **self.collectives.table},
             "graph": self.stepper.is_replayed,
-            "kernels": self.config.kernels_on(self.device.type),
+            "kernels": self.config.kernels_on(self.device.type).words(),
             "matmul": {**self.earlier.get("matmul", {}), **default_context().picks("matmul")},
         }
         if made != self._choices:

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import RunError
+from tilemesh.model.kernels import PLAIN
 from tilemesh.model.transformer import Transformer
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.optimizer import autocast_dtype, decays, stored_dtype
-from tilemesh.train.plain import drop_plainly, make_plain
+from tilemesh.train.plain import drop_plainly
 from tilemesh.train.schedule import rate
 
 
 def plain_model(config: TrainConfig, device: torch.device) -> Transformer:
     """Our model with nothing of ours in it but its shape."""
     dtype = stored_dtype(config.plan.precision)
-    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
-    make_plain(model)
+    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=PLAIN)
     drop_plainly(model)
     return model.train()
 

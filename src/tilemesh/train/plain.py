@@ -1,8 +1,4 @@
-"""A model made of torch's own operations: projections with their activations, and for peers dropout.
-
-For the peers, and for models under torch.compile: there an operator of ours is a wall that the compiler cannot fuse
-across, while torch's operations it fuses itself.
-"""
+"""What is changed in a whole model after it was made: torch's dropout for peers, layouts that suit a GPU."""
 
 from __future__ import annotations
 
@@ -12,27 +8,10 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tilemesh.kernels.modules import FusedLinear
 from tilemesh.model.config import VOCABULARY_MULTIPLE
 from tilemesh.model.transformer import Attention, Dropout, Pass, Transformer
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-}
-
-
-class PlainLinear(nn.Linear):
-    """A projection and its activation as two operations of torch."""
-
-    activation = "none"
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        return _ACTIVATIONS[self.activation](functional.linear(input, self.weight, self.bias))
 
 
 class PlainDropout(nn.Module):
@@ -44,18 +23,6 @@ class PlainDropout(nn.Module):
 
     def forward(self, x: Tensor, now: Pass) -> Tensor:
         return functional.dropout(x, self.rate, training=now.dropout_seed is not None)
-
-
-def make_plain(model: nn.Module) -> None:
-    """Replace every fused projection of a model; parameters stay the same tensors under the same names."""
-
-    def plain(child: FusedLinear) -> nn.Module:
-        made = PlainLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
-        made.weight, made.bias = child.weight, child.bias
-        made.activation = child.activation
-        return made
-
-    _replace(model, FusedLinear, plain)
 
 
 def drop_plainly(model: nn.Module) -> None:
@@ -74,12 +41,6 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.joined = compiled and model.config.positions != "rotary"
-
-
-def prepare_for_compile(model: Transformer) -> None:
-    """What a model is made of where torch.compile runs the whole of it for a GPU."""
-    make_plain(model)
-    suit_gpu(model, compiled=True)
 
 
 def _replace(model: nn.Module, kind: type[_Kind], make: Callable[[_Kind], nn.Module]) -> None:

@@ -53,7 +53,7 @@ from tilemesh.train.final import save_last
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
-from tilemesh.train.plain import make_plain, suit_gpu
+from tilemesh.train.plain import suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
@@ -195,11 +195,10 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     `late`: whether steps are not waited for; by default on one GPU alone, unless a loss scale has to be decided on.
     """
     dtype = stored_dtype(config.plan.precision)
-    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype)
-    if config.kernels_on(device.type) == "torch":
-        make_plain(model)
+    kernels = config.kernels_on(device.type)
+    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
-        suit_gpu(model, compiled=config.train.compile and config.kernels_on(device.type) == "torch")
+        suit_gpu(model, compiled=config.train.compile)
     if late is None:
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"

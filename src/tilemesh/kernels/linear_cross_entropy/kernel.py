@@ -22,6 +22,7 @@ from tilemesh.kernels.rows import LONG_BLOCK, by_rows
 
 CHUNK_BYTES = 512 * 2**20  # of logits at a time: large enough for full-speed products (measured on an H200)
 _BLOCK = 4096
+_ALIGNED = 64  # classes: whole 128-byte lines of 16-bit logits
 
 
 @triton.jit
@@ -63,6 +64,7 @@ def forward(
     reduction: str, overwrite: bool, differentiated: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows, targets = by_rows(x), target.reshape(-1)
+    classes, table = len(weight), _aligned(weight)
     kind = accumulator(x.dtype)
     losses = torch.empty(targets.shape, dtype=kind, device=x.device)
     upstream = torch.ones((), dtype=kind, device=x.device)
@@ -70,21 +72,27 @@ def forward(
         upstream = upstream / (targets != ignore_index).sum()
     dx = torch.empty(x.shape if differentiated else (0,), dtype=x.dtype, device=x.device)
     dweight = torch.empty(weight.shape if differentiated else (0,), dtype=weight.dtype, device=x.device)
-    total = torch.zeros(weight.shape, dtype=kind, device=x.device) if differentiated and kind != x.dtype else dweight
-    if total is dweight:
-        dweight.zero_()
+    total = dweight
+    if differentiated:
+        is_summed_there = kind == x.dtype and table is weight
+        total = dweight.zero_() if is_summed_there else torch.zeros(table.shape, dtype=kind, device=x.device)
     options = {"ignore": ignore_index, "smoothing": float(label_smoothing), "z": float(z_loss)}
-    size = chunk_rows(rows.shape[0], weight.shape[0], x.element_size())
+    size = chunk_rows(rows.shape[0], len(table), x.element_size())
     for begin in range(0, rows.shape[0], size):
         part, wanted = rows[begin : begin + size], targets[begin : begin + size]
-        logits = part @ weight.t()
-        given = {"logits": logits, "target": wanted, "losses": losses[begin : begin + size], "upstream": upstream}
+        logits = part @ table.t()
+        given = {
+            "logits": logits[:, :classes],
+            "target": wanted,
+            "losses": losses[begin : begin + size],
+            "upstream": upstream,
+        }
         launch(chunk_plan, given, written=("logits", "losses"), **options)
         if differentiated:
-            torch.mm(logits, weight, out=by_rows(dx)[begin : begin + size])
+            torch.mm(logits, table, out=by_rows(dx)[begin : begin + size])
             _add_product(total, logits, part)
     if total is not dweight:
-        dweight.copy_(total)
+        dweight.copy_(total[:classes])
     loss = losses.sum()
     return loss * upstream if reduction == "mean" else loss, dx, dweight
 
@@ -103,6 +111,20 @@ def backward(
         launch(scale_plan, {"value": gradient.view(-1), "factor": gradients[0]}, written=("value",))
         made.append(gradient)
     return made[0], made[1], None
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """The weight with rows of zeros below it where rows of logits would not begin at multiples of 16 bytes.
+
+    The three products would then run at a sixth of their speed. Logits of the added rows are 0, no kernel looks at
+    them, and as gradients they add nothing.
+    """
+    classes = len(weight)
+    if classes * weight.element_size() % 16 == 0:
+        return weight
+    table = weight.new_zeros(blocks(classes, _ALIGNED) * _ALIGNED, weight.shape[1])
+    table[:classes].copy_(weight)
+    return table
 
 
 def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:

@@ -1,0 +1,352 @@
+"""AdamW over many parameters at once (Loshchilov and Hutter 2019), and the global norm of many gradients.
+
+The rule is torch's: decoupled decay, both averages corrected for their bias, eps outside of the root. `AdamW` keeps the
+device's table of addresses between steps; `adamw` is one call of it. Everything happens in place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.hardware import Device
+from tilemesh.kernels import context
+from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.adamw.cost import FORM
+from tilemesh.kernels.adamw.table import BlockTable, is_aligned
+from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench
+from tilemesh.kernels.bench.problems import SizedProblem
+from tilemesh.kernels.launch import call
+from tilemesh.kernels.launch.operator import IMPLEMENTATIONS
+from tilemesh.kernels.launch.tensors import FLOATS, check_device, check_tensors, dtype_name
+from tilemesh.kernels.rates import pass_s
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class AdamW:
+    """Steps these parameters in place, all in one launch per combination of dtypes.
+
+    parameters, exp_avgs, exp_avg_sqs: contiguous, of equal shapes, one device; the averages are float32 (float64 for
+    float64 parameters). masters: float32 copies of 16-bit parameters, which are what is stepped. weight_decay: one
+    number, or one per parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        *,
+        masters: Sequence[Tensor] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | Sequence[float] = 0.01,
+        implementation: str = "auto",
+    ) -> None:
+        count = len(parameters)
+        decays = [float(weight_decay)] * count if isinstance(weight_decay, (int, float)) else list(weight_decay)
+        _check_numbers(betas, eps, decays, count)
+        lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        lists |= {} if masters is None else {"masters": masters}
+        _check_lists(lists)
+        for name, tensors in lists.items():
+            for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
+                wanted = parameter.dtype if name == "parameters" else accumulator(parameter.dtype)
+                if tensor.dtype != wanted or not tensor.is_contiguous():
+                    raise UsageError(
+                        f"{name}[{at}] is {dtype_name(tensor.dtype)} with strides {tensor.stride()}: expected a "
+                        f"contiguous {dtype_name(wanted)} tensor for a {dtype_name(parameter.dtype)} parameter"
+                    )
+        self.parameters, self.exp_avgs, self.exp_avg_sqs = list(parameters), list(exp_avgs), list(exp_avg_sqs)
+        self.masters = None if masters is None else list(masters)
+        self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), decays
+        self.how = _how(implementation, parameters)
+        self._groups: dict[tuple[object, ...], list[_Group]] = {}
+
+    @torch.no_grad()
+    def step(
+        self, gradients: Sequence[Tensor], *, rate: float | Tensor, step: int | Tensor, divisor: float | Tensor = 1.0
+    ) -> None:
+        """Move the parameters along their gradients, each divided by `divisor`.
+
+        step: how many steps there are with this one, from 1. rate, step and divisor may be tensors of one element on
+        the parameters' device: nothing then waits for the device, and the call can be captured as a CUDA graph.
+        """
+        _check_lists({"parameters": self.parameters, "gradients": gradients})
+        for name, value in (("rate", rate), ("step", step), ("divisor", divisor)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UsageError(f"{name} has shape {tuple(value.shape)}: expected a number or a tensor of one element")
+        if not self.parameters:
+            return
+        if self.how == "torch":
+            self._by_torch(gradients, rate, step, divisor)
+            return
+        from tilemesh.kernels.adamw import kernel
+
+        launch = call.interpreted if self.how == "interpret" else call.compiled
+        gradients = [gradient.contiguous() for gradient in gradients]
+        scalars = self._scalars(launch, rate, step, divisor)
+        constants = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
+        for group in self._grouped(gradients):
+            parameters = [self.parameters[at] for at in group.members]
+            written = parameters
+            if self.how == "interpret":  # which truncates where it should round to bfloat16
+                parameters = [p.float() if p.dtype is torch.bfloat16 else p.detach() for p in parameters]
+            masters = parameters if self.masters is None else [self.masters[at] for at in group.members]
+            of_group = ([of[at] for at in group.members] for of in (gradients, self.exp_avgs, self.exp_avg_sqs))
+            given = {"table": group.table.rows([parameters, *of_group, masters]), "owners": group.table.owners}
+            given |= {"scalars": scalars} | group.likes(parameters[0].dtype)
+            launch(
+                kernel.update_plan, given, written=(), masters=self.masters is not None, aligned=group.aligned,
+                **constants,
+            )  # fmt: skip
+            for parameter, made in zip(written, parameters, strict=True):
+                if made.dtype != parameter.dtype:
+                    parameter.copy_(made)
+
+    def _scalars(self, launch: Any, rate: float | Tensor, step: int | Tensor, divisor: float | Tensor) -> Tensor:
+        """Rate, bias corrections and divisor in float64, on the device."""
+        device = self.parameters[0].device
+        if not any(isinstance(value, Tensor) for value in (rate, step, divisor)):
+            corrections = [1 - beta**step for beta in self.betas]
+            return torch.tensor([rate, *corrections, divisor], dtype=torch.float64, device=device)
+        from tilemesh.kernels.adamw import kernel
+
+        given = {
+            name: (value if isinstance(value, Tensor) else torch.full((1,), value, dtype=torch.float64, device=device))
+            for name, value in (("rate", rate), ("step", step), ("divisor", divisor))
+        }
+        check_device({"parameters": self.parameters[0], **given})
+        made = torch.empty(4, dtype=torch.float64, device=device)
+        given = {name: value.detach().reshape(1) for name, value in given.items()} | {"scalars": made}
+        logs = {"log_beta1": _log2(self.betas[0]), "log_beta2": _log2(self.betas[1])}
+        launch(kernel.correct_plan, given, written=("scalars",), **logs)
+        return made
+
+    def _grouped(self, gradients: Sequence[Tensor]) -> list[_Group]:
+        from tilemesh.kernels.adamw import kernel
+
+        lists = [self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs, *([self.masters] if self.masters else [])]
+        kinds = tuple(
+            [(tensors[0].dtype, tensors[1].dtype, is_aligned(*tensors)) for tensors in zip(*lists, strict=True)]
+        )
+        if kinds not in self._groups:
+            made = []
+            for kind in dict.fromkeys(kinds):
+                members = [
+                    at for at, one in enumerate(kinds) if one == kind and self.parameters[at].numel()
+                ]  # an empty one has no block
+                if members:
+                    sizes, decays = zip(
+                        *((self.parameters[at].numel(), self.decays[at]) for at in members), strict=True
+                    )
+                    device = self.parameters[0].device
+                    made.append(_Group(members, kind, BlockTable(sizes, kernel.BLOCK, device, decays)))
+            self._groups[kinds] = made
+        return self._groups[kinds]
+
+    def _by_torch(
+        self, gradients: Sequence[Tensor], rate: float | Tensor, step: int | Tensor, divisor: float | Tensor
+    ) -> None:
+        beta1, beta2 = self.betas
+        for at, (parameter, average, square) in enumerate(
+            zip(self.parameters, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        ):
+            value = parameter if self.masters is None else self.masters[at]
+            moved, slope = value.to(average.dtype), gradients[at].to(average.dtype) / divisor
+            moved = moved - rate * self.decays[at] * moved
+            average.mul_(beta1).add_(slope, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+            root = square.sqrt() / (1 - beta2**step) ** 0.5 + self.eps
+            value.copy_(moved - rate / (1 - beta1**step) * average / root)
+            if value is not parameter:
+                parameter.copy_(value)
+
+
+class _Group:
+    """Parameters that one launch steps: equal dtypes and alignment."""
+
+    def __init__(self, members: list[int], kind: tuple[torch.dtype, torch.dtype, bool], table: BlockTable) -> None:
+        self.members, self.kind, self.table, self.aligned = members, kind, table, kind[2]
+        self._likes: dict[torch.dtype, dict[str, Tensor]] = {}
+
+    def likes(self, parameter: torch.dtype) -> dict[str, Tensor]:
+        """Tensors of one element that tell the kernel dtypes."""
+        if parameter not in self._likes:
+            names = ("like_parameter", "like_gradient", "like_state")
+            dtypes = (parameter, self.kind[1], accumulator(self.kind[0]))
+            self._likes[parameter] = {
+                name: torch.empty(1, dtype=dtype, device=self.table.device)
+                for name, dtype in zip(names, dtypes, strict=True)
+            }
+        return self._likes[parameter]
+
+
+def adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor] | None = None,
+    *,
+    rate: float | Tensor = 1e-3,
+    step: int | Tensor = 1,
+    divisor: float | Tensor = 1.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float | Sequence[float] = 0.01,
+    implementation: str = "auto",
+) -> None:
+    """One step over all parameters, in place: `AdamW` says what is expected, and is what a training loop keeps."""
+    kept = AdamW(
+        parameters, exp_avgs, exp_avg_sqs, masters=masters, betas=betas, eps=eps, weight_decay=weight_decay,
+        implementation=implementation,
+    )  # fmt: skip
+    kept.step(gradients, rate=rate, step=step, divisor=divisor)
+
+
+@torch.no_grad()
+def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> Tensor:
+    """The root of the sum of all elements' squares, as a scalar on their device: at least float32, in a fixed order."""
+    if not tensors:
+        raise UsageError("global_norm of no tensors: expected at least one")
+    _check_lists({"tensors": tensors})
+    kind = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    tensors = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(1)]
+    how = _how(implementation, tensors)
+    if how == "torch":
+        return torch.stack([tensor.to(kind).square().sum() for tensor in tensors]).sum().sqrt()
+    from tilemesh.kernels.adamw import kernel
+
+    launch = call.interpreted if how == "interpret" else call.compiled
+    tables = _norm_tables(tensors, kernel.NORM_BLOCK)
+    device = tensors[0].device
+    partial = torch.empty(sum(table.blocks for *_, table in tables), dtype=kind, device=device)
+    begin = 0
+    for members, dtype, aligned, table in tables:
+        of_group = partial[begin : begin + table.blocks]
+        begin += table.blocks
+        given = {"table": table.rows([[tensors[at] for at in members]]), "owners": table.owners, "partial": of_group}
+        given |= {"like": torch.empty(1, dtype=dtype, device=device)}
+        launch(kernel.squares_plan, given, written=("partial",), aligned=aligned)
+    norm = torch.empty(1, dtype=kind, device=device)
+    launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
+    return norm[0]
+
+
+def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:
+    kinds = tuple([(tensor.dtype, is_aligned(tensor), tensor.numel()) for tensor in tensors])
+    key, runners = ("global_norm", tensors[0].device, *kinds), context.current.runners
+    found: list[tuple[list[int], torch.dtype, bool, BlockTable]] | None
+    found = runners.recent.get(key) or runners.older.get(key)
+    if found is None:
+        found = []
+        for dtype, aligned in dict.fromkeys(kind[:2] for kind in kinds):
+            members = [at for at, kind in enumerate(kinds) if kind[:2] == (dtype, aligned)]
+            sizes = [tensors[at].numel() for at in members]
+            table = BlockTable(sizes, block, tensors[0].device, [0.0] * len(members))
+            found.append((members, dtype, aligned, table))
+        runners.keep(key, found)
+    return found
+
+
+def _log2(beta: float) -> float:
+    return math.log2(beta) if beta else -math.inf
+
+
+def _how(implementation: str, tensors: Sequence[Tensor]) -> str:
+    if implementation not in IMPLEMENTATIONS:
+        raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
+    on_gpu = bool(tensors) and tensors[0].is_cuda
+    if implementation == "triton" and not on_gpu:
+        raise UsageError("implementation 'triton' needs CUDA tensors: use 'auto' or 'interpret'")
+    return implementation if implementation != "auto" else "triton" if on_gpu and _HAS_TRITON else "torch"
+
+
+def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
+    """Lists of as many tensors, of equal shapes, floating point, on one device."""
+    (first, parameters), *_ = lists.items()
+    for name, tensors in lists.items():
+        if len(tensors) != len(parameters):
+            raise UsageError(f"{len(tensors)} {name} for {len(parameters)} {first}: expected as many")
+        for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
+            check_tensors({f"{name}[{at}]": tensor})
+            if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in FLOATS:
+                shown = "None" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                raise UsageError(f"{name}[{at}] is {shown}: expected floating point {tuple(parameter.shape)}")
+            if tensor.device != parameters[0].device:
+                raise UsageError(f"{name}[{at}] is on {tensor.device}: expected {parameters[0].device}, as {first}[0]")
+
+
+def _check_numbers(betas: tuple[float, float], eps: float, decays: Sequence[float], count: int) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UsageError(f"betas are {betas}: expected two numbers from 0 to below 1")
+    if not eps >= 0:
+        raise UsageError(f"eps is {eps}: expected 0 or more")
+    if len(decays) != count or not all(decay >= 0 for decay in decays):
+        raise UsageError(f"weight_decay has {len(decays)} values: expected one number, or {count}, of 0 or more")
+
+
+class _Bench(OperatorBench[SizedProblem]):
+    """Beside torch's fused step. Calls work in place and return nothing: tests compare them, rows do not."""
+
+    name, form = "adamw", FORM
+    compile_modes: ClassVar[dict[str, str | None]] = {}
+
+    def __init__(self) -> None:
+        self._kept: dict[int, AdamW] = {}
+
+    def arguments(self, problem: SizedProblem, device: torch.device, seed: int) -> Arguments:
+        tensors, elements = problem.sizes
+        dtype = getattr(torch, problem.dtype)
+        generator, kind = torch.Generator(device).manual_seed(seed), accumulator(dtype)
+
+        def drawn() -> list[Tensor]:
+            return [torch.randn(elements, generator=generator, device=device, dtype=kind) for _ in range(tensors)]
+
+        values, gradients = drawn(), [gradient.to(dtype) for gradient in drawn()]
+        averages, squares = drawn(), [square.square() for square in drawn()]
+        masters = values if dtype != kind else None
+        return [value.to(dtype) for value in values], gradients, averages, squares, masters
+
+    def calls(self, problem: SizedProblem) -> dict[str, Any]:
+        counted: dict[torch.device, list[Tensor]] = {}
+
+        def ours(*given: Any) -> None:
+            parameters, gradients, averages, squares, masters = given
+            key = parameters[0].data_ptr()
+            if key not in self._kept or self._kept[key].parameters[0] is not parameters[0]:
+                self._kept[key] = AdamW(parameters, averages, squares, masters=masters)
+            self._kept[key].step(gradients, rate=1e-3, step=10)
+
+        def eager(*given: Any) -> None:
+            parameters, gradients, averages, squares, masters = given
+            device = parameters[0].device
+            if device not in counted:
+                counted[device] = [torch.full((), 10.0, device=device) for _ in parameters]
+            stepped = parameters if masters is None else masters
+            slopes = gradients if masters is None else [gradient.to(masters[0].dtype) for gradient in gradients]
+            torch._fused_adamw_(
+                stepped, slopes, averages, squares, [], counted[device], lr=1e-3, beta1=0.9, beta2=0.999,
+                weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            if masters is not None:
+                torch._foreach_copy_(parameters, masters)
+
+        return {OURS: ours, EAGER: eager}
+
+    def wrong(self, problem: SizedProblem, arguments: Arguments, result: Tensor) -> str | None:
+        return None
+
+    def predict_s(self, problem: SizedProblem, device: torch.device, figures: Device) -> float:
+        return pass_s(FORM.cost(problem), figures)
+
+
+BENCH = _Bench()

@@ -1,0 +1,52 @@
+"""Many tensors in one launch: a table of their addresses on the device, and which of them each program's block is of.
+
+A row of the table is the tensors' addresses, the number of the first block, the number of elements, and the weight
+decay as the bits of a float64. The rows' layout is fixed by the sizes; addresses may change from call to call, and a
+table is kept for each set of addresses that was seen lately.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MOST_KEPT = 8  # tables; gradients of a training loop come back at the same few addresses
+
+
+class BlockTable:
+    """Rows for groups of tensors of equal sizes: `columns` addresses per row, then begin, size and a number."""
+
+    def __init__(self, sizes: Sequence[int], block: int, device: torch.device, numbers: Sequence[float]) -> None:
+        self.device, self.block = device, block
+        counts = [-(-size // block) for size in sizes]
+        begins = list(itertools.accumulate(counts, initial=0))[:-1]
+        self.blocks = sum(counts)
+        bits = [struct.unpack("<q", struct.pack("<d", number))[0] for number in numbers]
+        self.ends = list(zip(begins, sizes, bits, strict=True))
+        owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(counts))
+        self.owners = owners.to(device)
+        self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def rows(self, tensors: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The table on the device for these tensors, given by column."""
+        addresses = tuple([tensor.data_ptr() for column in tensors for tensor in column])
+        found = self._kept.get(addresses)
+        if found is None:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            count = len(self.ends)
+            listed = [[*addresses[at::count], *self.ends[at]] for at in range(count)]
+            host = torch.tensor(listed, dtype=torch.int64)
+            if self.device.type == "cuda":
+                host = host.pin_memory()  # kept with the copy: a captured graph reads it again at each replay
+            found = self._kept[addresses] = (host, host.to(self.device, non_blocking=True))
+        return found[1]
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether kernels may load 16 bytes at once: by the addresses, and by the first one's number of elements."""
+    return tensors[0].numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

@@ -1,0 +1,34 @@
+"""Whose operations a Transformer is made of: a value that is handed to it. No torch here.
+
+Each field is "torch" (torch's own operations, which torch.compile can fuse with their neighbours) or the implementation
+of tilemesh's operator: "auto", "triton" or "interpret", as `tilemesh.kernels` takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class ModelKernels:
+    projections: str = "auto"
+    """The MLP's first projections, each with its activation."""
+    norms: str = TORCH
+    """The norms, each with the addition to the residual stream before it."""
+    loss: str = TORCH
+    """The output projection and the loss of training; with tilemesh's, the logits of all tokens never exist at once."""
+
+    def words(self) -> str:
+        """For a run's record: "torch", "tilemesh", or which part is whose."""
+        whose = {name: "torch" if how == TORCH else "tilemesh" for name, how in vars(self).items()}
+        if len(set(whose.values())) == 1:
+            return whose["loss"]
+        return ", ".join(f"{name} {owner}" for name, owner in whose.items())
+
+
+OURS = ModelKernels(projections="auto", norms="auto", loss="auto")
+PLAIN = ModelKernels(projections=TORCH, norms=TORCH, loss=TORCH)
+STANDARD = ModelKernels()
+"""Of a model that is made without a choice: torch's, but for the fused projections."""

@@ -1,0 +1,50 @@
+"""LayerNorm and RMSNorm with the addition to the residual stream before them, by torch's operations or ours.
+
+D: width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.kernels.norm.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tilemesh.model.kernels import TORCH
+
+
+class ResidualNorm(nn.Module):
+    """`norm(x, branch)`: the norm of x + branch, and x + branch.
+
+    Under autocast x, the residual stream, is float32 and a branch 16-bit. Our kernels then write the norm in 16 bits,
+    which is what the products that read it would cast it to; `is_wide` keeps it as wide as the stream.
+    """
+
+    def __init__(self, width: int, kind: str, epsilon: float, implementation: str, dtype: torch.dtype | None) -> None:
+        """`kind`: layernorm or rmsnorm; `implementation`: as in `ModelKernels`. Without memory at first."""
+        super().__init__()
+        self.kind, self.epsilon, self.implementation = kind, epsilon, implementation
+        self.is_wide = False
+        self.weight = nn.Parameter(torch.empty(width, device="meta", dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
+
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.implementation == TORCH:
+            total = x if branch is None else x + branch
+            return self._by_torch(total), total
+        options = {"eps": self.epsilon, "implementation": self.implementation}
+        vectors = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if branch is None:
+            alone = rms_norm if self.bias is None else layer_norm
+            return alone(x, *vectors, **options), x
+        with_sum = add_rms_norm if self.bias is None else add_layer_norm
+        y, total = with_sum(branch.to(x.dtype) if self.is_wide else branch, x, *vectors, **options)
+        return y, total
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {len(self.weight)}, eps={self.epsilon}, implementation={self.implementation}"

@@ -1,0 +1,138 @@
+"""AdamW over many parameters and the global norm: the Triton code by the interpreter, against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilemesh as tm
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import excess, sum_error, unit
+
+pytest.importorskip("triton")
+
+SHAPES = ((3, 5), (1,), (0, 4), (1500,), (2, 1024), (7, 11, 3))
+kernels = tm.kernels
+
+
+def drawn(dtype=torch.float64, seed=0, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def zeros(dtype=torch.float64):
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+
+def stepped(dtype, how, steps=3, **options):
+    """Parameters and averages after a few steps of ours."""
+    parameters, averages, squares = drawn(dtype), zeros(dtype), zeros(dtype)
+    optimizer = kernels.AdamW(parameters, averages, squares, weight_decay=0.1, implementation=how, **options)
+    for step in range(1, steps + 1):
+        optimizer.step(drawn(dtype, seed=step), rate=0.01 * step, step=step)
+    return parameters, averages, squares
+
+
+def by_torch(dtype, steps=3):
+    parameters = [torch.nn.Parameter(value) for value in drawn(dtype)]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)
+    for step in range(1, steps + 1):
+        for parameter, gradient in zip(parameters, drawn(dtype, seed=step), strict=True):
+            parameter.grad = gradient
+        optimizer.param_groups[0]["lr"] = 0.01 * step
+        optimizer.step()
+    state = [optimizer.state[parameter] for parameter in parameters]
+    return [p.detach() for p in parameters], [s["exp_avg"] for s in state], [s["exp_avg_sq"] for s in state]
+
+
+@pytest.mark.parametrize("how", ["interpret", "torch"])
+def test_in_float64_it_is_torchs(how):
+    for mine, theirs in zip(stepped(torch.float64, how), by_torch(torch.float64), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_in_float32_it_is_within_rounding():
+    """Three steps of some 12 roundings each, of values up to the parameter's size and a move of less than 1."""
+    exact = stepped(torch.float64, "torch")
+    for mine, true in zip(stepped(torch.float32, "interpret")[0], exact[0], strict=True):
+        start_rounding = 3 * unit(torch.float32) * (true.abs() + 1)  # of drawn values, and of slopes in the averages
+        assert excess(mine, true, start_rounding + 36 * unit(torch.float32) * (true.abs() + 1)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_16_bit_parameters(dtype):
+    parameters, masters = drawn(dtype), [value.float() for value in drawn(dtype)]
+    averages, squares = zeros(torch.float32), zeros(torch.float32)
+    gradients = drawn(dtype, seed=1)
+    others = [[value.clone() for value in values] for values in (masters, averages, squares)]
+    kernels.adamw(parameters, gradients, averages, squares, masters, rate=0.01, implementation="interpret")
+    kernels.adamw(others[0], [g.float() for g in gradients], *others[1:], rate=0.01, implementation="interpret")
+    for parameter, master, other in zip(parameters, masters, others[0], strict=True):
+        assert torch.equal(master, other)
+        assert torch.equal(parameter, master.to(dtype))
+
+
+def test_scalars_on_the_device_and_a_divisor():
+    found = []
+    for rate, step, divisor in ((0.01, 7, 4.0), tuple(torch.tensor(x, dtype=torch.float64) for x in (0.01, 7, 4.0))):
+        for how in ("interpret", "torch"):
+            parameters, averages, squares = drawn(), zeros(), zeros()
+            options = {"rate": rate, "step": step, "divisor": divisor, "implementation": how}
+            kernels.adamw(parameters, [4 * g for g in drawn(seed=1)], averages, squares, **options)
+            found.append(parameters)
+    plain = drawn()
+    kernels.adamw(plain, drawn(seed=1), zeros(), zeros(), rate=0.01, step=7, implementation="torch")
+    for parameters in found:
+        for one, other in zip(parameters, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_decay_and_dtypes_by_parameter_and_gradients_at_new_addresses():
+    parameters = [torch.ones(5), torch.ones(5, dtype=torch.float64), torch.ones(9)[1:6]]
+    states = [[torch.zeros(5, dtype=p.dtype) for p in parameters] for _ in range(2)]
+    optimizer = kernels.AdamW(parameters, *states, weight_decay=[0.5, 0.0, 0.5], implementation="interpret")
+    for step in (1, 2):
+        optimizer.step([torch.zeros(5, 2, dtype=p.dtype)[:, 0] for p in parameters], rate=0.1, step=step)
+    for parameter, wanted in zip(parameters, (0.95**2, 1.0, 0.95**2), strict=True):
+        torch.testing.assert_close(parameter, torch.full_like(parameter, wanted))
+
+
+@pytest.mark.parametrize("how", ["interpret", "torch"])
+def test_the_global_norm(how):
+    tensors = [*drawn(torch.float32), drawn(torch.bfloat16, seed=1)[3], torch.ones(9000)]
+    exact = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+    found = kernels.global_norm(tensors, implementation=how)
+    assert found.dtype == torch.float32
+    assert excess(found, exact, sum_error(exact, 9000, torch.float32)) is None
+    assert torch.equal(found, kernels.global_norm(tensors, implementation=how))
+    wide = [tensor.double() for tensor in tensors]
+    torch.testing.assert_close(kernels.global_norm(wide, implementation=how), exact, rtol=1e-13, atol=0)
+    assert kernels.global_norm([torch.zeros(0)], implementation=how) == 0
+
+
+def one(dtype=torch.float32, size=4):
+    return [torch.ones(size, dtype=dtype)]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: kernels.adamw(one(), [], one(), one()), "0 gradients for 1 parameters"),
+        (lambda: kernels.adamw(one(), one(size=3), one(), one()), "gradients[0] is float32 (3,): expected"),
+        (lambda: kernels.adamw(one(), [None], one(), one()), "gradients[0] is None"),
+        (lambda: kernels.adamw(one(), one(torch.int64), one(), one()), "expected floating point"),
+        (lambda: kernels.adamw(one(torch.float16), one(), one(torch.float16), one()), "contiguous float32 tensor"),
+        (lambda: kernels.adamw([torch.ones(4, 2)[:, 0]], one(), one(), one()), "expected a contiguous"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), betas=(0.9, 1.0)), "betas are"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), weight_decay=[0.1, 0.1]), "weight_decay has 2"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), rate=torch.ones(2)), "rate has shape (2,)"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), implementation="cuda"), "unknown implementation"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), implementation="triton"), "needs CUDA tensors"),
+        (lambda: kernels.global_norm([]), "at least one"),
+    ],
+)
+def test_bad_arguments_get_a_reason(call, words):
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert words in str(caught.value)

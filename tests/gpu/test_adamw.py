@@ -1,0 +1,80 @@
+"""AdamW and the global norm on a GPU: the compiled kernels against torch's own, 16-bit parameters, a captured step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilemesh as tm
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+SHAPES = ((3, 5), (1,), (0, 4), (1500,), (512, 1024), (7, 11, 3), (2, 1024))
+kernels = tm.kernels
+
+
+def drawn(dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+def zeros(dtype=torch.float32):
+    return [torch.zeros(shape, device="cuda", dtype=dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 40 * 2.0**-24)])
+def test_it_is_torchs_step(dtype, tolerance):
+    """In float32: three steps of some 12 roundings each, on either side of values of about 1."""
+    mine, averages, squares = drawn(dtype), zeros(dtype), zeros(dtype)
+    theirs = [torch.nn.Parameter(value) for value in drawn(dtype)]
+    ours = kernels.AdamW(mine, averages, squares, weight_decay=0.1, implementation="triton")
+    peer = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, fused=True)
+    for step in (1, 2, 3):
+        gradients = drawn(dtype, seed=step)
+        ours.step(gradients, rate=0.01, step=step)
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient
+        peer.step()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_16_bit_parameters(dtype):
+    parameters, masters, gradients = drawn(dtype), [value.float() for value in drawn(dtype)], drawn(dtype, seed=1)
+    plain, states = [master.clone() for master in masters], [zeros() for _ in range(4)]
+    kernels.adamw(parameters, gradients, *states[:2], masters, rate=0.01)
+    kernels.adamw(plain, [gradient.float() for gradient in gradients], *states[2:], rate=0.01)
+    for parameter, master, other in zip(parameters, masters, plain, strict=True):
+        assert torch.equal(master, other)
+        assert torch.equal(parameter, master.to(dtype))
+
+
+def test_a_captured_step_reads_its_scalars_anew():
+    parameters, gradients = drawn(), drawn(seed=1)
+    rate, step, divisor = (torch.tensor(value, device="cuda") for value in (0.0, 1.0, 1.0))
+    optimizer = kernels.AdamW(parameters, zeros(), zeros())
+    optimizer.step(gradients, rate=rate, step=step, divisor=divisor)
+    for state in (*optimizer.exp_avgs, *optimizer.exp_avg_sqs):
+        state.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step(gradients, rate=rate, step=step, divisor=divisor)
+    plain, states = drawn(), (zeros(), zeros())
+    for count in (1, 2):
+        rate.fill_(0.01 * count)
+        step.fill_(count)
+        divisor.fill_(2.0)
+        graph.replay()
+        kernels.adamw(plain, gradients, *states, rate=rate, step=step, divisor=divisor)
+    for one, other in zip(parameters, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_global_norm_repeats(dtype):
+    tensors = [*drawn(dtype), torch.ones(100_001, device="cuda", dtype=dtype)]
+    found = kernels.global_norm(tensors)
+    exact = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5 if dtype != torch.float64 else 1e-12, atol=0)
+    assert torch.equal(found, kernels.global_norm(tensors))
