@@ -238,7 +238,7 @@ class _Operator:
             made = getattr(torch.ops.tilemesh, self.name)(*values, how)
             made = made if isinstance(made, tuple) else (made,)
             return made[0] if self.results == 1 else made[: self.results]
-        prepared = _Prepared(self, how, asked, values)
+        prepared = _PreparedCall(self, how, asked, values)
         key, addresses = (None, []) if traced else self._key(values, tensors, implementation, cast=cast)
         if key is None:
             return self.compute(values) if how == "torch" else prepared(values, tensors, [])
@@ -507,7 +507,7 @@ def _words(hint: Any) -> str:
     return "nothing" if hint is None else getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
 
 
-class _Prepared:
+class _PreparedCall:
     """All that calls of one signature share: their checks have passed, and what runs is chosen."""
 
     def __init__(self, operator: _Operator, how: str, asked: bool, values: Sequence[Any]) -> None:
@@ -570,7 +570,9 @@ def _autograd_function(operator: _Operator) -> Any:
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, prepared: _Prepared, values: Sequence[Any], addresses: list[int], *tensors: Any) -> Any:
+        def forward(
+            ctx: Any, prepared: _PreparedCall, values: Sequence[Any], addresses: list[int], *tensors: Any
+        ) -> Any:
             made = prepared.run(values, tensors, addresses)
             ctx.prepared = prepared
             ctx.save_for_backward(*tensors, *(made if keeps_results else made[results:]))
