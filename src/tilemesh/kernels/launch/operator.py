@@ -33,7 +33,7 @@ from torch.compiler import is_compiling
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
-from tilemesh.kernels.launch.replay import Repeated, Tensors, signature
+from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
 from tilemesh.kernels.launch.tensors import (
     FLOATS,
     autocast,
@@ -238,7 +238,7 @@ class _Operator:
             made = getattr(torch.ops.tilemesh, self.name)(*values, how)
             made = made if isinstance(made, tuple) else (made,)
             return made[0] if self.results == 1 else made[: self.results]
-        prepared = _Prepared(self, how, asked, values)
+        prepared = _PreparedCall(self, how, asked, values)
         key, addresses = (None, []) if traced else self._key(values, tensors, implementation, cast=cast)
         if key is None:
             return self.compute(values) if how == "torch" else prepared(values, tensors, [])
@@ -367,7 +367,7 @@ class _Operator:
         runners = context.current.runners
         repeated = runners.recent.get(whole)
         if repeated is None:
-            repeated = runners.older.get(whole) or Repeated()
+            repeated = runners.older.get(whole) or RepeatedCall()
             runners.keep(whole, repeated)
         made: Sequence[Any] = repeated(tensors, addresses, launch, function)
         return made
@@ -507,14 +507,14 @@ def _words(hint: Any) -> str:
     return "nothing" if hint is None else getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
 
 
-class _Prepared:
+class _PreparedCall:
     """All that calls of one signature share: their checks have passed, and what runs is chosen."""
 
     def __init__(self, operator: _Operator, how: str, asked: bool, values: Sequence[Any]) -> None:
         self.operator, self.how, self.asked = operator, how, asked
         self.rest = operator._with(values, [None] * len(operator.tensors))
         self.backward_key = operator.backward_key(how, operator._telling(self.rest, asked))
-        self.forward = Repeated()
+        self.forward = RepeatedCall()
         self.shapes: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of the results
         on_cpu = any(values[at] is not None and values[at].device.type == "cpu" for at in operator.tensors)
         self.check_values = operator.check_values if on_cpu else None
@@ -570,7 +570,9 @@ def _autograd_function(operator: _Operator) -> Any:
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, prepared: _Prepared, values: Sequence[Any], addresses: list[int], *tensors: Any) -> Any:
+        def forward(
+            ctx: Any, prepared: _PreparedCall, values: Sequence[Any], addresses: list[int], *tensors: Any
+        ) -> Any:
             made = prepared.run(values, tensors, addresses)
             ctx.prepared = prepared
             ctx.save_for_backward(*tensors, *(made if keeps_results else made[results:]))

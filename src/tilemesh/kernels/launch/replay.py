@@ -58,7 +58,7 @@ def signature(tensors: Tensors) -> tuple[list[object], list[int]] | None:
 
 
 @dataclass(frozen=True)
-class View:
+class SlotView:
     """A part of a slot; the slots of a call are the tensors it was given, then those it allocated."""
 
     slot: int
@@ -72,7 +72,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class SlotAllocation:
     """A contiguous tensor, and the cheapest way to make it: like a slot, or from one of its dtype, if there is one."""
 
     shape: tuple[int, ...]
@@ -89,15 +89,15 @@ class Allocation:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class Recording:
+class CallRecording:
     """What one call did, to be done again on other tensors of the same signature."""
 
     def __init__(
         self,
         given: int,
-        allocations: Sequence[Allocation],
-        launches: Sequence[tuple[Any, Sequence[View]]],
-        results: Sequence[int | View | None],
+        allocations: Sequence[SlotAllocation],
+        launches: Sequence[tuple[Any, Sequence[SlotView]]],
+        results: Sequence[int | SlotView | None],
         changed: Sequence[int],
     ) -> None:
         self.allocations, self.launches, self.results = tuple(allocations), tuple(launches), tuple(results)
@@ -146,7 +146,7 @@ def _picker(places: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return operator.itemgetter(*places) if places else lambda items: ()
 
 
-def _result(part: int | View | None, slots: Sequence[Any]) -> Tensor | None:
+def _result(part: int | SlotView | None, slots: Sequence[Any]) -> Tensor | None:
     if part is None:
         return None
     made: Tensor = slots[part] if isinstance(part, int) else part.of(slots[part.slot])
@@ -159,7 +159,7 @@ def _changed(tensor: Any) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Watches one call: `with recorder:`, on `recorder.tensors` and with `recorder.launch`; then `recording(results)`.
 
     Where a tensor comes from is known by its identity, followed through views, or by its storage where that belongs to
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         self._slots: list[Tensor | None] = [*self.tensors]
         self._slot_of = {id(tensor): at for at, tensor in enumerate(self._slots) if tensor is not None}
         self._views: list[Tensor] = []  # held, so that no identity is used twice
-        self._launches: list[tuple[Any, list[View | None]]] = []
+        self._launches: list[tuple[Any, list[SlotView | None]]] = []
         self._written: set[int] = set()
         self._computes = False
 
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         self._launches.append((program, list(views.values())))
         self._written |= {view.slot for name in written if (view := views[name]) is not None}
 
-    def recording(self, results: Tensors) -> Recording | None:
+    def recording(self, results: Tensors) -> CallRecording | None:
         """To be repeated; None where the call did anything else than allocate, take views and launch."""
         parts = [None if result is None else self._part(result) for result in results]
         lost = any(part is None and result is not None for part, result in zip(parts, results, strict=True))
@@ -220,16 +220,16 @@ class Recorder(TorchDispatchMode):
             return None
         count = len(self.tensors)
         allocations = [self._allocation(at) for at in range(count, len(self._slots))]
-        return Recording(count, allocations, launches, parts, sorted(at for at in self._written if at < count))
+        return CallRecording(count, allocations, launches, parts, sorted(at for at in self._written if at < count))
 
-    def _part(self, result: Tensor) -> int | View | None:
+    def _part(self, result: Tensor) -> int | SlotView | None:
         """Where a result is: as a rule all of an allocated tensor, of which the caller may hold another handle."""
         view = self._view(result)
         base = None if view is None or view.slot < len(self.tensors) else self._slots[view.slot]
         whole = base is not None and (base.shape, base.stride()) == (result.shape, result.stride())
         return view.slot if view is not None and whole and not view.offset_bytes else view
 
-    def _view(self, tensor: Tensor) -> View | None:
+    def _view(self, tensor: Tensor) -> SlotView | None:
         slot = self._slot_of.get(id(tensor))
         if slot is None:
             storage = tensor.untyped_storage()._cdata
@@ -241,9 +241,9 @@ class Recorder(TorchDispatchMode):
         base = self._slots[slot]
         if base is None or base.dtype != tensor.dtype or base.device != tensor.device:
             return None
-        return View(slot, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() - base.data_ptr())
+        return SlotView(slot, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() - base.data_ptr())
 
-    def _allocation(self, slot: int) -> Allocation:
+    def _allocation(self, slot: int) -> SlotAllocation:
         made = self._slots[slot]
         assert made is not None
         like = dtype_of = None
@@ -253,14 +253,14 @@ class Recorder(TorchDispatchMode):
             dtype_of = at
             if (base.shape, base.stride()) == (made.shape, made.stride()):
                 like = at
-        return Allocation(tuple(made.shape), made.dtype, made.device, like, dtype_of)
+        return SlotAllocation(tuple(made.shape), made.dtype, made.device, like, dtype_of)
 
 
-class Repeated:
+class RepeatedCall:
     """A kernel module's forward or backward for one signature: recorded at its first call, then repeated."""
 
     def __init__(self) -> None:
-        self.recording: Recording | None = None
+        self.recording: CallRecording | None = None
         self._ordinary = False  # there is nothing to record
 
     def __call__(
@@ -275,7 +275,7 @@ class Repeated:
             return self.recording(tensors, addresses)
         if self._ordinary:
             return function(launch, tensors)
-        recorder = Recorder(launch, tensors)
+        recorder = CallRecorder(launch, tensors)
         with recorder:
             made = function(recorder.launch, recorder.tensors)
         self.recording = recorder.recording(made)
