@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kernels import OURS, PLAIN, TORCH, ModelKernels
+from tilemesh.model.kernels import OURS, PLAIN, STANDARD, ModelKernels
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -72,8 +72,8 @@ class LoopConfig:
     leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
     """Who computes projections with their activations, norms with the addition before them, and the loss from the last
-    activations; auto: tilemesh's kernels on a GPU, torch on a CPU, and torch for projections under torch.compile (which
-    fuses activations with their neighbours)."""
+    activations; auto: tilemesh's kernels for projections on a GPU unless under torch.compile (which fuses activations
+    with their neighbours), torch for everything else."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -143,11 +143,11 @@ class TrainConfig:
 
     def kernels_on(self, device: str) -> ModelKernels:
         """Whose operations the model is made of on this kind of device."""
-        if self.train.kernels == "torch" or (self.train.kernels == "auto" and device != "cuda"):
-            return PLAIN
-        if self.train.kernels == "auto" and self.train.compile:
-            return replace(OURS, projections=TORCH)
-        return OURS
+        if self.train.kernels == "tilemesh":
+            return OURS
+        # Norms and loss of ours join `auto` when rows of a whole training step on a GPU show that they are faster.
+        fuses = self.train.kernels == "auto" and device == "cuda" and not self.train.compile
+        return STANDARD if fuses else PLAIN
 
     @property
     def may_replay(self) -> bool:
