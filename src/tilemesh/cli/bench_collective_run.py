@@ -200,7 +200,7 @@ def simulate_scale(
 
 
 def assumptions(topology: str, node_size: int) -> str:
-    """What a simulation takes the machine to be: latency (α), bytes a second on a wire (β) and in memory (γ)."""
+    """What a simulation takes the machine to be: latency (α), bytes per second on a link (β) and in memory (γ)."""
 
     def wire(words: str, found: Wire) -> str:
         return f"{words} α {format_seconds(found.latency_s)}, β {format_rate(found.bytes_per_s, 'B/s')}"

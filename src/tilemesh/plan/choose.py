@@ -128,7 +128,7 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     _BATCH_TOKENS.check("batch_tokens", tokens, whole=True)
     wanted = tokens / context
     if wanted < 1 - BATCH_SLACK:
-        raise UsageError(f"{tokens} tokens a step are less than one sequence of {context}: give more, or --context")
+        raise UsageError(f"{tokens} tokens per step are less than one sequence of {context}: give more, or --context")
     low, high = max(1, -int(-wanted * (1 - BATCH_SLACK) // 1)), max(1, int(wanted * (1 + BATCH_SLACK)))
     low = min(low, high)
     # The largest power of two with a multiple in reach; of its multiples the nearest, of two as near the smaller.

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tilemesh.core.cost import Cost
+from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.core.errors import UsageError, unknown
 
 ProblemT = TypeVar("ProblemT")
+CountRows = Callable[[int, int, str], Cost]
+"""From rows, columns and a dtype to what a pass over them costs."""
 
 _SIZE = re.compile(r"[0-9]{1,12}")  # no other digits (², ٣), and none that Python takes seconds to read
 
@@ -95,3 +97,15 @@ class ProblemForm(Generic[ProblemT]):
         """What a row's problem needs."""
         given = {name: str(case[name]) for name in self.settings if name in case}
         return self.cost(self.problem(str(case["shape"]), given))
+
+
+def rows_form(suite: tuple[str, ...], forward: CountRows, backward: CountRows) -> ProblemForm[SizedProblem]:
+    """Of an operator over (rows, columns) in one dtype, timed forward or both ways; what each pass costs is counted."""
+
+    def cost(problem: SizedProblem) -> Cost:
+        rows, columns = problem.sizes
+        first = forward(rows, columns, problem.dtype)
+        return first + backward(rows, columns, problem.dtype) if problem.options["passes"] == "both" else first
+
+    settings = {"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES}
+    return ProblemForm("ROWSxCOLUMNS", suite, settings, SizedProblem.of, cost)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedProblem
-
-Counted = Callable[[int, int, str], Cost]
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.bench.problems import rows_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -38,22 +34,6 @@ def _cost(rows: int, columns: int, dtype: str, *, read: int, written: int) -> Co
     return Cost(4 * elements, size * read * elements + vectors, size * written * elements, launches=1, dtype=short)
 
 
-def of_problem(problem: SizedProblem, forward: Counted, backward: Counted) -> Cost:
-    """Of a benchmark's problem."""
-    rows, columns = problem.sizes
-    first = forward(rows, columns, problem.dtype)
-    return first + backward(rows, columns, problem.dtype) if problem.options["passes"] == "both" else first
-
-
-def _form(forward: Counted, backward: Counted) -> ProblemForm[SizedProblem]:
-    return ProblemForm(
-        sizes="ROWSxCOLUMNS",
-        suite=("32768x768", "16384x4096", "8192x8192", "16384x1024", "32x64"),
-        settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
-        make=SizedProblem.of,
-        cost=lambda problem: of_problem(problem, forward, backward),
-    )
-
-
-RMS_NORM_FORM = LAYER_NORM_FORM = _form(cost, backward_cost)
-ADD_RMS_NORM_FORM = ADD_LAYER_NORM_FORM = _form(add_cost, add_backward_cost)
+_SUITE = ("32768x768", "16384x4096", "8192x8192", "16384x1024", "32x64")
+RMS_NORM_FORM = LAYER_NORM_FORM = rows_form(_SUITE, cost, backward_cost)
+ADD_RMS_NORM_FORM = ADD_LAYER_NORM_FORM = rows_form(_SUITE, add_cost, add_backward_cost)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.core.cost import Cost, short_dtype
+from tilemesh.kernels.bench.problems import rows_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
@@ -20,17 +20,4 @@ def backward_cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:
     return Cost(4 * elements, 2 * size * elements, size * elements, launches=1, dtype=short)
 
 
-def of_problem(problem: SizedProblem) -> Cost:
-    """Of a benchmark's problem."""
-    rows, columns = problem.sizes
-    forward = cost(rows, columns, problem.dtype)
-    return forward if problem.options["passes"] == "forward" else forward + backward_cost(rows, columns, problem.dtype)
-
-
-FORM = ProblemForm(
-    sizes="ROWSxCOLUMNS",
-    suite=("16384x1024", "8192x8192", "4096x32768", "512x262144", "16384x1000", "32x64"),
-    settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
-    make=SizedProblem.of,
-    cost=of_problem,
-)
+FORM = rows_form(("16384x1024", "8192x8192", "4096x32768", "512x262144", "16384x1000", "32x64"), cost, backward_cost)
