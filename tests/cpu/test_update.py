@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.update import Group
+from tilemesh.train.update import UpdateGroup
 
 
 def theirs(config: OptimizerConfig, parameters: list[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
@@ -36,7 +36,7 @@ def test_three_steps_are_those_of_torchs_optimiser(
 
     values = [random(5, 3), random(7), random(2, 2)]
     ours, peers = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    group = Group(config, {str(number): value for number, value in enumerate(ours)}, config.weight_decay, fused)
+    group = UpdateGroup(config, {str(number): value for number, value in enumerate(ours)}, config.weight_decay, fused)
     optimizer = theirs(config, peers, fused)
     scale = None if divisor is None else torch.tensor(divisor)
     optimizer.grad_scale = scale  # type: ignore[attr-defined]
@@ -60,10 +60,10 @@ def test_three_steps_are_those_of_torchs_optimiser(
 def test_a_step_imports_nothing_that_compiles() -> None:
     """Making one of torch's optimisers does, which takes every rank as long as `import torch`."""
     code = (
-        "import sys, torch; from tilemesh.train.rank import train_here; from tilemesh.train.update import Group;"
+        "import sys, torch; from tilemesh.train.rank import train_here; from tilemesh.train.update import UpdateGroup;"
         "from tilemesh.train.config import OptimizerConfig;"
         "value = torch.nn.Parameter(torch.ones(2)); value.grad = torch.ones(2);"
-        "torch.set_grad_enabled(False); Group(OptimizerConfig(), {'w': value}, 0.1, True).step(0.1, None);"
+        "torch.set_grad_enabled(False); UpdateGroup(OptimizerConfig(), {'w': value}, 0.1, True).step(0.1, None);"
         "print(sorted({'torch._dynamo', 'torch._inductor', 'triton', 'sympy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

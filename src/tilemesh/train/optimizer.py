@@ -20,7 +20,7 @@ from tilemesh.core.shard import Shard
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.update import Group
+from tilemesh.train.update import UpdateGroup
 
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
@@ -71,8 +71,8 @@ class Optimizer:
         if is_fused is None:
             is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
 
-        def group(parameters: dict[str, nn.Parameter], has_decay: bool) -> Group:
-            return Group(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
+        def group(parameters: dict[str, nn.Parameter], has_decay: bool) -> UpdateGroup:
+            return UpdateGroup(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
 
         ways = {name: decays(self.shards[name].whole) for name in self.stepped}
         if self.has_masters:

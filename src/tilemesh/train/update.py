@@ -18,7 +18,7 @@ from tilemesh.train.config import OptimizerConfig
 
 
 @dataclass
-class Group:
+class UpdateGroup:
     """Parameters by name that are stepped together, with one weight decay; `state` is what is remembered of each."""
 
     config: OptimizerConfig
