@@ -119,17 +119,11 @@ def _with_backend(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
     return call
 
 
-@functools.cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def _flex(problem: AttentionProblem) -> Callable[..., Tensor]:
     """flex_attention with this problem's mask; the mask's blocks are found once, as a training loop would."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    compiled = torch.compile(flex_attention, dynamic=False)
     mask = problem.mask
     kept: list[Any] = []  # the mask's blocks, from the first call on
 
@@ -149,7 +143,7 @@ def _flex(problem: AttentionProblem) -> Callable[..., Tensor]:
                 return allowed
 
             kept.append(create_block_mask(sees, None, None, tokens, tokens, device=q.device))
-        made: Tensor = _compiled_flex()(q, k, v, block_mask=kept[0], enable_gqa=q.shape[1] != k.shape[1])
+        made: Tensor = compiled(q, k, v, block_mask=kept[0], enable_gqa=q.shape[1] != k.shape[1])
         return made
 
     return call
