@@ -32,7 +32,7 @@ UNTIL_INTERRUPTED = (
 
 @dataclass(frozen=True)
 class Case:
-    """`name` says what is done, and repeats it: `python tests/fuzz/fuzz_again.py NAME`."""
+    """`name` says what is done, and repeats it: `python tests/fuzz/fuzz_run.py NAME`."""
 
     name: str
     words: tuple[str, ...] = ()  # of a command line
