@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server:
-    """Use with `with`; `cases` are (name, group) pairs."""
+    """Use with `with`. Several that are made one after the other come up at the same time: only `cases` waits."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(_ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -27,9 +28,14 @@ class Server:
             [sys.executable, str(Path(__file__).with_name("fuzz_server.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True,
         )  # fmt: skip
-        self.cases: list[tuple[str, str]] = [(name, group) for name, group in json.loads(self._line())]
+
+    @functools.cached_property
+    def cases(self) -> list[tuple[str, str]]:
+        """(name, group) pairs: the first line that the process writes, when it has imported everything."""
+        return [(name, group) for name, group in json.loads(self._line())]
 
     def run(self, name: str) -> dict[str, Any]:
+        assert self.cases
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()

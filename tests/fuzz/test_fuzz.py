@@ -1,7 +1,7 @@
 """The fuzzer: a sample of its cases in `make test`, all of them in `make test-all`. What a case is: `fuzz_cases.py`.
 
-No case may show a traceback, take more than 10 s (25 s where it starts ranks), or leave a file, a process or a thread
-behind; what is refused is refused in one line. A failure prints the line that repeats it.
+No case may show a traceback, take more than 10 s (less the time in which others had the cores), or leave a file, a
+process or a thread behind; what is refused is refused in one line. A failure prints the line that repeats it.
 """
 
 from __future__ import annotations
