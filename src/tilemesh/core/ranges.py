@@ -6,6 +6,7 @@ A range never contains NaN, and infinity only where it says so: a comparison wit
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,10 @@ class Range:
 
     def __contains__(self, value: Any) -> bool:
         low = value > self.least if self.above else value >= self.least
-        high = value < self.most if self.below or self.most == math.inf else value <= self.most
+        if self.most == math.inf:
+            high = value <= sys.float_info.max  # neither infinity nor a whole number that no float can hold
+        else:
+            high = value < self.most if self.below else value <= self.most
         return bool(low and high)
 
     @property
