@@ -19,6 +19,7 @@ from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.task import Code
 from tilemesh.plan import Prediction, predict
 from tilemesh.plan.local import local_cpu, local_gpu
 
@@ -56,7 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2 x tp 2": {"dp": 2, "tp": 2, "microbatch": 8},
     "tp 4": {"tp": 4, "microbatch": 16},
 }
-MEGATRON = {
+MEGATRON: dict[str, tuple[tuple[int, int, int], str, dict[str, Any]]] = {
     "22B": ((48, 6144, 64), "8xa100", {"microbatch": 4}),
     "175B": ((96, 12288, 96), "64xa100", {"pp": 8, "accumulation": 64, "schedule": "interleaved", "interleave": 3}),
     "530B": (
@@ -66,15 +67,18 @@ MEGATRON = {
     ),
     "1T": ((128, 25600, 160), "512xa100", {"pp": 64, "accumulation": 512}),
 }
-ZERO = {f"ZeRO-{stage}": {"dp": 8, "zero": stage, "microbatch": 1, "accumulation": 4} for stage in range(4)}
+RECIPES: tuple[dict[str, Any], ...] = ({"recompute": "full"}, {"recompute": "selective", "sequence_parallel": True})
+ZERO: dict[str, dict[str, Any]] = {
+    f"ZeRO-{stage}": {"dp": 8, "zero": stage, "microbatch": 1, "accumulation": 4} for stage in range(4)
+}
 
 
 def published() -> Iterator[tuple[str, Prediction]]:
     """The tables of Korthikanti et al. 2022 and "The Llama 3 Herd of Models" that docs/plan/README.md shows."""
     for name, ((layers, width, heads), cluster, fields) in MEGATRON.items():
         model = ModelConfig(layers=layers, width=width, heads=heads, vocabulary=51200, context=2048, dropout=0.1)
-        for recipe in ({"recompute": "full"}, {"recompute": "selective", "sequence_parallel": True}):
-            plan = ParallelPlan(tp=8, attention="materialized", precision="bf16-master", **fields, **recipe)  # type: ignore[arg-type]
+        for recipe in RECIPES:
+            plan = ParallelPlan(tp=8, attention="materialized", precision="bf16-master", **fields, **recipe)
             yield f"{name}, {recipe['recompute']}", predict(model, parse_cluster(cluster), plan)
     model = preset("llama-3-70b").replace(layers=126, width=16384, heads=128, kv_heads=8, mlp_width=53248)
     for gpus, accumulation in ((8192, 32), (16384, 16)):
@@ -93,8 +97,9 @@ def graded() -> Iterator[tuple[str, Prediction]]:
     here = local_gpu(calibration.load(H200), 1, ("NVIDIA H200",))
     for name, batch in (("gpt2-124m", 8), ("gpt2-124m", 32), ("tinyllama-1.1b", 4), ("tinyllama-1.1b", 8)):
         model, plan = preset(name).replace(dropout=0.0), ParallelPlan(microbatch=batch, precision="bf16")
-        for code in ("compiled", "eager"):
-            found = predict(model, here.cluster, plan, rates=here.rates, code=code, graph=code == "compiled")  # type: ignore[arg-type]
+        codes: tuple[Code, ...] = ("compiled", "eager")
+        for code in codes:
+            found = predict(model, here.cluster, plan, rates=here.rates, code=code, graph=code == "compiled")
             yield f"{name} x {batch}, {code}", found
     cores = two_cores()
     for name, fields in LAYOUTS.items():
