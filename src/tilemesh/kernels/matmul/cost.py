@@ -58,11 +58,18 @@ def cost(problem: Problem, *, launches: int = 1) -> Cost:
     """What D = act(A @ B + C) cannot do without: 2MNK FLOPs, each input read once, D written once."""
     size = problem.element_bytes
     c_elements = {"none": 0, "full": problem.m * problem.n, "row": problem.n, "column": problem.m}[problem.c_kind]
-    read = size * (problem.m * problem.k + problem.k * problem.n + c_elements)
-    written = size * problem.m * problem.n * (2 if problem.keep else 1)
-    dtype = SHORT_DTYPES[problem.dtype]
-    dtype = "tf32" if dtype == "fp32" and problem.precision == "tf32" else dtype
-    return Cost(2 * problem.m * problem.n * problem.k, read, written, launches=launches, dtype=dtype)
+    product = product_cost(1, problem.m, problem.n, problem.k, problem.dtype)
+    kept = product.bytes_written if problem.keep else 0
+    dtype = "tf32" if product.dtype == "fp32" and problem.precision == "tf32" else product.dtype
+    read = product.bytes_read + size * c_elements
+    return Cost(product.flops, read, product.bytes_written + kept, launches=launches, dtype=dtype)
+
+
+def product_cost(batch: int, m: int, n: int, k: int, dtype: str = "bfloat16") -> Cost:
+    """Of products and nothing else: each operand read once, each result written once."""
+    size = DTYPE_BYTES[dtype]
+    read, written = batch * size * (m * k + k * n), batch * size * m * n
+    return Cost(2 * batch * m * n * k, read, written, launches=1, dtype=SHORT_DTYPES[dtype])
 
 
 SUITE = (
