@@ -22,8 +22,9 @@ from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards,
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import usable_gpus
-from tilemesh.model.config import ModelConfig, why_not_tp
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.families import read_config
+from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG
@@ -101,7 +102,7 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
         )
-    reason = why_not_tp(made.model, plan.tp)
+    reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}; set plan.tp (or the mesh's tp) to a number that divides it")
 
