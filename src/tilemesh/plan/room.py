@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilemesh.core import pipeline
 from tilemesh.core.hardware import Cluster
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.plan import constants, memory
 from tilemesh.plan.layout import PlanFields
@@ -109,7 +109,7 @@ def layers_in_flight(plan: PlanFields, stage: int, counts: tuple[int, ...]) -> i
     """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
     if plan.pp == 1:
         return counts[0]
-    passes = pipeline.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
+    passes = pace.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
     if plan.interleave == 1:
         return passes * counts[stage]
     # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.
