@@ -13,10 +13,12 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_peaks
-from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
-from tilemesh.plan.room import Room, layers_in_flight
-from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.memory import Room, layers_in_flight
 from tilemesh.plan.step import predict
 
 GIB = 2**30
@@ -58,7 +60,8 @@ def test_a_layer_keeps_what_the_paper_says(s: int, b: int, shape: tuple[int, int
     sbh = s * b * h
 
     def kept(**fields: Any) -> int:
-        return memory.layer_activation_bytes(model, megatron(tp=t, microbatch=b, **fields), s)
+        plan = megatron(tp=t, microbatch=b, **fields)
+        return kept_bytes(kept_tensors(model, Task.of(plan, s)), plan.recompute)[0]
 
     scores = 5 * a * s * s * b // t
     assert kept() == 10 * sbh + 24 * sbh // t + scores
@@ -128,9 +131,9 @@ def test_shards_sum_to_the_whole(model: ModelConfig, tp: int, pp: int) -> None:
     split = tp * (shards.layer - shards.layer_replicated) - (repeated - 1) * kv
     assert split + shards.layer_replicated == parts.layer
     counts = [model.layers // pp + (stage < model.layers % pp) for stage in range(pp)]
-    stages = [stage_parameters(shards, n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
+    stages = [shards.stage(n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
     again = shards.tied_head if pp > 1 else 0
-    assert sum(stages) - again == stage_parameters(shards, model.layers, True, True)
+    assert sum(stages) - again == shards.stage(model.layers, True, True)
     if tp == 1:
         assert sum(stages) - again == parts.total
 
@@ -162,7 +165,7 @@ def test_more_recomputation_keeps_less_and_sequence_parallelism_too(
         plan = ParallelPlan(
             tp=tp, sequence_parallel=parallel and tp > 1, recompute=recompute, attention=attention, precision=precision
         )
-        return memory.layer_activation_bytes(model, plan, model.context)
+        return kept_bytes(kept_tensors(model, Task.of(plan, model.context)), recompute)[0]
 
     assert kept("none", sp) >= kept("selective", sp) >= kept("full", sp) > 0
     assert kept("none", True) <= kept("none", False)

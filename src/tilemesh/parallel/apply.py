@@ -17,9 +17,10 @@ from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard, share
-from tilemesh.model.config import ModelConfig, why_not_tp
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import Weight, embedding_weights, layer_weights, output_weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
@@ -86,18 +87,16 @@ def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | No
 
 def transformer_splits(config: ModelConfig) -> Splits:
     """How our Transformer is split: heads and the MLP's hidden features over tp, tables by the vocabulary."""
-    return {
-        "token_embedding": "vocabulary",
-        "layers.*.attention": Region(divides=("heads", "kv_heads")),
-        "layers.*.attention.fc_q": Column(units=config.heads),
-        "layers.*.attention.fc_[kv]": Column(units=config.kv_heads, repeats=True),
-        "layers.*.attention.fc_o": "row",
-        "layers.*.mlp": "region",
-        "layers.*.mlp.fc_in": "column",
-        "layers.*.mlp.fc_gate": "column",
-        "layers.*.mlp.fc_out": "row",
-        "output": "vocabulary",
-    }
+    regions = {"layers.*.attention": Region(divides=("heads", "kv_heads")), "layers.*.mlp": Region()}
+    layers = {f"layers.*.{weight.name}": _split(weight) for weight in layer_weights(config)}
+    ends = {weight.name: _split(weight) for weight in (*embedding_weights(config), output_weight(config))}
+    return {**regions, **{name: split for name, split in (layers | ends).items() if not isinstance(split, Whole)}}
+
+
+def _split(weight: Weight) -> Split:
+    if weight.split == "column":
+        return Column(units=weight.units or None, repeats=weight.repeats)
+    return split_of(weight.split)
 
 
 def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> None:
@@ -125,7 +124,7 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     if plan.zero > 1:
         raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
     if isinstance(model, Transformer):
-        reason = why_not_tp(model.config, mesh.tp.size)
+        reason = why_not(model.config, plan)
         if reason:
             raise UsageError(f"{reason}; set another tp")
     elif plan.sequence_parallel:
@@ -135,7 +134,7 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
 def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
     """The split of every module that has one. A pattern that matches nothing is a mistake."""
     names = [name for name, _ in model.named_modules() if name]
-    optional = {"output", "layers.*.mlp.fc_gate"} if isinstance(model, Transformer) else set()
+    optional = {"output"} if isinstance(model, Transformer) else set()
     found: dict[str, Split] = {}
     for pattern, kind in kinds.items():
         hits = [name for name in names if fnmatchcase(name, pattern)]

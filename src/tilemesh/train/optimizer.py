@@ -2,9 +2,9 @@
 
 The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
-they are all of a layer's, is not asked. torch's own optimisers do the arithmetic (fused into one
-kernel where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one
-parameter at a time, so that no second copy of all gradients exists.
+they are all of a layer's, is not asked. torch's own functions do the arithmetic (`update.py`; fused into one kernel
+where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one parameter at a
+time, so that no second copy of all gradients exists.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilemesh.core.shard import Shard
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.update import UpdateGroup
 
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
@@ -66,49 +67,36 @@ class Optimizer:
         if self.has_masters:
             self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
         self.steps = 0
-        groups = [
-            {name: value for name, value in self.stepped.items() if decays(self.shards[name].whole) is way}
-            for way in (True, False)
-        ]
-        decay = (config.weight_decay, 0.0)
-        if self.has_masters:
-            # One optimiser a parameter: its float32 gradient lives only while it is stepped.
-            self._inner = {
-                name: self._make([{"params": [value], "weight_decay": decay[way]}])
-                for way, group in enumerate(groups)
-                for name, value in group.items()
-            }
-        else:
-            made = [
-                {"params": list(group.values()), "weight_decay": decay[way]}
-                for way, group in enumerate(groups)
-                if group
-            ]
-            self._inner = {"": self._make(made)}
+        is_fused = config.fused
+        if is_fused is None:
+            is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
 
-    def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        config, fused = self.config, self.config.fused
-        if fused is None:
-            fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
-        if config.name == "sgd":
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=fused)
+        def group(parameters: dict[str, nn.Parameter], has_decay: bool) -> UpdateGroup:
+            return UpdateGroup(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
+
+        ways = {name: decays(self.shards[name].whole) for name in self.stepped}
+        if self.has_masters:
+            # One group per parameter: its float32 gradient lives only while it is stepped.
+            self._groups = [group({name: value}, ways[name]) for name, value in self.stepped.items()]
+        else:
+            sorted_out = [{name: self.stepped[name] for name in ways if ways[name] is way} for way in (True, False)]
+            self._groups = [group(found, way) for found, way in zip(sorted_out, (True, False), strict=True) if found]
+        self._group_of = {name: found for found in self._groups for name in found.parameters}
 
     @property
     def divides(self) -> bool:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return not self.has_masters and all(group["fused"] for group in self._inner[""].param_groups)
+        return not self.has_masters and self.is_capturable
 
     @property
     def is_capturable(self) -> bool:
         """Whether `move` can be captured as a CUDA graph: fused kernels read a rate that is on the device."""
-        return all(group["fused"] for inner in self._inner.values() for group in inner.param_groups)
+        return all(group.is_fused for group in self._groups)
 
     def capturing(self, now: bool) -> None:
         """What torch's AdamW wants to be told before `move` is captured, and after."""
-        for inner in self._inner.values():
-            for group in inner.param_groups:
-                group["capturable"] = now
+        for group in self._groups:
+            group.is_capturing = now
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters, and count it."""
@@ -118,22 +106,18 @@ class Optimizer:
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
-        for inner in self._inner.values():
-            for group in inner.param_groups:
-                group["lr"] = rate
         if not self.has_masters:
-            inner = self._inner[""]
-            inner.grad_scale = divisor  # type: ignore[attr-defined]  # where torch's own loss scaling leaves it
-            inner.step()
-        else:
-            assert divisor is None
-            for name, inner in self._inner.items():
-                master, parameter = self.stepped[name], self.parameters[name]
-                assert parameter.grad is not None
-                master.grad = parameter.grad.float()
-                inner.step()
-                master.grad = None
-                parameter.copy_(master)
+            for group in self._groups:
+                group.step(rate, divisor)
+            return
+        assert divisor is None
+        for name, group in self._group_of.items():
+            master, parameter = self.stepped[name], self.parameters[name]
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            group.step(rate, None)
+            master.grad = None
+            parameter.copy_(master)
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -144,15 +128,15 @@ class Optimizer:
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
+                    yield f"{kind}:{name}", self.shards[name], self._group_of[name].state[name][kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
         if self.has_masters:
             yield from self.stepped.values()
-        for inner in self._inner.values():
-            for state in inner.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in self._groups:
+            for state in group.state.values():
+                yield from state.values()
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -174,16 +158,10 @@ class Optimizer:
             for kind, found in state.items():
                 if found.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
+            group = self._group_of[name]
             if self.config.name == "adamw":
-                state["step"] = torch.tensor(float(steps), device=value.device if value.is_cuda else None)
-            self._optimizer(name).state[value] = state
-
-    def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        return self._inner[name if self.has_masters else ""]
-
-    def _state(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._optimizer(name).state[self.stepped[name]]
-        return found
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=group.step_device(value))
+            group.state[name] = state
 
 
 def decays(whole: Sequence[int]) -> bool:

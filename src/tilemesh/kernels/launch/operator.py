@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import LARGEST_WHOLE
 from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
@@ -269,6 +270,8 @@ class _Operator:
                 hint = "; .item() makes a number of it" if isinstance(value, Tensor) and kind is not str else ""
                 shown = "" if isinstance(value, Tensor) else f"{value!r}, "
                 raise UsageError(f"{name} is {shown}a {type(value).__name__}: expected a {kind.__name__}{hint}")
+            if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+                raise UsageError(f"{name} is a whole number of {value.bit_length()} bits: expected one below 2**63")
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         floats = {name: tensor for name, tensor in there.items() if tensor.is_floating_point()} or there
         if not (self.casts and autocasts(next(iter(there.values())))):
