@@ -15,7 +15,7 @@ from tilemesh.core.step.book import SCHEDULES, build
 from tilemesh.core.step.check import BrokenStepError, check
 from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
 from tilemesh.core.step.passes import exchange, gather, offload, recompute
-from tilemesh.core.step.placement import Placement, loop, two_ways, vee
+from tilemesh.core.step.placement import ChunkPlacement, loop, two_ways, vee
 from tilemesh.core.step.simulate import StepTimes, simulate
 from tilemesh.core.step.text import from_csv, parse_action, to_csv
 
@@ -240,7 +240,7 @@ def test_placements() -> None:
     assert vee(3).held == ((0, 5), (1, 4), (2, 3))
     assert two_ways(4).holders == ((0, 3), (1, 2), (1, 2), (0, 3))
     with pytest.raises(UsageError, match="ranks below 2"):
-        Placement("mine", 2, ((0, 2),))
+        ChunkPlacement("mine", 2, ((0, 2),))
 
 
 # ---- mutations, beside a machine that tries every order ----------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from tilemesh.core.step.placement import Placement
+from tilemesh.core.step.placement import ChunkPlacement
 
 Kind = Literal[
     "F",  # forward pass
@@ -108,7 +108,7 @@ class StepProgram:
     """The actions of every rank, in order."""
 
     name: str
-    placement: Placement
+    placement: ChunkPlacement
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     slices: int = 1

@@ -9,7 +9,7 @@ from tilemesh.core.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Placement:
+class ChunkPlacement:
     """Ranks of the chunks, once for each direction in which microbatches pass through them.
 
     With two directions every chunk is held by two ranks; even microbatches go down the first table, odd ones the
@@ -45,16 +45,16 @@ class Placement:
         )
 
 
-def loop(ranks: int, per_rank: int = 1) -> Placement:
+def loop(ranks: int, per_rank: int = 1) -> ChunkPlacement:
     """Chunk c on rank c mod p: after the last rank the chunks begin again at the first."""
-    return Placement("loop", ranks, (tuple(chunk % ranks for chunk in range(ranks * per_rank)),))
+    return ChunkPlacement("loop", ranks, (tuple(chunk % ranks for chunk in range(ranks * per_rank)),))
 
 
-def vee(ranks: int) -> Placement:
+def vee(ranks: int) -> ChunkPlacement:
     """Two chunks per rank, down the ranks and up again: the first rank has the first chunk and the last."""
-    return Placement("v", ranks, ((*range(ranks), *reversed(range(ranks))),))
+    return ChunkPlacement("v", ranks, ((*range(ranks), *reversed(range(ranks))),))
 
 
-def two_ways(ranks: int) -> Placement:
+def two_ways(ranks: int) -> ChunkPlacement:
     """As many chunks as ranks, in both directions: each rank has one chunk of the way down and one of the way up."""
-    return Placement("two-way", ranks, (tuple(range(ranks)), tuple(reversed(range(ranks)))))
+    return ChunkPlacement("two-way", ranks, (tuple(range(ranks)), tuple(reversed(range(ranks)))))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, StepProgram
-from tilemesh.core.step.placement import Placement, loop
+from tilemesh.core.step.placement import ChunkPlacement, loop
 
 
 def gpipe(ranks: int, microbatches: int) -> StepProgram:
@@ -107,6 +107,6 @@ def _zero_bubble(rank: int, microbatches: int, in_flight: int, late: int) -> Ite
             weights += 1
 
 
-def program(name: str, placement: Placement, microbatches: int, lists: Iterable[Iterable[Action]]) -> StepProgram:
+def program(name: str, placement: ChunkPlacement, microbatches: int, lists: Iterable[Iterable[Action]]) -> StepProgram:
     """A program of lists of any kind."""
     return StepProgram(name, placement, microbatches, tuple(tuple(actions) for actions in lists))

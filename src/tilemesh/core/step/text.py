@@ -12,7 +12,7 @@ import re
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import EVERY, WORDS, Action, StepProgram, parts
-from tilemesh.core.step.placement import Placement
+from tilemesh.core.step.placement import ChunkPlacement
 
 _MEANINGS = {word: meaning for meaning, word in WORDS.items()}
 _FORM = re.compile(r"(\d+)([A-Z_]+)(\d*)(?:\.(\d+))?(?:@(\d+))?")
@@ -72,7 +72,7 @@ def from_csv(text: str, name: str = "csv") -> StepProgram:
     directions = (tables[0],) if tables[0] == tables[1] else (tables[0], tables[1])
     return StepProgram(
         name,
-        Placement("csv", len(actions), directions),
+        ChunkPlacement("csv", len(actions), directions),
         1 + max(part.microbatch for _, part in passes),
         actions,
         1 + max(part.slice for _, part in passes),
