@@ -151,7 +151,7 @@ def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:
 
 def _library(problem: Problem, device: torch.device) -> Runner:
     """The vendor's matmul, then one pass for C and the activation; or all in one where its own epilogue can do it."""
-    if epilogue_in_library(problem):
+    if problem.epilogue_in_library:
         gelu = problem.activation == "gelu_tanh"
 
         def in_one(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
@@ -178,13 +178,6 @@ def _library(problem: Problem, device: torch.device) -> Runner:
         finish.launch(addresses)
 
     return two
-
-
-def epilogue_in_library(problem: Problem) -> bool:
-    """Whether cuBLASLt adds the bias and applies the activation itself (its gelu is the tanh form)."""
-    fits = problem.c_kind == "row" and problem.activation in ("relu", "gelu_tanh") and not problem.keep
-    plain = problem.d.column_stride == 1 and (problem.c is None or problem.c.column_stride == 1)
-    return fits and plain and problem.dtype in ("float16", "bfloat16")
 
 
 class _Interpreted:
