@@ -255,6 +255,7 @@ def test_sizes_of_zero(shape, implementation):
         (lambda: kernels.softmax(torch.ones(3, 2), causal=True), "at least as many keys"),
         (lambda: kernels.rms_norm(torch.ones(3, 2), torch.ones(3)), "expected (2,)"),
         (lambda: kernels.rms_norm(torch.ones(3, 2), eps=float("nan")), "eps is nan"),
+        (lambda: kernels.rms_norm(torch.ones(3, 2), eps=10**400), "eps is a whole number of 1329 bits"),
         (lambda: kernels.add_rms_norm(torch.ones(3, 2), torch.ones(2, 3)), "expected the same"),
         (lambda: kernels.add_rms_norm(torch.ones(2), torch.ones(2).half()), "a residual that can hold x"),
         (lambda: kernels.cross_entropy(torch.ones(3, 2), torch.zeros(2, dtype=torch.long)), "expected logits (…, V)"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
@@ -123,10 +123,10 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     if batch is not None and batch_tokens is not None:
         raise UsageError("--batch and --batch-tokens both say the batch: give one")
     if batch is not None:
-        _BATCH.check("batch", batch, whole=True)
+        _BATCH.check(Argument("batch"), batch, whole=True)
         return batch
     tokens = DEFAULT_BATCH_TOKENS if batch_tokens is None else batch_tokens
-    _BATCH_TOKENS.check("batch_tokens", tokens, whole=True)
+    _BATCH_TOKENS.check(Argument("batch_tokens"), tokens, whole=True)
     wanted = tokens / context
     if wanted < 1 - BATCH_SLACK:
         raise UsageError(f"{tokens} tokens per step are less than one sequence of {context}: give more, or --context")

@@ -18,6 +18,7 @@ nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -29,8 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.ranges import LARGEST_WHOLE
 from tilemesh.kernels import context
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
@@ -75,6 +78,7 @@ def operator(
     casts: bool = False,
     own_dtype: Sequence[str] = (),
     served: Callable[..., bool] | None = None,
+    gains: Callable[..., bool] | None = None,
     overwrites: str | None = None,
     told: str | None = None,
 ) -> Callable[[Reference], Callable[..., Any]]:
@@ -88,14 +92,15 @@ def operator(
     keeps_results: whether `backward` is given the results too, before what is kept; they are rounded to their dtype.
     dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype. casts: whether
     arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these shapes; where there
-    is none, the reference computes. overwrites: the name of a bool argument that lets `backward` write over a tensor it
-    was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool argument
-    that is filled in at each call: whether a gradient may be asked for.
+    is none, the reference computes. gains: whether `auto` takes the kernel on a GPU for arguments of these shapes; it
+    always does without. overwrites: the name of a bool argument that lets `backward` write over a tensor it was
+    given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool argument that is
+    filled in at each call: whether a gradient may be asked for.
     """
 
     def decorate(reference: Reference) -> Callable[..., Any]:
-        options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, overwrites, told)
-        return _Operator(reference, kernel, check, check_values, *options).public()
+        options = (tuple(kept), keeps_results, tuple(dtypes), casts, frozenset(own_dtype), served, gains)
+        return _Operator(reference, kernel, check, check_values, *options, overwrites, told).public()
 
     return decorate
 
@@ -113,10 +118,12 @@ class _Operator:
         casts: bool,
         own_dtype: frozenset[str],
         served: Callable[..., bool] | None,
+        gains: Callable[..., bool] | None,
         overwrites: str | None,
         told: str | None,
     ) -> None:
-        self.own_dtype, self.served, self.overwrites, self.told = own_dtype, served, overwrites, told
+        self.own_dtype, self.overwrites, self.told = own_dtype, overwrites, told
+        self.served, self.gains = served, gains
         self.name, self.reference, self.kernel = reference.__name__, reference, kernel
         self.check, self.check_values, self.kept, self.dtypes, self.casts = check, check_values, kept, dtypes, casts
         self.keeps_results = keeps_results
@@ -224,7 +231,8 @@ class _Operator:
         if is_transformed(*given):
             return self.compute(values)
         how = self._how(implementation, given)
-        if how != "torch" and self.served is not None and not self.served(*values):
+        conditions = (self.served, self.gains if implementation == "auto" else None)
+        if how != "torch" and not all(holds is None or holds(*values) for holds in conditions):
             how = "torch"
         cast = how != "torch" and self.casts and autocasts(given[0])
         if cast:
@@ -269,6 +277,8 @@ class _Operator:
                 hint = "; .item() makes a number of it" if isinstance(value, Tensor) and kind is not str else ""
                 shown = "" if isinstance(value, Tensor) else f"{value!r}, "
                 raise UsageError(f"{name} is {shown}a {type(value).__name__}: expected a {kind.__name__}{hint}")
+            if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+                raise UsageError(f"{name} is a whole number of {value.bit_length()} bits: expected one below 2**63")
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         floats = {name: tensor for name, tensor in there.items() if tensor.is_floating_point()} or there
         if not (self.casts and autocasts(next(iter(there.values())))):
@@ -385,7 +395,9 @@ class _Operator:
 
     def differentiate(self, gradients: Sequence[Tensor], values: Sequence[Any], *, create_graph: bool) -> list[Tensor]:
         """The same by the reference: slower, and differentiable again with `create_graph`."""
-        with torch.enable_grad():
+        # Of torch's attention kernels, only those made of plain operators can be differentiated again.
+        again = sdpa_kernel(SDPBackend.MATH) if create_graph else contextlib.nullcontext()
+        with torch.enable_grad(), again:
             if not create_graph:
                 values = [_leaf(value) if isinstance(value, Tensor) else value for value in values]
             inputs = [values[at] for at in self.tensors if values[at] is not None]
