@@ -185,8 +185,8 @@ def pipeline_lanes(result: SearchResult) -> Html:
     schedule, slots, total = simulated(result, found)
     stages: list[list[timeline.LanePiece]] = [[] for _ in range(plan.pp)]
     for slot in sorted(slots, key=lambda one: one.start_s):
-        kind = "forward" if slot.action.forward else "backward"
-        stages[slot.stage].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
+        kind = "forward" if slot.action.kind == "F" else "backward"
+        stages[slot.rank].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
     lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
     busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
     rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
