@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comm_cases
+import comm_close
 from started import ranks_of
 
 from tilemesh.comm import run_threads
@@ -81,6 +82,24 @@ class TestEveryTransport:
         monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
         run_threads(3, comm_cases.run_surface)
 
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_mismatched_calls_raise_on_every_rank_in_debug_mode(self, transport: str) -> None:
+        for told in ranks_of(transport, 3).call("comm_mismatch:on_a_rank"):
+            *refused, last = told
+            assert len(refused) == 10
+            assert all("the ranks disagree: rank 1 calls" in line for line in refused[:9])
+            assert "rank 1 calls barrier(" in refused[0]
+            assert "shape=(5), 5 elements)" in refused[1]
+            assert "int32" in refused[2]
+            assert "root=1" in refused[3]
+            assert "op=max" in refused[4]
+            assert "algorithm=tree" in refused[5]
+            assert "shape=(2, 2)" in refused[6]
+            assert "axis=1" in refused[7]
+            assert "4 elements in [0, 1, 3]" in refused[8]
+            assert "rank 2 sends 1 elements to rank 1, which expects 2" in refused[9]
+            assert last == "sum 3"  # still usable
+
     @pytest.mark.slow
     @pytest.mark.parametrize("transport", PROCESSES)
     def test_processes_in_debug_mode_too(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +118,7 @@ class TestEveryTransport:
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_communicators_come_and_go(transport: str) -> None:
     """On ranks of its own: the communicators of a process are counted from its first."""
-    assert call("comm_close:come_and_go", 3, transport=transport) == [[40, transport]] * 3
+    assert call("comm_close:come_and_go", 3, transport=transport) == [[comm_close.GROUPS, transport]] * 3
 
 
 def test_groups_that_nobody_closes_end_when_they_are_dropped() -> None:
