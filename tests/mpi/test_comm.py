@@ -47,7 +47,8 @@ class TestEveryTransport:
         return min(done for done, _, _ in results)
 
     def test_nodes_of_two_threads(self) -> None:
-        results = run_threads(4, lambda comm: comm_cases.run_all(comm, full=False), node_size=2)
+        """Every collective by every algorithm, and what else goes through all of them."""
+        results = run_threads(4, comm_cases.run_every_algorithm, node_size=2)
         assert [failure for _, failures in results for failure in failures] == []
 
     @pytest.mark.parametrize(("ranks", "node_size"), [(5, 2), (7, 3)])
@@ -58,8 +59,8 @@ class TestEveryTransport:
         assert [failure for _, failures in results for failure in failures] == []
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("ranks", "node_size"), [(5, 2), (7, 3)])
-    def test_everything_on_nodes_that_are_not_full(self, ranks: int, node_size: int) -> None:
+    @pytest.mark.parametrize(("ranks", "node_size"), [(4, 2), (5, 2), (7, 3)])
+    def test_everything_on_nodes(self, ranks: int, node_size: int) -> None:
         results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=False), node_size=node_size)
         assert [failure for _, failures in results for failure in failures] == []
 
