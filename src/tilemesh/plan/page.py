@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tilemesh.core import pipeline
 from tilemesh.plan.choose import SearchResult
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 
 ROUNDS = (3, 2, 1)
 """Microbatches drawn, in multiples of the stages: filling, the steady state and draining ..."""

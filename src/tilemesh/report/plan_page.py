@@ -8,7 +8,7 @@ from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
 from tilemesh.plan.page import frontier, simulated
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
