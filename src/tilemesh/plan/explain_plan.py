@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from tilemesh.core import pipeline
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import Product, layer_work, recomputed_flops
@@ -124,7 +124,7 @@ def bubble_section(best: Prediction) -> ExplainedPart:
         )
     ]
     if p > 1:
-        held = [pipeline.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        held = [pace.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
         rows.append(
             ExplainedFigure(
                 "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tilemesh.core import pipeline
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_tensors
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
@@ -230,7 +230,7 @@ def layers_in_flight(plan: ParallelPlan, stage: int, counts: tuple[int, ...]) ->
     """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
     if plan.pp == 1:
         return counts[0]
-    passes = pipeline.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
+    passes = pace.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
     if plan.interleave == 1:
         return passes * counts[stage]
     # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.

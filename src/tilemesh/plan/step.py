@@ -13,11 +13,11 @@ import functools
 import math
 from typing import NamedTuple
 
-from tilemesh.core import pipeline
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
@@ -132,7 +132,7 @@ class Estimator:
             usable_bytes=self.usable_bytes,
             times=times,
             traffic=self._traffic(plan, frame),
-            bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
+            bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
             exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.stages[0]),
         )
@@ -236,11 +236,11 @@ class Estimator:
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
         layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
-        if pipeline.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
+        if pace.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
             pipe_s = _closed_form_s(plan, chunks)
         else:
             times = (chunks.forward_s, chunks.backward_s)
-            pipe_s = pipeline.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
+            pipe_s = pace.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
         stage, busy_s = _busiest(chunks, plan.pp)
         first, last = stage == 0, stage == plan.pp - 1
         count = frame.stages[stage]
