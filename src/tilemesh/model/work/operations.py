@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
+from tilemesh.kernels.attention import cost as attention
 from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
 from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
@@ -39,37 +40,26 @@ class Product(NamedTuple):
         """FLOPs, and bytes where each operand is read once and the result written once."""
         return product_cost(self.batch, self.m, self.n, self.k, LONG_DTYPES[self.dtype])
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k
-
 
 class FusedAttention(NamedTuple):
     """Scores, softmax and values in one kernel; queries are the last of the keys and see none after themselves."""
 
     name: str
+    sequences: int
     heads: int
-    """Of all sequences, as are the heads of keys and values."""
     kv_heads: int
     queries: int
     keys: int
     head_width: int
-    size: int
-    """Bytes of an element."""
+    dtype: str
     backward: bool = False
 
     @property
-    def flops(self) -> int:
-        """Without the masked pairs, half of the square where there are as many keys as queries."""
-        forward = 4 * self.heads * self.head_width * self.queries * (2 * self.keys - self.queries) // 2
-        # Backward makes the scores again and then four more products where forward has two.
-        return 5 * forward // 2 if self.backward else forward
-
-    @property
-    def nbytes(self) -> int:
-        """Queries and results, keys and values; backward also their gradients."""
-        once = 2 * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_width * self.size
-        return 2 * once if self.backward else once
+    def cost(self) -> Cost:
+        """FLOPs of the pairs that are not masked, about half of the square where there are as many keys as queries."""
+        seen = attention.pairs(self.queries, self.keys, causal=True)
+        sizes = (self.sequences, self.heads, self.kv_heads, self.queries, self.head_width, LONG_DTYPES[self.dtype])
+        return attention.cost(*sizes, keys=self.keys, seen=seen, backward=self.backward)
 
 
 Operation = Product | MemoryPass | FusedAttention
@@ -156,11 +146,12 @@ def _layer_shape(model: ModelConfig, task: Task) -> LayerShape:
 
 def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
     """Scores and their product with the values, forward and backward."""
-    heads, kv_heads = task.sequences * model.heads // task.tp, task.sequences * max(1, model.kv_heads // task.tp)
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
     if task.attention == "fused":
-        forward = FusedAttention("fused attention", heads, kv_heads, queries, keys, d, size)
+        own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
+        forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
         return (forward,), (forward._replace(backward=True),)
+    heads = task.sequences * model.heads // task.tp
     square = heads * queries * keys
     drop = (MemoryPass("dropout of scores", 2 * square * size + square),) if model.dropout else ()
     products = (
@@ -264,7 +255,7 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     output = output_weight(model)
     return ForwardFlops(
         projections=model.layers * blocks["attention"],
-        scores=model.layers * sum(op.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
+        scores=model.layers * sum(op.cost.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
         mlp=model.layers * blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )
