@@ -2,9 +2,8 @@
 
 The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
-they are all of a layer's, is not asked. torch's own optimisers do the arithmetic (fused into one
-kernel where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one
-parameter at a time, so that no second copy of all gradients exists.
+they are all of a layer's, is not asked. The arithmetic is torch's optimisers' or tilemesh's (`updates.py`). With 16-bit
+weights (`bf16-master`) a float32 copy of each is what is stepped.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
+from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.updates import KernelUpdate, TorchUpdate, Update
 
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
@@ -56,59 +57,47 @@ def _multiplies(short: str) -> bool:
 class Optimizer:
     """Steps parameters. `tensors` is everything a checkpoint has to keep of them."""
 
-    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str) -> None:
+    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str, kernels: str = TORCH) -> None:
+        """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator."""
         self.config = config
         self.shards = {name: shard for name, (_, shard) in held.items()}
         self.kinds = _KINDS[config.name] if config.name == "adamw" or config.momentum else ()
         self.parameters = {name: tensor for name, (tensor, _) in held.items()}
         self.has_masters = precision == "bf16-master"
-        self.stepped: dict[str, nn.Parameter] = dict(self.parameters)
+        self.stepped: dict[str, nn.Parameter] = self.parameters
         if self.has_masters:
             self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
         self.steps = 0
-        groups = [
-            {name: value for name, value in self.stepped.items() if decays(self.shards[name].whole) is way}
-            for way in (True, False)
-        ]
-        decay = (config.weight_decay, 0.0)
-        if self.has_masters:
-            # One optimiser a parameter: its float32 gradient lives only while it is stepped.
-            self._inner = {
-                name: self._make([{"params": [value], "weight_decay": decay[way]}])
-                for way, group in enumerate(groups)
-                for name, value in group.items()
-            }
+        decay = {name: config.weight_decay if decays(self.shards[name].whole) else 0.0 for name in self.stepped}
+        self._update: Update
+        if _is_ours(kernels, config, self.stepped):
+            self._update = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
         else:
-            made = [
-                {"params": list(group.values()), "weight_decay": decay[way]}
-                for way, group in enumerate(groups)
-                if group
-            ]
-            self._inner = {"": self._make(made)}
+            self._update = TorchUpdate(config, self.parameters, self.stepped, decay)
 
-    def _make(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        config, fused = self.config, self.config.fused
-        if fused is None:
-            fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
-        if config.name == "sgd":
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=fused)
+    @property
+    def is_ours(self) -> bool:
+        """Whether tilemesh's kernels step the parameters."""
+        return isinstance(self._update, KernelUpdate)
 
     @property
     def divides(self) -> bool:
-        """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return not self.has_masters and all(group["fused"] for group in self._inner[""].param_groups)
+        """Whether `step` can divide gradients on its way."""
+        return self._update.divides
+
+    @property
+    def divides_in_passing(self) -> bool:
+        """Whether gradients that ranks have summed are better left undivided for it."""
+        return self._update.divides_in_passing
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `move` can be captured as a CUDA graph: fused kernels read a rate that is on the device."""
-        return all(group["fused"] for inner in self._inner.values() for group in inner.param_groups)
+        """Whether `move` can be captured as a CUDA graph: kernels then read a rate that is on the device."""
+        return self._update.is_capturable
 
     def capturing(self, now: bool) -> None:
-        """What torch's AdamW wants to be told before `move` is captured, and after."""
-        for inner in self._inner.values():
-            for group in inner.param_groups:
-                group["capturable"] = now
+        """Told before `move` is captured, and after."""
+        self._update.capturing(now)
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters, and count it."""
@@ -118,22 +107,7 @@ class Optimizer:
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
-        for inner in self._inner.values():
-            for group in inner.param_groups:
-                group["lr"] = rate
-        if not self.has_masters:
-            inner = self._inner[""]
-            inner.grad_scale = divisor  # type: ignore[attr-defined]  # where torch's own loss scaling leaves it
-            inner.step()
-        else:
-            assert divisor is None
-            for name, inner in self._inner.items():
-                master, parameter = self.stepped[name], self.parameters[name]
-                assert parameter.grad is not None
-                master.grad = parameter.grad.float()
-                inner.step()
-                master.grad = None
-                parameter.copy_(master)
+        self._update.move(rate, divisor)
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -144,15 +118,13 @@ class Optimizer:
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
+                    yield f"{kind}:{name}", self.shards[name], self._update.state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
         if self.has_masters:
             yield from self.stepped.values()
-        for inner in self._inner.values():
-            for state in inner.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from self._update.kept()
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -169,21 +141,21 @@ class Optimizer:
         self.steps = steps
         if not steps:
             return
+        states = {}
         for name, value in self.stepped.items():
-            state = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
-            for kind, found in state.items():
+            states[name] = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
+            for kind, found in states[name].items():
                 if found.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
-            if self.config.name == "adamw":
-                state["step"] = torch.tensor(float(steps), device=value.device if value.is_cuda else None)
-            self._optimizer(name).state[value] = state
+        self._update.put(steps, states)
 
-    def _optimizer(self, name: str) -> torch.optim.Optimizer:
-        return self._inner[name if self.has_masters else ""]
 
-    def _state(self, name: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._optimizer(name).state[self.stepped[name]]
-        return found
+def _is_ours(kernels: str, config: OptimizerConfig, stepped: Mapping[str, nn.Parameter]) -> bool:
+    """Whether tilemesh's kernels do the arithmetic: they have AdamW, and on a CPU torch's own is the quicker one."""
+    if kernels == TORCH or config.name != "adamw" or config.fused is False or not stepped:
+        return False
+    on_gpu = all(value.is_cuda and value.is_contiguous() for value in stepped.values())
+    return on_gpu or kernels == "interpret"
 
 
 def decays(whole: Sequence[int]) -> bool:
