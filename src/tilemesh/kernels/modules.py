@@ -70,7 +70,7 @@ class FusedEmbedding(nn.Embedding):
             raise unknown("implementation", str(implementation), OPERATOR_IMPLEMENTATIONS)
         self.implementation = implementation
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input: Tensor,  # noqa: A002  (the name nn.Embedding uses)
         positions: Tensor | None = None,

@@ -22,12 +22,17 @@ Parameters = Mapping[str, nn.Parameter]
 class Update(Protocol):
     """Moves parameters along their gradients."""
 
-    divides: bool
-    """Whether `move` can divide gradients on its way."""
-    divides_in_passing: bool
-    """Whether it does so for nothing: then gradients are not divided before, whoever reduced them."""
-    is_capturable: bool
-    """Whether `move` can be captured as a CUDA graph: the rate is then on the device."""
+    @property
+    def divides(self) -> bool:
+        """Whether `move` can divide gradients on its way."""
+
+    @property
+    def divides_in_passing(self) -> bool:
+        """Whether it does so for nothing: then gradients are not divided before, whoever reduced them."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `move` can be captured as a CUDA graph: the rate is then on the device."""
 
     def capturing(self, now: bool) -> None:
         """Told before `move` is captured, and after."""

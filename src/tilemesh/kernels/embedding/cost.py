@@ -23,10 +23,15 @@ def context_of(tokens: int) -> int:
     return CONTEXT if tokens % CONTEXT == 0 else tokens
 
 
+def _of_problem(problem: SizedProblem) -> Cost:
+    tokens, width, vocabulary = problem.sizes
+    return cost(tokens, width, vocabulary, problem.dtype, passes=problem.options["passes"])
+
+
 FORM = ProblemForm(
     sizes="TOKENSxWIDTHxVOCABULARY",
     suite=("32768x768x50304", "16384x2048x32000", "8192x4096x128256"),
     settings={"dtype": Setting(tuple(SHORT_DTYPES), "bfloat16"), "passes": PASSES},
     make=SizedProblem.of,
-    cost=lambda problem: cost(*problem.sizes, problem.dtype, passes=problem.options["passes"]),
+    cost=_of_problem,
 )
