@@ -16,7 +16,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.transformer import Transformer, loss_sum
-from tilemesh.plan import memory
+from tilemesh.model.work.kept import kept_tensors
+from tilemesh.model.work.task import Task
 from tilemesh.train.plain import suit_gpu
 
 ROWS, TOKENS = 3, 32
@@ -94,5 +95,5 @@ def test_a_layer_keeps_what_the_planner_counts(kind: dict[str, Any], dropout: fl
     four, three = (ModelConfig(layers=n, dropout=dropout, **{**SIZES, **kind}) for n in (4, 3))
     measured = kept_bytes(four, autocast) - kept_bytes(three, autocast)
     plan = ParallelPlan(microbatch=ROWS, precision="bf16" if autocast else "fp32")
-    counted = memory.layer_activation_bytes(four, plan, TOKENS, "compiled")
+    counted = sum(tensor.nbytes for tensor in kept_tensors(four, Task.of(plan, TOKENS, "compiled")))
     assert measured == counted

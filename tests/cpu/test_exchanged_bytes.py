@@ -10,9 +10,10 @@ from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.measure.trace import Trace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.task import Task
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.plan.exchange import exchanged
+from tilemesh.plan.clock import exchanged
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 
 TIMEOUT_S = 60.0
@@ -41,4 +42,4 @@ def test_what_is_predicted_is_what_is_recorded(
 
     recorded = run_threads(dp * tp, main, timeout_s=TIMEOUT_S)[0]
     recorded.pop(CONTROL, None)
-    assert recorded == exchanged(config, plan, TOKENS, config.layers, "eager")
+    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), config.layers)

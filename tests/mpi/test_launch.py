@@ -282,7 +282,7 @@ def test_inside_torchrun_it_joins() -> None:
         (["no-such-program"], {"ranks": 2}, "command no-such-program was not found"),
         (["-m"], {"ranks": 2}, "-m without a module name"),
         (["true"], {}, "how many ranks"),
-        (["true"], {"ranks": 0}, "--ranks 0: expected at least 1"),
+        (["true"], {"ranks": 0}, "ranks is 0: expected at least 1"),
         (["true"], {"ranks": 1, "restarts": -1}, "restarts is -1: expected 0 or more"),
         (["true"], {"ranks": 1, "transport": "mpl"}, "unknown transport 'mpl': did you mean 'mpi'?"),
     ],
@@ -335,5 +335,12 @@ def test_mpi_keeps_its_tcp_transport_where_ranks_may_be_on_several_machines(tmp_
     assert mpi_environment(2, tmp_path, {})["OMPI_MCA_btl"] == "^tcp"
     assert "OMPI_MCA_btl" not in mpi_environment(2, tmp_path, {"OMPI_MCA_btl": "tcp,self"})
     assert mpi_environment(2, tmp_path, {"SLURM_JOB_NUM_NODES": "1"})["OMPI_MCA_btl"] == "^tcp"
-    for several in ({"SLURM_JOB_NUM_NODES": "2"}, {"PBS_NODEFILE": "/x"}, {"PRTE_MCA_prte_default_hostfile": "/x"}):
+    assert mpi_environment(2, tmp_path, {"SLURM_JOB_NUM_NODES": "", "SLURM_NNODES": "1"})["OMPI_MCA_btl"] == "^tcp"
+    for several in (
+        {"SLURM_JOB_NUM_NODES": "2"},
+        {"SLURM_JOB_NUM_NODES": "²"},
+        {"SLURM_NNODES": "many"},
+        {"PBS_NODEFILE": "/x"},
+        {"PRTE_MCA_prte_default_hostfile": "/x"},
+    ):
         assert "OMPI_MCA_btl" not in mpi_environment(2, tmp_path, several)

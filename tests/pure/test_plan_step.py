@@ -10,7 +10,8 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.choose import search
 from tilemesh.plan.constants import MATMUL_FRACTION
 from tilemesh.plan.space import Pins, candidates
@@ -100,7 +101,7 @@ def test_closed_form_and_simulation_agree() -> None:
     estimator = Estimator(preset("llama-3-8b"), parse_cluster("32xh100"))
     compared = 0
     for found in candidates(estimator, 64, Pins(zero=1, microbatch=1, recompute="full")):
-        quick, full = estimator.rank_s(found[0]), estimator.predict(found[0].plan()).step_time_s
+        quick, full = estimator.rank_s(found[0]), estimator.predict(found[0]).step_time_s
         assert quick == pytest.approx(full, rel=0.06)
         compared += 1
     assert compared > 20

@@ -17,10 +17,10 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.model.config import ModelConfig, count_parameters
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.passes import Code
-from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.plan.step import Prediction, predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAIN
@@ -167,7 +167,7 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
     if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
         known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
         measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
-    parameters = stage_parameters(shard_parameters(run.model, run.plan.tp), run.model.layers, True, True)
+    parameters = shard_parameters(run.model, run.plan.tp).stage(run.model.layers, True, True)
     least = sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.dp)) if run.plan.pp == 1 else None
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
@@ -198,7 +198,7 @@ def _advice(run: RunSummary, now: Prediction, grades: Sequence[Grade]) -> list[s
     if "parameters" in off:
         found.append("parameters differ: the run's model is not the one its summary describes")
     if any(g.unit == "B" and g.name != "peak memory" for g in off.values()):
-        found.append("exchanged bytes differ: training and plan/exchange.py do not describe the same exchange")
+        found.append("exchanged bytes differ: training and model/work/exchanges.py do not describe the same exchange")
     if "step time" in off:
         found.append(_which_part(run, now))
         _, spread = _sample(run.data.get("step_time_s"))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilemesh.core import pipeline
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.simulate import Slot, StepTimes, simulate
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.step import Prediction
 
@@ -27,9 +29,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     return kept
 
 
-def simulated(
-    result: SearchResult, best: Prediction
-) -> tuple[pipeline.PipelineSchedule, tuple[pipeline.Slot, ...], float]:
+def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:
     """The schedule's first microbatches, every pass with its stage, beginning and end, and the seconds of all."""
     plan = best.plan
     per_round = 2 * plan.pp * plan.pp * plan.interleave
@@ -37,6 +37,7 @@ def simulated(
     few = min(plan.accumulation, rounds * plan.pp)
     estimator = result.estimator()
     chunks = estimator.chunk_times(plan)
-    schedule = pipeline.build(plan.schedule, plan.pp, few, plan.interleave)
-    found = pipeline.simulate(schedule, chunks.forward_s, chunks.backward_s, keep_slots=True)
+    schedule = build(plan.schedule, plan.pp, few, plan.interleave)
+    times = StepTimes(chunks.forward_s, chunks.backward_s, [0.0] * len(chunks.backward_s))
+    found = simulate(schedule, times, keep_slots=True)
     return schedule, found.slots, found.total_s

@@ -12,23 +12,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilemesh.core import pipeline
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
-from tilemesh.model.config import ModelConfig, why_not_tp
-from tilemesh.plan import constants, host
-from tilemesh.plan.clock import Chunks, Clock
-from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
-from tilemesh.plan.flops import hardware_flops, model_flops
-from tilemesh.plan.layout import PlanFields
-from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.passes import Code
-from tilemesh.plan.room import Room, usable_bytes
-from tilemesh.plan.shards import stage_parameters
+from tilemesh.core.step import pace
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.operations import hardware_flops, model_flops
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import why_not
+from tilemesh.plan import constants
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
+from tilemesh.plan.memory import RankMemory, Room, usable_bytes
+from tilemesh.plan.speed import speed_of
 from tilemesh.plan.stages import cut, spread
-from tilemesh.plan.work import speed_of
 
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
@@ -135,7 +132,7 @@ def predict(
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
-    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`plan/passes.py`); `graph`:
+    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`model/work/task.py`); `graph`:
     whether a step becomes a CUDA graph where it can.
     """
     return Estimator(model, cluster, context, rates, code, graph).predict(plan)
@@ -173,32 +170,15 @@ class Estimator:
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
-    def why_not(self, plan: PlanFields) -> str | None:
-        """Why this layout cannot exist for this model and cluster; None when it can. Memory is not looked at."""
-        world = plan.dp * plan.tp * plan.pp
-        if world != self.cluster.world:
-            return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {world} ranks, the cluster has {self.cluster.world}"
-        if plan.pp * plan.interleave > self.model.layers:
-            chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
-            return f"{chunks} needs as many layers, the model has {self.model.layers}"
-        if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
-            return (
-                f"interleaved takes microbatches in groups of pp: {plan.accumulation} a replica is no multiple of "
-                f"{plan.pp}"
-            )
-        if plan.chunk_layers and sum(plan.chunk_layers) != self.model.layers:
-            return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {self.model.layers}"
-        return why_not_tp(self.model, plan.tp)
-
     # ---- two answers -------------------------------------------------------------------------------------------
 
-    def fits(self, plan: PlanFields) -> bool:
+    def fits(self, plan: ParallelPlan) -> bool:
         return self.memory(plan).total_bytes <= self.usable_bytes
 
-    def memory(self, plan: PlanFields) -> RankMemory:
+    def memory(self, plan: ParallelPlan) -> RankMemory:
         return self.room.fullest(plan, self._frame(plan).counts)
 
-    def rank_s(self, plan: PlanFields) -> float:
+    def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
         device_s = (
@@ -210,7 +190,7 @@ class Estimator:
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The full answer; UsageError for a layout that cannot exist."""
-        problem = self.why_not(plan)
+        problem = why_not(self.model, plan, self.cluster.world)
         if problem:
             raise UsageError(problem)
         frame = self._frame(plan, exact=True)
@@ -227,25 +207,25 @@ class Estimator:
             usable_bytes=self.usable_bytes,
             times=times,
             traffic=self._traffic(plan, frame),
-            bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
+            bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=exchanged(self.model, plan, self.context, frame.stages[0], self.clock.code(plan)),
+            exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.stages[0]),
         )
 
-    def chunk_times(self, plan: PlanFields) -> Chunks:
+    def chunk_times(self, plan: ParallelPlan) -> Chunks:
         """Seconds of each chunk's passes, as `predict` simulates them."""
         return self._frame(plan, exact=True).chunks
 
-    def busiest_layers(self, plan: PlanFields) -> int:
+    def busiest_layers(self, plan: ParallelPlan) -> int:
         """Layers of the stage whose passes take longest."""
         frame = self._frame(plan, exact=True)
         return frame.stages[_busiest(frame.chunks, plan.pp)[0]]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
-    def _frame(self, plan: PlanFields, exact: bool = False) -> Frame:
+    def _frame(self, plan: ParallelPlan, exact: bool = False) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
-        near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
+        near = plan.world <= self.cluster.node.count  # whether stages lie in one node
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
             plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
@@ -259,11 +239,11 @@ class Estimator:
                 stages = counts
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             shards = self.room.shards(plan.tp)
-            ends = (stage_parameters(shards, stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
+            ends = (shards.stage(stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
             found = self._frames[key] = Frame(counts, stages, chunks, max(*ends, max(stages) * shards.layer))
         return found
 
-    def _counts(self, plan: PlanFields, exact: bool) -> tuple[int, ...]:
+    def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
         """Layers of each chunk: as the plan says, or cut here."""
         if plan.chunk_layers:
             return plan.chunk_layers
@@ -280,62 +260,62 @@ class Estimator:
             return cut((1.0,) * self.model.layers, chunks, first, last)
         return spread(self.model.layers, chunks, first, last)
 
-    def _accumulate_s(self, plan: PlanFields) -> float:
+    def _accumulate_s(self, plan: ParallelPlan) -> float:
         """Adding a microbatch's gradients of a layer to those before."""
         if plan.accumulation == 1:
             return 0.0
         nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan.tp).layer
         return nbytes / self._stream_bytes_per_s
 
-    def _exchange(self, plan: PlanFields, frame: Frame) -> DataExchange:
+    def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
         if plan.dp == 1:
             return DataExchange(0.0, 0.0)
         forward_s, backward_s = sum(frame.chunks.forward_s[:: plan.pp]), sum(frame.chunks.backward_s[:: plan.pp])
         axis = self.clock.group(plan.dp, plan.tp)
         return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
 
-    def _optimizer_s(self, plan: PlanFields, parameters: int) -> float:
+    def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
         updated = -(-parameters // plan.dp) if plan.zero else parameters
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
         return updated * self.optimizer_bytes(plan) / rate
 
-    def optimizer_bytes(self, plan: PlanFields) -> int:
+    def optimizer_bytes(self, plan: ParallelPlan) -> int:
         """Bytes that clipping and the update move for a parameter."""
         usual = constants.OPTIMIZER_BYTES[plan.precision]
-        if plan.dp * plan.tp * plan.pp == 1 and self._is_ours_on_a_gpu(plan):
+        if plan.world == 1 and self._is_ours_on_a_gpu(plan):
             return constants.DIVIDED_BYTES.get(plan.precision, usual)
         return usual
 
-    def _is_ours_on_a_gpu(self, plan: PlanFields) -> bool:
+    def _is_ours_on_a_gpu(self, plan: ParallelPlan) -> bool:
         return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
 
-    def replays(self, plan: PlanFields) -> bool:
+    def replays(self, plan: ParallelPlan) -> bool:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
-        if plan.dp * plan.tp * plan.pp > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
+        if plan.world > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
             return False
         return self.graph and self.memory(plan).total_bytes <= REPLAY_ROOM * self.cluster.device.usable_bytes
 
-    def host_s(self, plan: PlanFields) -> float:
+    def host_s(self, plan: ParallelPlan) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
         return self._host_s(plan, max(self._frame(plan).stages))
 
-    def _host_s(self, plan: PlanFields, layers: int) -> float:
+    def _host_s(self, plan: ParallelPlan, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
         if self.replays(plan):
             return 0.0
         measured = {} if self.rates is None else self.rates.host_s
-        return host.step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
+        return host_step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
         layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
-        if pipeline.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
+        if pace.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
             pipe_s = _closed_form_s(plan, chunks)
         else:
             times = (chunks.forward_s, chunks.backward_s)
-            pipe_s = pipeline.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
+            pipe_s = pace.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
         stage, busy_s = _busiest(chunks, plan.pp)
         first, last = stage == 0, stage == plan.pp - 1
         count = frame.stages[stage]
@@ -375,7 +355,7 @@ class Estimator:
         }
 
 
-def _closed_form_s(plan: PlanFields, chunks: Chunks) -> float:
+def _closed_form_s(plan: ParallelPlan, chunks: Chunks) -> float:
     """All microbatches through the slowest stage, and once through a chunk of each of the others."""
     both = [f + b for f, b in zip(chunks.forward_s, chunks.backward_s, strict=True)]
     if plan.interleave > 1:

@@ -1,30 +1,24 @@
-"""What a layer does beside its matmuls and its attention: norms, residuals, activations, casts, as bytes moved.
+"""What a layer does beside its products and its attention: norms, residuals, activations, casts, as bytes moved.
 
 The one idea: the same layer moves different bytes in different code. `fused` is hand-fused training code (Megatron's);
 `compiled` is torch.compile: what is elementwise joins its neighbours, the loss never leaves 16 bits; `eager` is torch
 operation by operation, as our Transformer calls it: every intermediate is written and read again, every call costs.
-All counts are of one rank and microbatch; those of `compiled` were made beside a trace of its kernels.
+What is one of our operators is counted by its own `cost.py`. All counts are of one rank and microbatch; those of
+`compiled` were made beside a trace of its kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
-from tilemesh.plan.shards import kv_width_per_rank, vocabulary_per_rank
-
-Code = Literal["fused", "compiled", "eager"]
-ALIGNED = 8
-"""Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
-
-
-def default_code(device: Device, precision: str) -> Code:
-    """What usually runs a layout: large models in 16 bits are trained with hand-fused code, GPUs with a compiler."""
-    if device.kind == "cpu":
-        return "eager"
-    return "fused" if precision == "bf16-master" else "compiled"
+from tilemesh.core.cost import LONG_DTYPES, Cost
+from tilemesh.kernels.cross_entropy import cost as cross_entropy
+from tilemesh.kernels.gated import cost as gated
+from tilemesh.kernels.norm import cost as norm
+from tilemesh.kernels.rotary import cost as rotary
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.task import Code
 
 
 class MemoryPass(NamedTuple):
@@ -39,12 +33,19 @@ class MemoryPass(NamedTuple):
     "activation" where each element takes dozens of instructions (gelu), "turned" where a kernel reads either half of a
     head for each; "odd ..." where rows begin at odd addresses."""
 
+    @classmethod
+    def of(cls, name: str, cost: Cost, launches: int = 1, kind: str = "plain") -> MemoryPass:
+        """One of our operators, by its own count of bytes."""
+        return cls(name, cost.bytes_moved, launches, kind=kind)
+
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Sizes of one layer on one rank, in elements, and bytes of an element."""
 
+    sequences: int
     tokens: int
+    """Of all sequences in this pass."""
     width: int
     own: int
     """Query columns of this rank."""
@@ -52,14 +53,16 @@ class Shape:
     hidden: int
     first: int
     """Columns of the projections into the MLP."""
+    dtype: str
+    """Of a product's operands."""
     size: int
-    """Bytes of a matmul's operand."""
+    """Its bytes."""
     stream: int
     """Bytes of an element of the residual stream: 4 under autocast."""
     split: int
     """Ranks that share what tp does not split: tp with sequence parallelism, else 1."""
     weights: int
-    """Parameters of the layer's projections here."""
+    """Parameters of the layer's projections here, biases left out."""
     joins_qkv: bool
     """Whether compiled code makes q, k and v in one product: whole layers whose positions do not turn q and k."""
 
@@ -72,62 +75,59 @@ class Shape:
     def autocast(self) -> bool:
         return self.stream != self.size
 
-
-def shape_of(
-    model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, dtype: str, autocast: bool
-) -> Shape:
-    hidden, own, kv = model.mlp_width // tp, model.width // tp, kv_width_per_rank(model, tp)
-    size = DTYPE_BYTES[dtype]
-    return Shape(
-        tokens=microbatch * context,
-        width=model.width,
-        own=own,
-        kv=kv,
-        hidden=hidden,
-        first=model.mlp_inputs * hidden,
-        size=size,
-        stream=4 if autocast else size,
-        split=tp if sequence_parallel else 1,
-        weights=model.width * (2 * own + 2 * kv + (model.mlp_inputs + 1) * hidden),
-        joins_qkv=tp == 1 and model.positions != "rotary",
-    )
+    @property
+    def long_dtype(self) -> str:
+        """As operators name it."""
+        return LONG_DTYPES[self.dtype]
 
 
-def layer_passes(model: ModelConfig, shape: Shape, code: Code) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def layer_passes(model: ModelConfig, shape: LayerShape, code: Code) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """Forward and backward of one layer."""
     return {"fused": _fused, "compiled": _compiled, "eager": _eager}[code](model, shape)
 
 
-def _fused(model: ModelConfig, s: Shape) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def _fused(model: ModelConfig, s: LayerShape) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """Norms, bias + dropout + residual and activation in a kernel each; 16 bits throughout."""
     T, local = s.tokens, s.local * s.size
     mask = s.local if model.dropout else 0
-    rotary = [MemoryPass("rotary", 2 * T * (s.own + s.kv) * s.size)] if model.positions == "rotary" else []
+    rows, dtype = s.tokens // s.split, s.long_dtype
+    turned = [MemoryPass("rotary", _turned_bytes(model, s))] if model.positions == "rotary" else []
+    # A gate's product with what it opens is one operator; another activation reads one tensor, and two on its way back.
+    activation, activation_back = 2 * T * s.hidden * s.size, 3 * T * s.hidden * s.size
+    if model.activation == "swiglu":
+        activation = gated.cost(T, s.hidden, dtype).bytes_moved
+        activation_back = gated.backward_cost(T, s.hidden, dtype).bytes_moved
     forward = [
-        MemoryPass("norms", 2 * 2 * local, 2),
-        *rotary,
+        MemoryPass.of("norms", 2 * norm.cost(rows, s.width, dtype), 2),
+        *turned,
         # Bias, dropout and residual in one kernel: reads two, writes one and the mask.
         MemoryPass("residuals", 2 * (3 * local + mask), 2),
-        MemoryPass("activation", T * (s.first + s.hidden) * s.size),
+        MemoryPass("activation", activation),
     ]
     backward = [
-        # Backward of a norm reads its input and the gradient, writes one; the residual's sum reads two, writes one.
-        MemoryPass("norms", 2 * 3 * local, 2),
+        MemoryPass.of("norms", 2 * norm.backward_cost(rows, s.width, dtype), 2),
+        # The residual's sum reads two, writes one.
         MemoryPass(
             "residuals", 2 * 3 * local + (2 * (2 * local + mask) if model.dropout else 0), 4 if model.dropout else 2
         ),
-        *rotary,
-        MemoryPass("activation", T * (2 * s.first + s.hidden) * s.size),
+        *turned,
+        MemoryPass("activation", activation_back),
     ]
     if model.biases:  # a bias's gradient sums the output's gradient once more
         backward.append(MemoryPass("biases", T * (s.own + 2 * s.kv + s.width + s.first + s.width) * s.size, 4))
     return forward, backward
 
 
-def _compiled(model: ModelConfig, s: Shape) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def _turned_bytes(model: ModelConfig, s: LayerShape) -> int:
+    """Turning queries and keys, each by one kernel."""
+    each, heads = s.tokens // s.sequences, (s.own // model.head_width, s.kv // model.head_width)
+    return sum(rotary.cost(s.sequences, each, count, model.head_width, s.long_dtype).bytes_moved for count in heads)
+
+
+def _compiled(model: ModelConfig, s: LayerShape) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """The residual is added where the next norm reads it; casts of the stream and of the weights are passes."""
     T, x = s.tokens, s.local
-    turned = 2 * T * (s.own + s.kv) * s.size
+    turned = 2 * T * (s.own + s.kv) * s.size  # what our operator moves, and tables that the compiler makes anew
     mask = 2 * x if model.dropout else 0  # one byte a dropped element, twice a layer
     # silu and relu take few enough instructions to move their bytes as fast as a copy does.
     activation = "plain" if model.activation in ("swiglu", "relu") else "activation"
@@ -162,7 +162,7 @@ def _compiled(model: ModelConfig, s: Shape) -> tuple[list[MemoryPass], list[Memo
     return forward, backward
 
 
-def _eager(model: ModelConfig, s: Shape) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def _eager(model: ModelConfig, s: LayerShape) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """One call after another, as `model/transformer.py` makes them."""
     T, x = s.tokens, s.local
     stream, qk = x * s.stream, T * (s.own + s.kv) * s.size
@@ -213,49 +213,59 @@ def _eager(model: ModelConfig, s: Shape) -> tuple[list[MemoryPass], list[MemoryP
 # ---- the ends of the model -------------------------------------------------------------------------------------
 
 
-def logit_columns(model: ModelConfig, tp: int, dtype: str, code: Code, gpu: bool) -> int:
-    """Columns of the product that makes a rank's logits: our code rounds them up where tensor cores gain by it."""
-    columns = vocabulary_per_rank(model, tp)
-    if code == "fused" or not gpu or dtype == "fp64":
-        return columns
-    if tp == 1:
-        return columns + -columns % VOCABULARY_MULTIPLE
-    # Split over ranks the weight stays as it is; torch.compile pads what it must.
-    return columns + -columns % ALIGNED if code == "compiled" and unaligned(columns, DTYPE_BYTES[dtype]) else columns
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of the output projection and the loss on one rank."""
+
+    tokens: int
+    width: int
+    rows: int
+    """Of the vocabulary, this rank's."""
+    columns: int
+    """Of the product that makes its logits: our code rounds `rows` up where tensor cores gain by it."""
+    local: int
+    """Elements of the stream on this rank."""
+    dtype: str
+    size: int
+    autocast: bool
+    odd: bool
+    """Rows of logits begin where tensor cores cannot load them."""
 
 
-def head_casts(
-    model: ModelConfig, tp: int, dtype: str, code: Code, gpu: bool, autocast: bool
-) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def head_passes(model: ModelConfig, s: HeadShape, code: Code) -> tuple[list[MemoryPass], list[MemoryPass]]:
+    """Final norm, the casts around the output table, and the loss."""
+    casts, casts_back = _casts(model, s, code)
+    loss, loss_back = _loss(s, code)
+    forward = [MemoryPass("final norm", 2 * s.local * s.size), *casts, *loss]
+    return forward, [*loss_back, *casts_back, MemoryPass("final norm", 3 * s.local * s.size)]
+
+
+def _casts(model: ModelConfig, s: HeadShape, code: Code) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """What is done to the table behind the logits beside its products: copies in 16 bits, rows added, gradients."""
     if code == "fused":
         return [], []
-    size, table = DTYPE_BYTES[dtype], vocabulary_per_rank(model, tp) * model.width
+    table = s.rows * s.width
     forward, backward = [], []
-    if autocast:
-        forward.append(MemoryPass("cast of the output table", table * (4 + size)))
-        backward.append(MemoryPass("cast of the output table's gradient", table * (size + 4)))
-    if code == "eager" and logit_columns(model, tp, dtype, code, gpu) != vocabulary_per_rank(model, tp):
+    if s.autocast:
+        forward.append(MemoryPass("cast of the output table", table * (4 + s.size)))
+        backward.append(MemoryPass("cast of the output table's gradient", table * (s.size + 4)))
+    if code == "eager" and s.columns != s.rows:
         forward.append(MemoryPass("rows added to the output table", 2 * 4 * table, 2))  # compiled, the cast does it
     if model.tied:  # the gradients of its two uses are added up
         backward.append(MemoryPass("sum of the table's gradients", table * (4 if code == "compiled" else 3 * 4)))
     return forward, backward
 
 
-def loss_passes(
-    model: ModelConfig, tp: int, microbatch: int, context: int, dtype: str, code: Code, gpu: bool = True
-) -> tuple[list[MemoryPass], list[MemoryPass]]:
+def _loss(s: HeadShape, code: Code) -> tuple[list[MemoryPass], list[MemoryPass]]:
     """The loss over this rank's logits."""
-    size, V = DTYPE_BYTES[dtype], vocabulary_per_rank(model, tp)
-    logits = microbatch * context * V
+    logits, size = s.tokens * s.rows, s.size
     if code == "fused":
         # To fp32; maximum; exponentials and their sum.
         return [MemoryPass("loss", logits * (size + 4 + 4 + 8), 4)], [MemoryPass("loss", logits * (4 + 4 + size), 2)]
     if code == "compiled":
-        # Alone, our Transformer computes logits in rows of aligned length.
-        odd = "odd " if unaligned(V, size) and tp > 1 else ""
-        forward = [MemoryPass("loss", logits * size, 1, kind=f"{odd}softmax")]
-        backward = [MemoryPass("loss", logits * 2 * size, 1, kind=f"{odd}rows")]
+        odd, dtype = "odd " if s.odd else "", LONG_DTYPES[s.dtype]
+        forward = [MemoryPass.of("loss", cross_entropy.cost(s.tokens, s.rows, dtype), kind=f"{odd}softmax")]
+        backward = [MemoryPass.of("loss", cross_entropy.backward_cost(s.tokens, s.rows, dtype), kind=f"{odd}rows")]
         if odd:  # the gradient is written once more, into rows that tensor cores can load
             backward.append(MemoryPass("padding of the logits", logits * 2 * size, 1, kind="rows"))
         return forward, backward
@@ -263,20 +273,11 @@ def loss_passes(
     # log_softmax reads and writes; backward makes a gradient of zeros, reads two and writes one.
     forward = [MemoryPass("loss", 2 * 4 * logits + cast, 4, logits)]
     backward = [MemoryPass("loss", 4 * 4 * logits + cast, 6, logits)]
-    if logit_columns(model, tp, dtype, code, gpu) != V:  # zeros of the rounded width, and the gradient copied into them
+    if s.columns != s.rows:  # zeros of the rounded width, and the gradient copied into them
         backward.append(MemoryPass("padding of the logits", 3 * size * logits, 2))
     return forward, backward
 
 
-def logits_element_bytes(model: ModelConfig, tp: int, precision_bytes: int, code: Code) -> int:
-    """Bytes alive for one logit at the loss's fullest moment."""
-    if code == "fused":
-        return 10  # as the matmul writes it, fp32 for the loss, its gradient
-    if code == "compiled":
-        return precision_bytes * 2  # logits and their gradient
-    return 12 if precision_bytes <= 4 else 24  # log-softmax, the gradient of its result, and of its input
-
-
-def unaligned(columns: int, element_bytes: int) -> bool:
-    """Whether rows of so many 16-bit elements begin where tensor cores cannot load them."""
-    return element_bytes == 2 and columns % ALIGNED != 0
+def embedding_passes(nbytes: int, local: int) -> tuple[list[MemoryPass], list[MemoryPass]]:
+    """Looking rows up and, backward, adding to them."""
+    return [MemoryPass("embedding", 2 * nbytes + 2 * local, 3)], [MemoryPass("embedding", 3 * nbytes + 2 * local, 3)]

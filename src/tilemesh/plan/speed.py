@@ -1,9 +1,10 @@
-"""What a layer does, pass by pass: matmuls by shape, everything else by bytes; and the seconds that takes.
+"""How long an operation takes on a device, and a collective over its links.
 
-The one idea: a roofline per operation. A matmul takes its FLOPs at the rate its shape allows (tiles, waves, a fill per
+The one idea: a roofline per operation. A product takes its FLOPs at the rate its shape allows (tiles, waves, a fill per
 tile, parts along k) or its bytes at the memory's, whichever is longer; the rest only moves bytes; nothing is shorter
-than a launch.
-Shapes are those of one rank; T tokens, D width, F hidden width, V vocabulary.
+than a launch. A collective runs on two levels of links, fast within a node and slower across: reduce_scatter inside a
+node, the slice across nodes over every member's own adapter, all_gather inside; messages and bytes are those that
+`comm/schedules/cost.py` counts.
 """
 
 from __future__ import annotations
@@ -15,171 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilemesh.comm.schedules.cost import seconds, traffic
+from tilemesh.comm.schedules.topology import Wire
 from tilemesh.core.calibration import Rates
-from tilemesh.core.hardware import DTYPE_BYTES, Device
-from tilemesh.model.config import ModelConfig
+from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
+from tilemesh.model.work.operations import Operation, Product
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import Code, unaligned
 from tilemesh.plan import constants
-from tilemesh.plan.passes import (
-    Code,
-    MemoryPass,
-    head_casts,
-    layer_passes,
-    logit_columns,
-    loss_passes,
-    shape_of,
-    unaligned,
-)
-from tilemesh.plan.shards import kv_width_per_rank
-
-
-class Matmul(NamedTuple):
-    name: str
-    batch: int
-    m: int
-    n: int
-    k: int
-    backward: bool = False
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k
-
 
 RateCurve = tuple[tuple[int, float], ...]
-
-
-class FusedAttention(NamedTuple):
-    """Scores, softmax and values in one kernel; half the square when causal."""
-
-    name: str
-    flops: int
-    nbytes: int
-    backward: bool
-    head_width: int
-    context: int
-
-
-Op = Matmul | MemoryPass | FusedAttention
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """The operations of one layer on one rank, for one microbatch."""
-
-    forward: tuple[Op, ...]
-    scores: tuple[Op, ...]
-    """Of `forward`, what selective recomputation repeats."""
-    backward: tuple[Op, ...]
-
-
-# ---- what is done ----------------------------------------------------------------------------------------------
-
-
-def layer_work(
-    model: ModelConfig,
-    tp: int,
-    sequence_parallel: bool,
-    microbatch: int,
-    context: int,
-    attention: str,
-    dtype: str,
-    code: Code = "fused",
-    autocast: bool = False,
-) -> LayerWork:
-    """One layer, forward and backward."""
-    size = DTYPE_BYTES[dtype]
-    shape = shape_of(model, tp, sequence_parallel, microbatch, context, dtype, autocast)
-    T, D, own, kv = shape.tokens, shape.width, shape.own, shape.kv
-    scores, scores_back = _attention(model, tp, microbatch, context, attention, size)
-    # Hand-fused code makes q, k and v in one product, and a gate with what it opens; our Transformer keeps both apart,
-    # but for q, k and v that are not turned, where the whole layer is compiled.
-    qkv = [Matmul("q, k, v", 1, T, own + 2 * kv, D)]
-    inputs = [Matmul("MLP in", 1, T, shape.first, D)]
-    if code == "eager" or (code == "compiled" and not shape.joins_qkv):
-        qkv = [Matmul("q", 1, T, own, D), Matmul("k", 1, T, kv, D), Matmul("v", 1, T, kv, D)]
-    if code != "fused":
-        inputs = [Matmul("MLP in", 1, T, shape.hidden, D)]
-        inputs += [Matmul("MLP gate", 1, T, shape.hidden, D)] if model.mlp_inputs == 2 else []
-    matmuls = [*qkv, Matmul("output projection", 1, T, D, own), *inputs, Matmul("MLP out", 1, T, D, shape.hidden)]
-    passes, passes_back = layer_passes(model, shape, code)
-    forward: list[Op] = [*matmuls, *passes]
-    backward: list[Op] = [
-        *passes_back,
-        *(Matmul(f"{op.name}, input gradient", 1, op.m, op.k, op.n, True) for op in matmuls),
-        *(Matmul(f"{op.name}, weight gradient", 1, op.k, op.n, op.m, True) for op in matmuls),
-    ]
-    return LayerWork((*forward, *scores), tuple(scores), (*backward, *scores_back))
-
-
-def _attention(
-    model: ModelConfig, tp: int, microbatch: int, context: int, attention: str, size: int
-) -> tuple[list[Op], list[Op]]:
-    heads, d = microbatch * model.heads // tp, model.head_width
-    tokens = microbatch * context
-    qo, kv = tokens * model.width // tp, tokens * kv_width_per_rank(model, tp)
-    if attention == "fused":
-        flops = 4 * heads * context * context * d // 2
-        forward = FusedAttention("fused attention", flops, (2 * qo + 2 * kv) * size, False, d, context)
-        # Backward makes the scores again and then four more products where forward has two.
-        nbytes = (4 * qo + 4 * kv) * size
-        return [forward], [FusedAttention("fused attention", 5 * flops // 2, nbytes, True, d, context)]
-    square = heads * context * context
-    mask = square if model.dropout else 0
-    drop = [MemoryPass("dropout of scores", 2 * square * size + mask)] if model.dropout else []
-    products = [
-        Matmul("scores", heads, context, context, d),
-        Matmul("values", heads, context, d, context),
-    ]
-    forward_ops: list[Op] = [*products, MemoryPass("softmax", 2 * square * size), *drop]
-    backward_ops: list[Op] = [
-        *(Matmul(f"{op.name}, first gradient", heads, op.m, op.k, op.n) for op in products),
-        *(Matmul(f"{op.name}, second gradient", heads, op.k, op.n, op.m) for op in products),
-        MemoryPass("softmax", 3 * square * size),
-        *drop,
-    ]
-    return forward_ops, backward_ops
-
-
-def head_work(
-    model: ModelConfig,
-    tp: int,
-    sequence_parallel: bool,
-    microbatch: int,
-    context: int,
-    dtype: str,
-    code: Code = "fused",
-    autocast: bool = False,
-    gpu: bool = True,
-) -> LayerWork:
-    """Final norm, logits and loss, on the last stage."""
-    size = DTYPE_BYTES[dtype]
-    T, D, V = microbatch * context, model.width, logit_columns(model, tp, dtype, code, gpu)
-    local = T * D * size // (tp if sequence_parallel else 1)
-    loss, loss_back = loss_passes(model, tp, microbatch, context, dtype, code, gpu)
-    casts, casts_back = head_casts(model, tp, dtype, code, gpu, autocast)
-    forward: tuple[Op, ...] = (MemoryPass("final norm", 2 * local), *casts, Matmul("logits", 1, T, V, D), *loss)
-    backward: tuple[Op, ...] = (
-        *loss_back,
-        Matmul("logits, input gradient", 1, T, D, V, True),
-        Matmul("logits, weight gradient", 1, D, V, T, True),
-        *casts_back,
-        MemoryPass("final norm", 3 * local),
-    )
-    return LayerWork(forward, (), backward)
-
-
-def embedding_work(
-    model: ModelConfig, tp: int, sequence_parallel: bool, microbatch: int, context: int, dtype: str
-) -> LayerWork:
-    """Looking rows up and, backward, adding to them, on the first stage."""
-    nbytes = microbatch * context * model.width * DTYPE_BYTES[dtype]
-    local = nbytes // (tp if sequence_parallel else 1)
-    return LayerWork(
-        (MemoryPass("embedding", 2 * nbytes + 2 * local, 3),), (), (MemoryPass("embedding", 3 * nbytes + 2 * local, 3),)
-    )
-
-
-# ---- how long it takes -----------------------------------------------------------------------------------------
 
 
 class AttentionRates(NamedTuple):
@@ -190,10 +36,10 @@ class AttentionRates(NamedTuple):
     fill_tokens: tuple[int, int] = (0, 0)
     """Tokens of a sequence that take as long again: blocks on the diagonal half used, and what precedes the loop."""
 
-    def rate(self, backward: bool, head_width: int, context: int) -> float:
+    def rate(self, backward: bool, head_width: int, tokens: int) -> float:
         known = self.backward if backward else self.forward
         _, rate = min(known, key=lambda pair: (abs(pair[0] - head_width), pair[0]))
-        return rate / (1 + self.fill_tokens[backward] / context)
+        return rate / (1 + self.fill_tokens[backward] / tokens)
 
 
 @dataclass(frozen=True)
@@ -215,40 +61,36 @@ class Speed:
     processors: int
     """Streaming multiprocessors; 0 where tiles and waves do not matter."""
     tiles: constants.Tiles
-    element_bytes: int
     waits: bool
     """The caller waits for each operation (a CPU), so its launch adds to the work instead of hiding behind it."""
     pads: bool
     """Rows of unaligned length are padded before they reach a matmul."""
 
-    def matmul_bytes(self, op: Matmul) -> int:
-        """Each operand read once, the result written once."""
-        return op.batch * (op.m * op.k + op.k * op.n + op.m * op.n) * self.element_bytes
-
-    def matmul_s(self, op: Matmul) -> float:
+    def matmul_s(self, op: Product) -> float:
         fraction, splits = shape_fraction(op.batch, op.m, op.n, op.k, self.processors, self.tiles)
-        awkward = unaligned(op.n, self.element_bytes) or unaligned(op.k, self.element_bytes)
+        size = DTYPE_BYTES[op.dtype]
+        awkward = unaligned(op.n, size) or unaligned(op.k, size)
         if awkward and self.processors and not self.pads:
             fraction = min(fraction, constants.UNALIGNED_FRACTION)
         compute = op.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
         # Parts of a split product are written in fp32 and read again to be summed.
         partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
-        return self._with_launches(max(compute + partial, self.matmul_bytes(op) / self.stream_bytes_per_s), 1)
+        return self._with_launches(max(compute + partial, op.cost.bytes_moved / self.stream_bytes_per_s), 1)
 
-    def op_s(self, op: Op) -> float:
-        if isinstance(op, Matmul):
+    def op_s(self, op: Operation) -> float:
+        if isinstance(op, Product):
             return self.matmul_s(op)
         if isinstance(op, MemoryPass):
             rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
             moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
             return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
-        compute = op.flops / self.attention.rate(op.backward, op.head_width, op.context)
+        compute = op.flops / self.attention.rate(op.backward, op.head_width, op.keys)
         return self._with_launches(max(compute, op.nbytes / self.stream_bytes_per_s), 1)
 
     def _with_launches(self, busy_s: float, launches: int) -> float:
         return busy_s + launches * self.launch_s if self.waits else max(busy_s, launches * self.launch_s)
 
-    def seconds(self, ops: tuple[Op, ...]) -> float:
+    def seconds(self, ops: tuple[Operation, ...]) -> float:
         return sum(map(self.op_s, ops))
 
 
@@ -277,7 +119,6 @@ def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code 
         launch_s=measured.operation_s or measured.launch_s or device.launch_s,
         processors=0 if cpu else device.sm_count,
         tiles=constants.HOPPER_TILES if device.capability >= (9, 0) and code != "fused" else constants.TILES,
-        element_bytes=DTYPE_BYTES[dtype],
         waits=cpu,
         pads=code != "eager",
     )
@@ -299,7 +140,7 @@ def _narrow(measured: Rates) -> tuple[RateCurve, RateCurve]:
     return forward, backward
 
 
-def narrow_fraction(curve: RateCurve, op: Matmul) -> float:
+def narrow_fraction(curve: RateCurve, op: Product) -> float:
     """Between measured widths in a line over the width's logarithm; beyond them as at the ends."""
     width = min(op.m, op.n, op.k)
     if not curve or width >= curve[-1][0]:
@@ -351,3 +192,77 @@ def shape_fraction(
             # Fewer parts among equals: each part's result is written and read.
             best = max(best, (used * own_k / (own_k + constants.TILE_FILL_K), splits), key=lambda b: (b[0], -b[1]))
     return best
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RanksOfNodes:
+    """Ranks that exchange with one another: `inside` of them in each of `nodes` nodes."""
+
+    inside: int
+    nodes: int
+    within: Wire
+    """Between two ranks of a node."""
+    across: Wire
+    """Between two nodes, for each rank."""
+    hides: bool = True
+    """Whether an exchange can run beside computing; between CPU ranks it is computing itself."""
+
+    @property
+    def ranks(self) -> int:
+        return self.inside * self.nodes
+
+    def all_gather_s(self, nbytes: float) -> float:
+        """Each node gathers over its members' adapters at once, then inside: also the time of a scatter-sum."""
+        across = seconds("all_gather", "ring", self.nodes, nbytes / self.inside, self.across)
+        return across + seconds("all_gather", "ring", self.inside, nbytes, self.within)
+
+    def all_reduce_s(self, nbytes: float) -> float:
+        """Scatter-sum and gather-all, or a tree where latency rules."""
+        tree = seconds("all_reduce", "tree", self.inside, nbytes, self.within)
+        tree += seconds("all_reduce", "tree", self.nodes, nbytes, self.across)
+        return min(2 * self.all_gather_s(nbytes), tree)
+
+    def exchange_s(self, collective: str, nbytes: float) -> float:
+        """A collective by its name."""
+        return self.all_reduce_s(nbytes) if collective == "all_reduce" else self.all_gather_s(nbytes)
+
+    def sent_bytes(self, nbytes: float, collective: str) -> float:
+        """What one rank sends for a buffer of so many bytes; the two levels together send what one ring would."""
+        return _sent_share(collective, self.ranks) * nbytes
+
+
+@functools.cache
+def _sent_share(collective: str, ranks: int) -> float:
+    return traffic(collective, "ring", ranks, ranks).nbytes / ranks
+
+
+def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
+    """The group of an axis: `size` ranks, `stride` apart, ranks laid on nodes in order."""
+    node = cluster.node
+    fit = max(1, min(size, node.count // stride))
+    inside = max(d for d in range(1, fit + 1) if size % d == 0)
+    return RanksOfNodes(
+        inside=inside,
+        nodes=size // inside,
+        within=_inside_a_node(cluster),
+        across=_between_nodes(cluster),
+        hides=node.device.kind == "gpu",
+    )
+
+
+def neighbour_s(cluster: Cluster, stride: int, ranks: int, nbytes: float) -> float:
+    """One message to the next rank of an axis: within the node when the whole axis lies in one, else across."""
+    near = stride * ranks <= cluster.node.count
+    return (_inside_a_node(cluster) if near else _between_nodes(cluster)).seconds(nbytes)
+
+
+def _inside_a_node(cluster: Cluster) -> Wire:
+    link = cluster.node.intra
+    return Wire(link.latency_s, link.bytes_per_s * constants.LINK_FRACTION)
+
+
+def _between_nodes(cluster: Cluster) -> Wire:
+    return Wire(cluster.node.inter.latency_s, cluster.node.inter_bytes_per_s_per_device * constants.LINK_FRACTION)
