@@ -4,7 +4,7 @@ The one idea: what an optimiser remembers of a parameter has the parameter's sha
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
 they are all of a layer's, is not asked. The arithmetic is done by torch's own functions (`update.py`; fused into one
 kernel where torch has that) or by tilemesh's kernels (`stepping.py`). With 16-bit weights (`bf16-master`) a float32
-copy of each is what is stepped; torch steps one parameter at a time then, so that no second copy of all gradients is made.
+copy of each is what is stepped; torch steps one parameter at a time then, without a second copy of all gradients.
 """
 
 from __future__ import annotations
