@@ -14,11 +14,10 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
-from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
-from tilemesh.report.plan_page import render
+from tilemesh.report.plan_page import frontier, render
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
@@ -21,8 +22,9 @@ from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 
 SHOWN = 10
 DEFAULT_BATCH_TOKENS = 1_000_000
@@ -69,9 +71,25 @@ class SearchResult:
     def best(self) -> Prediction:
         return self.predictions[0]
 
+    def figures(self, place: int) -> dict[str, Any]:
+        """The plan at that place, 0 being the best, with what was asked."""
+        return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place])
+
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""
         return Estimator(self.model, self.cluster, self.context, self.rates, self.code)
+
+
+def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
+    """One layout with what was asked; also for one that does not fit."""
+    case = {
+        "model": config.to_dict(model),
+        "cluster": cluster,
+        "context": found.tokens // found.plan.batch,
+        "batch": found.plan.batch,
+        "fixed": pins.describe(),
+    }
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(found)}
 
 
 class NothingFitsError(RunError):

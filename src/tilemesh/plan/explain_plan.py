@@ -15,8 +15,9 @@ from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.memory import STATE_BYTES, layers_in_flight
+from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 
 
 def plan_sections(result: SearchResult) -> list[ExplainedPart]:

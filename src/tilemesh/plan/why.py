@@ -13,7 +13,7 @@ from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.plan import memory
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 
 EQUAL = 0.02  # closer than this, two times are equal
 SHORT_LAYER_S = 3e-3
