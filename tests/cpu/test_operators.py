@@ -302,7 +302,9 @@ def test_every_operator_has_its_parts(name):
     ours, interpret = bench.calls(problem)["ours"], functools.partial(entry.load("public"), implementation="interpret")
     by_name = {key: value for key, value in getattr(problem, "options", {}).items() if key != "passes"}
     interpreted = interpret(*given, **by_name, **getattr(bench, "options", {}))
-    if interpreted is None:  # it works in place: a second call would go on from there, and its own tests compare it
+    if interpreted is None:  # it works in place: a second call would go on from there
+        assert bench.wrong_in_place(problem, ours, torch.device("cpu")) is None
+        assert bench.wrong_in_place(problem, lambda *given: None, torch.device("cpu")) is not None
         return
     torch.testing.assert_close(interpreted, ours(*given))
     first = interpreted[0] if isinstance(interpreted, tuple) else interpreted
