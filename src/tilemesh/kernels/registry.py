@@ -51,8 +51,10 @@ def folder(name: str, home: str = "") -> OperatorEntry:
 
 
 _MATMUL = "tilemesh.kernels.matmul"
+_ATTENTION = "tilemesh.kernels.attention"
 _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
+_ADAMW = "tilemesh.kernels.adamw"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -71,10 +73,26 @@ _OPERATORS = (
     folder("add_layer_norm", _NORM),
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
+    folder("embedding"),
+    OperatorEntry(
+        "attention",
+        public=f"{_ATTENTION}.reference:attention",
+        reference=f"{_ATTENTION}.reference:attention",
+        cost=f"{_ATTENTION}.cost:cost",
+        form=f"{_ATTENTION}.cost:FORM",
+        bench=f"{_ATTENTION}.bench:BENCH",
+    ),
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
-    folder("adamw"),
+    OperatorEntry(
+        "adamw",
+        public=f"{_ADAMW}.reference:adamw",
+        reference=f"{_ADAMW}.reference:adamw",
+        cost=f"{_ADAMW}.cost:cost",
+        form=f"{_ADAMW}.cost:FORM",
+        bench=f"{_ADAMW}.bench:BENCH",
+    ),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

@@ -18,6 +18,7 @@ from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
+from tilemesh.core.runnable import lacks
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
@@ -91,20 +92,14 @@ def check_values(made: TrainConfig) -> None:
 
 def _check_plan(made: TrainConfig) -> None:
     plan = made.plan
-    if plan.zero:
+    for lack in lacks(plan):
         raise UsageError(
-            f"plan.zero is {plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
-            "plan with `tilemesh plan … --fix zero=0`"
-        )
-    if plan.pp > 1:
-        raise UsageError(f"plan.pp is {plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
-    if plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
+            f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}, or make the plan with `tilemesh plan … --fix "
+            f"{lack.instead}`"
         )
     reason = why_not(made.model, plan)
     if reason:
-        raise UsageError(f"plan.{reason}; set plan.tp (or the mesh's tp) to a number that divides it")
+        raise UsageError(f"plan.{reason}")
 
 
 def check_machine(made: TrainConfig) -> None:

@@ -48,6 +48,10 @@ class OperatorBench(ABC, Generic[ProblemT]):
     def wrong(self, problem: ProblemT, arguments: Arguments, result: Tensor) -> str | None:
         """What is wrong with a result, or None."""
 
+    def wrong_in_place(self, problem: ProblemT, function: Callable[..., object], device: torch.device) -> str | None:
+        """The same of a call that returns nothing and changes what it is given."""
+        return "it returned nothing"
+
     @abstractmethod
     def predict_s(self, problem: ProblemT, device: torch.device, figures: Device) -> float:
         """Seconds of kernel time that ours should take."""
@@ -103,7 +107,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return {OURS: lambda *given: ours(*given, **options), EAGER: lambda *given: plain(*given, **options)}
 
     def timed(self, problem: SizedProblem, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _both_ways(function, self.constant) if problem.options.get("passes") == "both" else function
+        return both_ways(function, self.constant) if problem.options.get("passes") == "both" else function
 
     def _options(self, problem: SizedProblem) -> dict[str, Any]:
         return {**self.options, **{name: value for name, value in problem.options.items() if name != "passes"}}
@@ -133,7 +137,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return pass_s(self.form.cost(problem), figures)
 
 
-def _both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable[..., Any]:
+def both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable[..., Any]:
     """The gradients of all floating point arguments, of the first first; upstream's gradient is the result itself.
 
     constant: positions of those that are given none.
