@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
-from tilemesh.model.kernels import STANDARD, ModelKernels
+from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import make_projection
@@ -299,8 +300,16 @@ class Transformer(nn.Module):
     def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
         """Tokens to activations: what comes before the first layer."""
         assert self.token_embedding is not None
-        x_BTD: Tensor = self.token_embedding(tokens_BT)
-        if self.position_embedding is not None:
+        # A table that is cut over ranks is another module, which sees to its own part.
+        fused = self.kernels.embedding != TORCH and type(self.token_embedding) is Embedding and now.cache is None
+        x_BTD: Tensor
+        if fused:
+            positions = None if self.position_embedding is None else self.position_embedding.weight
+            options = {"start": now.place.token, "implementation": self.kernels.embedding}
+            x_BTD = embedding(tokens_BT, self.token_embedding.weight, positions, **options)
+        else:
+            x_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None and not fused:
             if now.cache is None:
                 start = now.place.token
                 x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]

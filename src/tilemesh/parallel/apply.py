@@ -17,6 +17,7 @@ from torch import nn
 from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.runnable import lacks
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.norm import ResidualNorm
@@ -122,6 +123,7 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+    """The plan is one that exists for this model, that can be run, and that the mesh was made for."""
     sizes = {name: size for name, size in mesh.shape if size > 1}
     # A part of a model lies on the ranks of its own stage.
     of_a_stage = isinstance(model, Transformer) and model.part != whole_part(model.config)
@@ -132,12 +134,13 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     if sizes != wanted:
         shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
-    if plan.zero > 1:
-        raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
+    for lack in lacks(plan):
+        if not (of_a_stage and lack.name == "pp"):
+            raise UsageError(f"{lack.given}: {lack.why}; set {lack.instead}")
     if isinstance(model, Transformer):
         reason = why_not(model.config, plan)
         if reason:
-            raise UsageError(f"{reason}; set another tp")
+            raise UsageError(reason)
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
 

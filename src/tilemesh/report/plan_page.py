@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.simulate import Slot, StepTimes, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.page import frontier, simulated
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
@@ -16,6 +18,10 @@ from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
+ROUNDS = (3, 2, 1)
+"""Microbatches drawn, in multiples of the stages: filling, the steady state and draining ..."""
+MOST_SLOTS = 6000
+"""... and fewer where a browser would drag."""
 TIMES = {
     "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
     "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
@@ -96,6 +102,16 @@ def _table(result: SearchResult) -> Html:
     return grid(PageTable(head, rows))
 
 
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of points (time, memory) that no other beats in both, by time."""
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    kept: list[int] = []
+    for i in order:
+        if not kept or points[i][1] < points[kept[-1]][1]:
+            kept.append(i)
+    return kept
+
+
 def trade_off(result: SearchResult) -> Html:
     """All layouts that fit as dots, the frontier joined, the first and what a rank has marked."""
     points = [(point.time_s, float(point.nbytes)) for point in result.points]
@@ -174,6 +190,20 @@ def _memory(result: SearchResult) -> Html:
     table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
     return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
+
+
+def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:
+    """The schedule's first microbatches, every pass with its stage, beginning and end, and the seconds of all."""
+    plan = best.plan
+    per_round = 2 * plan.pp * plan.pp * plan.interleave
+    rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
+    few = min(plan.accumulation, rounds * plan.pp)
+    estimator = result.estimator()
+    chunks = estimator.chunk_times(plan)
+    schedule = build(plan.schedule, plan.pp, few, plan.interleave)
+    times = StepTimes(chunks.forward_s, chunks.backward_s, [0.0] * len(chunks.backward_s))
+    found = simulate(schedule, times, keep_slots=True)
+    return schedule, found.slots, found.total_s
 
 
 def pipeline_lanes(result: SearchResult) -> Html:
