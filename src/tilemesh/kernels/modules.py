@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tilemesh.core.errors import unknown
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.embedding.reference import embedding
-from tilemesh.kernels.launch.operator import IMPLEMENTATIONS as OPERATOR_IMPLEMENTATIONS
+from tilemesh.kernels.launch.implementation import check_implementation
 from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
 from tilemesh.kernels.matmul.op import fused_matmul
 
@@ -66,8 +66,7 @@ class FusedEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
-        if implementation not in OPERATOR_IMPLEMENTATIONS:
-            raise unknown("implementation", str(implementation), OPERATOR_IMPLEMENTATIONS)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(

@@ -82,7 +82,7 @@ class Laid:
             logits_BTV = model.project(x_BTD)
         if is_whole:
             return loss_sum(logits_BTV, targets_BT)
-        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
+        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary, model.kernels.loss)
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
