@@ -34,14 +34,15 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
-from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.kernels import PLAIN, STANDARD
 from tilemesh.model.transformer import Transformer, loss_sum
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
-from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.local import local_machine
+from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig

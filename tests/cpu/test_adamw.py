@@ -147,6 +147,8 @@ def one(dtype=torch.float32, size=4):
         (lambda: kernels.adamw([torch.ones(4, 2)[:, 0]], one(), one(), one()), "expected a contiguous"),
         (lambda: kernels.adamw(one(), one(), one(), one(), betas=(0.9, 1.0)), "betas are"),
         (lambda: kernels.adamw(one(), one(), one(), one(), weight_decay=[0.1, 0.1]), "weight_decay has 2"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), weight_decay=10**400), "weight_decay has 1"),
+        (lambda: kernels.adamw(one(), one(), one(), one(), eps=10**400), "eps is a whole number of 1329 bits"),
         (lambda: kernels.adamw(one(), one(), one(), one(), rate=torch.ones(2)), "rate has shape (2,)"),
         (lambda: kernels.adamw(one(), one(), one(), one(), implementation="cuda"), "unknown implementation"),
         (lambda: kernels.adamw(one(), one(), one(), one(), implementation="triton"), "needs CUDA tensors"),

@@ -29,8 +29,9 @@ from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Comparison, compare
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan.passes import MemoryPass
-from tilemesh.plan.work import layer_work
+from tilemesh.model.work.operations import layer_work
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import Task
 
 TWO_CORES = Machine(id="box-1", words="a box", cpu="x", cores=2, memory_bytes=2**33, gpus=())
 ONE_CORE = Machine(id="box-2", words="a small box", cpu="x", cores=1, memory_bytes=2**33, gpus=())
@@ -95,7 +96,7 @@ def test_a_layers_calls_are_counted_as_the_planner_counts_them() -> None:
         layers=1, width=8, heads=2, vocabulary=8, context=8, mlp_width=16, norm="rmsnorm", positions="rotary",
         activation="swiglu", biases=False, tied=False,
     )  # fmt: skip
-    work = layer_work(model, 1, False, 1, 8, "fused", "fp32", "eager")
+    work = layer_work(model, Task(1, 8, 8, precision="fp32", code="eager"))
     assert sum(getattr(op, "launches", 1) for op in (*work.forward, *work.backward)) == BLOCK_CALLS
     moved = [op.nbytes for op in (*work.forward, *work.backward) if op.name == "norms" and isinstance(op, MemoryPass)]
     assert sum(moved) == 2 * NORM_MOVES * 4 * 8 * 8  # two norms of 8 tokens, 8 wide

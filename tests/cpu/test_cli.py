@@ -44,7 +44,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             ["launch", "--ranks", "2", "--transport", "mip", "--", "true"],
             "unknown transport 'mip': did you mean 'mpi'?",
         ),
-        (["launch", "--", "true"], "how many ranks? give --ranks N"),
+        (["launch", "--", "true"], "how many ranks? give --ranks (inside"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(

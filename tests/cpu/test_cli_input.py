@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,7 @@ DIGITS = "9" * 5000
         (["verify", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["doctor", "--json", "/proc/x"], "--json /proc/x cannot be written"),
         (["calibrate", "--json", "/proc/x"], "--json /proc/x cannot be written"),
-        (["launch", "--ranks", "1000000", "--", "true"], "--ranks 1000000: expected at most"),
+        (["launch", "--ranks", "1000000", "--", "true"], "--ranks is 1000000: expected at most"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +112,55 @@ def test_errors_of_the_machine_name_the_file() -> None:
         "standard output cannot be read or written: No space left on device",
         1,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "folder.toml"], "configuration file 'folder.toml' cannot be read: Is a directory"),
+        (["train", "--plan", "7"], "configuration file '7' cannot be read: Is a directory"),
+        (["plan", "folder.toml", "--cluster", "8xh100"], "configuration file 'folder.toml' cannot be read"),
+        (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
+        (["report", "7"], "7 is no run"),
+        (["data", "prepare", "7", "out"], "data.source '7' has no text file"),
+        (["data", "prepare", "file", "file"], "file is a file: expected a folder to write shards to"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_file_is_named(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("7", "folder.toml"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("some text\n" * 100)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tilemesh: {said}")
+
+
+_PLAN = ["plan", "tiny", "--cluster", "8xh100", "--batch", "8"]
+_DRAWING = ["bench", "collective", "all_reduce", "--draw", "ring", "--ranks", "4"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "words",
+    [[*_PLAN, "--save"], [*_PLAN, "--json"], [*_PLAN, "--html"], [*_DRAWING, "--svg"], [*_DRAWING, "--html"]],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_a_full_disk_is_reported_with_its_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "/dev/full"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("tilemesh: ")
+    assert "/dev/full" in line
+    assert line.endswith("No space left on device")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_below_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-m", "tilemesh", "plan", "tiny"], stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == 1
+    assert ended.stderr == b"tilemesh: standard output cannot be read or written: No space left on device\n"
 
 
 def test_a_message_is_one_line_of_bearable_length() -> None:

@@ -32,13 +32,15 @@ def leaves(m, n, k, c_shape, dtype=torch.float64, batch=()):
 @pytest.mark.parametrize("c_kind", C_SHAPES)
 def test_gradcheck_once_and_twice(activation, c_kind):
     inputs = leaves(6, 5, 4, C_SHAPES[c_kind])
-    torch.autograd.gradcheck(lambda *t: fused(*t, activation=activation), inputs)
-    torch.autograd.gradgradcheck(lambda *t: fused(*t, activation=activation), inputs)
+    torch.autograd.gradcheck(lambda *t: fused(*t, activation=activation), inputs, fast_mode=True)
+    torch.autograd.gradgradcheck(lambda *t: fused(*t, activation=activation), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("c_shape", [(2, 6, 5), (6, 5), (5,), (6, 1), (2, 1, 1)])
 def test_gradcheck_batched(c_shape):
-    torch.autograd.gradcheck(lambda *t: fused(*t, activation="silu"), leaves(6, 5, 4, c_shape, batch=(2,)))
+    torch.autograd.gradcheck(
+        lambda *t: fused(*t, activation="silu"), leaves(6, 5, 4, c_shape, batch=(2,)), fast_mode=True
+    )
 
 
 KINDS = ("full", "row", "column", "none")
@@ -226,13 +228,17 @@ def test_module_is_a_linear_with_its_activation():
 
 @pytest.mark.parametrize("c_shape", [(5, 1), (5,), (5, 5), (2, 5, 1)])
 def test_gradcheck_where_rows_and_columns_are_as_many(c_shape):
-    torch.autograd.gradcheck(lambda *t: fused(*t, activation="silu"), leaves(5, 5, 3, c_shape, batch=(2,)))
+    torch.autograd.gradcheck(
+        lambda *t: fused(*t, activation="silu"), leaves(5, 5, 3, c_shape, batch=(2,)), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("columns", [1, 4])
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_gradcheck_of_c_without_dims(columns, batch):
-    torch.autograd.gradcheck(lambda *t: fused(*t, activation="gelu"), leaves(3, columns, 2, (), batch=batch))
+    torch.autograd.gradcheck(
+        lambda *t: fused(*t, activation="gelu"), leaves(3, columns, 2, (), batch=batch), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 0, 4), (0, 3, 4), (0, 0, 0)])

@@ -113,7 +113,7 @@ def test_clipping_over_a_mesh_is_folded_into_the_step(norm: float) -> None:
         stepped.optimizer.step(0.01, done.divisor)
 
     step(divided, True)
-    step(folded, not folded.optimizer.divides_in_passing)
+    step(folded, not folded.optimizer.is_ours)
     for name, found in folded.tensors().items():
         torch.testing.assert_close(found, divided.tensors()[name], rtol=0, atol=1e-14)
 

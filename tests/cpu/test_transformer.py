@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import norm_error
 from tilemesh.model.cache import DenseCache
-from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
+from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace, Site, dropout, fold_seed, keep_mask
 from tilemesh.model.transformer import IGNORED, Layer, ResidualStream, Transformer, initialize, loss, loss_sum
+from tilemesh.model.work.weights import count_parameters
 
 SMALL = {"layers": 2, "width": 24, "heads": 4, "vocabulary": 19, "context": 12}
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}

@@ -40,7 +40,7 @@ from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.select import TABLES
 from tilemesh.kernels.matmul.trial import make_inputs
-from tilemesh.kernels.matmul.tuning import TUNING
+from tilemesh.kernels.matmul.tuning import SHORTLIST, TUNING
 from tilemesh.kernels.rates import pass_s
 from tilemesh.kernels.tuning import compiler, search, tuner
 from tilemesh.kernels.tuning.table import TunedEntry, TunedTable, versions
@@ -243,7 +243,7 @@ def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path)
     monkeypatch.setattr(tuner, "gpu_of", lambda index: gpu)
     monkeypatch.setattr(compiler, "gpu_of", lambda index: gpu)
     found = TunedEntry(Config("library"), 1e-5)
-    monkeypatch.setattr(tuner, "tune", lambda operator, problem, device, compiler: SimpleNamespace(entry=found))
+    monkeypatch.setattr(tuner, "_decide", lambda *_: SimpleNamespace(entry=found))
     with pytest.warns(UserWarning, match="could not be remembered"):
         assert tuner.tune_now(TUNING, PROBLEM, torch.device("cuda", 0)) is found
 
@@ -509,6 +509,9 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
                 raise FitError("as if it could not be loaded")
             return config
 
+        def wrong(self, runner):
+            return "as if it were" if runner == wrong else None
+
         def call(self, runner):
             return runner
 
@@ -517,6 +520,7 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
 
     monkeypatch.setattr(TUNING, "bench", Pretended)
     monkeypatch.setattr(tuner, "compare", pretend)
+    wrong = None
     for fast in (shipped, Config("library")):
         nothing = SimpleNamespace(ahead=lambda operator, jobs: {})
         found = tuner.tune(TUNING, problem, torch.device("cuda", 0), compiler=nothing)
@@ -524,6 +528,14 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
         assert found.tried <= found.grid // 4
         assert {shipped.label, "library"} < set(found.finals)
         assert "torch" not in found.finals
+    # Inside a user's program: the best few by the model that was learnt, and what is wrong is not among the finalists.
+    monkeypatch.setattr(TUNING.tables, "add", lambda *_: None)
+    few = TUNING.shortlist(problem, Gpu("NVIDIA H200", (9, 0), 132, 232448))
+    assert len(few) == SHORTLIST
+    fast = few[2]
+    assert tuner.tune_now(TUNING, problem, torch.device("cuda", 0)).config == fast
+    wrong = few[2]
+    assert tuner.tune_now(TUNING, problem, torch.device("cuda", 0)).config != fast
 
 
 def test_a_limit_says_where_it_is_from(monkeypatch):

@@ -32,7 +32,7 @@ UNTIL_INTERRUPTED = (
 
 @dataclass(frozen=True)
 class Case:
-    """`name` says what is done, and repeats it: `python tests/fuzz/fuzz_again.py NAME`."""
+    """`name` says what is done, and repeats it: `python tests/fuzz/fuzz_run.py NAME`."""
 
     name: str
     words: tuple[str, ...] = ()  # of a command line
@@ -88,7 +88,9 @@ BASES: Mapping[str, tuple[Base, ...]] = {
         Base({"--simulate": "flat", "--ranks": "4", "--sizes": "1KiB"}, ("all_reduce",)),
         Base({"--draw": "ring", "--ranks": "4"}, ("all_reduce",)),
     ),
-    "bench exchange": (Base({"--rows": "1", "--tokens": "8", "--repeats": "1", "--transport": "torch"}),),
+    "bench exchange": (
+        Base({"--model": "tiny", "--rows": "1", "--tokens": "8", "--repeats": "1", "--transport": "torch"}),
+    ),
     "bench train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--peers": "eager", "--blocks": "1", "--steps": "1"}, ("tiny.toml",)),
     ),

@@ -205,6 +205,8 @@ def _known(name: str) -> dict[str, Any]:
             "source": 0,
             "color": 0,
             "shape": 4,
+            "from_rank": [np.ones(4)],
+            "to_rank": [np.ones(4)],
         }
         named = {
             "collective": "all_reduce",

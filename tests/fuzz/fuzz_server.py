@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-LIMIT_S = 10.0
-KILL_S = 25.0
+LIMIT_S = 10.0  # of a case, less the time in which it waited for a core that others used
+KILL_S = 60.0
+LOOK_S = 0.2  # between two looks at how long the processes of a case have waited for a core
 MEMORY_BYTES = 12 << 30
 FILE_BYTES = 64 << 20
 INTERRUPT_S = 1.0
@@ -48,6 +49,7 @@ class Outcome:
     out: str = ""
     err: str = ""
     seconds: float = 0.0
+    waited_s: float = 0.0
     began_work: str = ""
     wrong: list[str] = field(default_factory=list)
 
@@ -238,7 +240,7 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
 
 
 def _wait(child: int, outcome: Outcome, began: float, interrupts: bool) -> int | None:
-    interrupted = False
+    interrupted, looked = False, began
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -252,7 +254,20 @@ def _wait(child: int, outcome: Outcome, began: float, interrupts: bool) -> int |
             os.waitpid(child, 0)
             outcome.wrong.append(f"still ran after {KILL_S:.0f} s")
             return None
+        if time.monotonic() - looked > LOOK_S:
+            outcome.waited_s, looked = max(outcome.waited_s, _waited_s(child)), time.monotonic()
         time.sleep(0.002 if elapsed < 0.5 else 0.02)
+
+
+def _waited_s(pid: int) -> float:
+    """How long a process, or the one below it that did so longest, was ready to run and had no core."""
+    waited_s = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is looked at
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            waited_s = max(waited_s, int((task / "schedstat").read_text().split()[1]) / 1e9)
+            for below in (task / "children").read_text().split():
+                waited_s = max(waited_s, _waited_s(int(below)))
+    return waited_s
 
 
 def _judge(case: Any, outcome: Outcome) -> None:
@@ -277,9 +292,8 @@ def _judge(case: Any, outcome: Outcome) -> None:
         outcome.wrong.append("an error that does not name its file")
     if case.must_refuse and (outcome.began_work or outcome.code == 0):
         outcome.wrong.append(f"was accepted, and would have begun {outcome.began_work or 'its work'}")
-    # Processes that import torch take as long as the machine is busy: for them only `KILL_S` counts.
-    if outcome.seconds > LIMIT_S and outcome.code is not None and not case.starts_ranks:
-        outcome.wrong.append(f"took {outcome.seconds} s")
+    if outcome.seconds - outcome.waited_s > LIMIT_S and outcome.code is not None:
+        outcome.wrong.append(f"took {outcome.seconds} s, of which {outcome.waited_s:.1f} s without a core")
     if outcome.began_work.endswith(" ranks") and int(outcome.began_work.split()[0]) > MANY_RANKS:
         outcome.wrong.append(f"would have started {outcome.began_work}")
 

@@ -1,21 +1,17 @@
 """The fuzzer: a sample of its cases in `make test`, all of them in `make test-all`. What a case is: `fuzz_cases.py`.
 
-No case may show a traceback, take more than 10 s (25 s where it starts ranks), or leave a file, a process or a thread
-behind; what is refused is refused in one line. A failure prints the line that repeats it.
+No case may show a traceback, take more than 10 s (less the time in which others had the cores), or leave a file, a
+process or a thread behind; what is refused is refused in one line. A failure prints the line that repeats it.
 """
 
 from __future__ import annotations
 
 import sys
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
-import hostile
 import pytest
-from fuzz_client import Server
+from fuzz_client import Server, report, shuffled
 
 SHARDS = 8
 SAMPLE_OF_A_GROUP = 5
@@ -31,27 +27,11 @@ def server() -> Iterator[Server]:
         yield started
 
 
-def shuffled(names: Iterable[str]) -> list[str]:
-    """Always in the same order, in which neighbours have nothing to do with each other."""
-    return sorted(names, key=lambda name: zlib.crc32(f"{hostile.SEED}{name}".encode()))
-
-
 def run_all(server: Server, names: Iterable[str]) -> None:
     """All of them, then all that is wrong, each with the line that repeats it."""
-    wrong = []
-    for name in names:
-        outcome = server.run(name)
-        if any("took" in why or "still ran" in why for why in outcome["wrong"]):
-            outcome = server.run(name)  # the machine may have been busy: what is slow is slow again
-        if outcome["wrong"]:
-            wrong.append(report(name, outcome))
+    outcomes = [server.run_calmly(name) for name in names]
+    wrong = [report(outcome) for outcome in outcomes if outcome["wrong"]]
     assert not wrong, f"{len(wrong)} cases\n" + "\n".join(wrong)
-
-
-def report(name: str, outcome: dict[str, Any]) -> str:
-    last = (outcome.get("err", "").strip().splitlines() or [""])[-1][:300]
-    again = f"python {Path(__file__).with_name('fuzz_again.py').relative_to(Path(__file__).parents[2])}"
-    return f"{'; '.join(outcome['wrong'])}: {last}\n    {again} '{name}'"
 
 
 @pytest.mark.timeout(300)

@@ -6,6 +6,7 @@ Each part takes a communicator and asserts. Threads run them directly; of proces
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.model.work.exchanges import Exchange
+from tilemesh.model.work.task import Task
 from tilemesh.parallel import Column, Mesh, Region, collect, lay, tensor, traffic
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import Bucketed
@@ -442,9 +445,8 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         laid.gradients.backward(total, count_, last=turn == turns - 1)
     laid.gradients.finish(1.0)
     sent = {axis: group.sent.nbytes - before[axis] for axis, group in counted.items()}
-    made = turns * traffic.microbatch(
-        config, mesh.shape, laid.plan.sequence_parallel, rows, tokens, laid.plan.precision
-    )
+    plan = dataclasses.replace(laid.plan, microbatch=rows)
+    made = turns * traffic.microbatch(config, Task.of(plan, tokens, "eager", gpu=False))
     itemsize = laid.gradients.buffers[0].element_size()
     found = [(b.flat.numel(), b.copies_summed) for b in laid.gradients.buckets]
     made += traffic.step_end(found, mesh.shape, itemsize)
@@ -464,7 +466,7 @@ def _count_step(comm: Communicator, laid: Laid, config: ModelConfig, rows: int, 
         assert sent["tp"] == by_hand + 2 * share * partial * 8
 
 
-def _ring_bytes(comm: Communicator, one: traffic.Exchange) -> int:
+def _ring_bytes(comm: Communicator, one: Exchange) -> int:
     """What this rank sends in the ring's schedule of that collective, as the proved schedule itself says."""
     if comm.size == 1:
         return 0

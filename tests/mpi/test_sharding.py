@@ -21,9 +21,9 @@ from tilemesh.core.shard import Shard
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import shard_parameters
 from tilemesh.parallel.apply import transformer_splits
 from tilemesh.parallel.shard import Column, Split, Vocabulary, elements, join, shard, split_data, take
-from tilemesh.plan.shards import shard_parameters
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 TP2, TP4 = (("tp", 2),), (("tp", 4),)

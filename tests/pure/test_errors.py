@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilemesh.core.errors import RunError, UsageError, nearest, unknown
+from tilemesh.core.errors import Argument, RunError, UsageError, nearest, unknown
 
 
 def test_unknown_names_given_nearest_and_known() -> None:
@@ -45,3 +45,10 @@ def test_nearest(given: str, known: list[str], expected: str | None) -> None:
 def test_errors_are_what_callers_outside_expect() -> None:
     assert issubclass(UsageError, ValueError)
     assert issubclass(RunError, RuntimeError)
+
+
+def test_an_argument_is_named_as_python_spells_it_or_as_a_command_takes_it() -> None:
+    error = UsageError(Argument("stop_after"), " is -1: leave ", Argument("run", "--out"), " out")
+    assert str(error) == "stop_after is -1: leave run out"
+    assert error.typed == "--stop-after is -1: leave --out out"
+    assert UsageError("ranks do not agree").typed == "ranks do not agree"

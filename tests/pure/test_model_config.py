@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tilemesh.core.errors import UsageError
-from tilemesh.model.config import PRESETS, ModelConfig, count_parameters, preset
+from tilemesh.model.config import PRESETS, ModelConfig, preset
+from tilemesh.model.work.weights import count_parameters
 
 # As the published checkpoints hold them (Hugging Face: safetensors' own totals); GPT-3 by the convention in config.py.
 COUNTS = {

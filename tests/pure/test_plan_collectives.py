@@ -1,4 +1,4 @@
-"""Collectives' seconds: the textbook forms, the counts of comm/schedules, and groups on nodes."""
+"""Collectives' seconds: the closed forms of comm/schedules, what it counts and simulates, and groups on nodes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilemesh.comm.schedules.cost import traffic
+from tilemesh.comm.schedules.book import build
+from tilemesh.comm.schedules.cost import seconds, traffic
+from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.topology import Flat, Wire
+from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.plan.collectives import (
-    group,
-    neighbour_s,
-    ring_all_gather_s,
-    ring_all_reduce_s,
-    tree_all_reduce_s,
-)
 from tilemesh.plan.constants import LINK_FRACTION
+from tilemesh.plan.speed import group, neighbour_s
 
-ALPHA, BETA = 3e-6, 200e9
+WIRE = Wire(3e-6, 200e9)
+NO_WORK = Memory(float("inf"), float("inf"))
 
 
-@given(st.integers(2, 64), st.integers(1, 10**6))
-def test_a_ring_is_what_the_schedule_sends(ranks: int, block: int) -> None:
-    nbytes = ranks * block
-    for seconds, collective in ((ring_all_reduce_s, "all_reduce"), (ring_all_gather_s, "all_gather")):
-        sent = traffic(collective, "ring", ranks, nbytes)
-        assert seconds(ranks, nbytes, ALPHA, BETA) == pytest.approx(sent.messages * ALPHA + sent.nbytes / BETA)
+@given(st.integers(2, 64), st.integers(1, 10**6), st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
+def test_a_ring_is_what_the_schedule_sends(ranks: int, block: int, collective: str) -> None:
+    sent = traffic(collective, "ring", ranks, ranks * block)
+    wanted = sent.messages * WIRE.latency_s + sent.nbytes / WIRE.bytes_per_s
+    assert seconds(collective, "ring", ranks, ranks * block, WIRE) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [("all_reduce", "ring"), ("all_gather", "ring"), ("reduce_scatter", "ring"), ("all_reduce", "tree")],
+)
+@pytest.mark.parametrize("ranks", [2, 4, 8, 32])
+def test_a_closed_form_is_the_simulated_time(collective: str, algorithm: str, ranks: int) -> None:
+    nbytes = ranks << 16
+    found = simulate(build(collective, algorithm, ranks), nbytes, Flat(ranks, WIRE), NO_WORK)
+    assert seconds(collective, algorithm, ranks, nbytes, WIRE) == pytest.approx(found.seconds)
 
 
 def test_ring_and_tree_by_hand() -> None:
-    assert ring_all_reduce_s(8, 1e9, 0, 100e9) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
-    assert tree_all_reduce_s(8, 1e9, 0, 100e9) == pytest.approx(2 * 3 * 1e9 / 100e9)
-    assert tree_all_reduce_s(1000, 0, 1e-6, 1) == pytest.approx(2 * 10 * 1e-6)
+    fast = Wire(0, 100e9)
+    assert seconds("all_reduce", "ring", 8, 1e9, fast) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
+    assert seconds("all_reduce", "tree", 8, 1e9, fast) == pytest.approx(2 * 3 * 1e9 / 100e9)
+    assert seconds("all_reduce", "tree", 1000, 0, Wire(1e-6, 1)) == pytest.approx(2 * 10 * 1e-6)
+    assert seconds("all_reduce", "tree", 1, 1e9, fast) == 0
+    with pytest.raises(UsageError, match="simulate its schedule"):
+        seconds("all_gather", "bruck", 8, 1e9, fast)
 
 
 @given(st.sampled_from([2, 4, 8]), st.integers(2, 8), st.integers(1, 10**6))

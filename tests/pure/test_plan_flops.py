@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.plan.flops import forward_flops, hardware_flops, model_flops, recomputed_flops
+from tilemesh.model.work.operations import forward_flops, hardware_flops, model_flops, recomputed_flops
 
 
 @given(st.integers(1, 8), st.sampled_from([128, 2048]), st.integers(1, 100), st.sampled_from([1024, 6144]))

@@ -12,7 +12,8 @@ from tilemesh.core import config
 from tilemesh.core.errors import RunError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan, Schedule
-from tilemesh.model.config import count_parameters, preset
+from tilemesh.model.config import preset
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.grade import Graded, grade, rank_correlation, read_run
 from tilemesh.plan.step import predict
 

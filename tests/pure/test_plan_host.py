@@ -11,9 +11,10 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
 from tilemesh.plan.choose import SearchResult, search
-from tilemesh.plan.host import kind_of, step_s
+from tilemesh.plan.clock import host_step_s, kind_of
+from tilemesh.plan.prediction import Times
 from tilemesh.plan.space import Pins
-from tilemesh.plan.step import Estimator, Times, predict
+from tilemesh.plan.step import Estimator, predict
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.plan_page import TIMES, memory_parts
 
@@ -27,10 +28,10 @@ GPT, TWO = preset("gpt2-124m").replace(dropout=0.0), parse_cluster("2xh200")
 
 
 def test_passes_count_for_each_microbatch_and_the_update_once() -> None:
-    assert step_s(COSTS, GPT, "compiled", 12, 1) == pytest.approx(14e-3 + 2.2e-3)
-    assert step_s(COSTS, GPT, "compiled", 12, 4) == pytest.approx(4 * 14e-3 + 2.2e-3)
-    assert step_s(COSTS, GPT, "eager", 12, 1) == 0  # not measured
-    assert step_s(COSTS, preset("tinyllama-1.1b"), "compiled", 12, 1) == 0
+    assert host_step_s(COSTS, GPT, "compiled", 12, 1) == pytest.approx(14e-3 + 2.2e-3)
+    assert host_step_s(COSTS, GPT, "compiled", 12, 4) == pytest.approx(4 * 14e-3 + 2.2e-3)
+    assert host_step_s(COSTS, GPT, "eager", 12, 1) == 0  # not measured
+    assert host_step_s(COSTS, preset("tinyllama-1.1b"), "compiled", 12, 1) == 0
     assert [kind_of(preset(name)) for name in ("gpt3-175b", "llama-2-7b", "tiny")] == ["gpt", "llama", "llama"]
 
 
@@ -69,7 +70,7 @@ def test_a_gpu_that_is_nearly_full_replays_nothing() -> None:
 def test_a_stage_launches_its_own_layers() -> None:
     plan = ParallelPlan(pp=2, accumulation=4, precision="bf16")
     found = predict(GPT, parse_cluster("2xh200"), plan, context=32, rates=SLOW, code="compiled")
-    assert found.step_time_s == pytest.approx(step_s(COSTS, GPT, "compiled", max(found.chunk_layers), 4))
+    assert found.step_time_s == pytest.approx(host_step_s(COSTS, GPT, "compiled", max(found.chunk_layers), 4))
 
 
 def test_a_calibration_from_before_has_no_floor() -> None:

@@ -7,15 +7,16 @@ import pytest
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.model.config import preset
+from tilemesh.model.work.kept import loss_tensors
+from tilemesh.model.work.operations import Product, logit_columns
+from tilemesh.model.work.task import Code, Task, default_code
 from tilemesh.plan.choose import NothingFitsError, search
-from tilemesh.plan.collectives import group
 from tilemesh.plan.constants import HOPPER_TILES
 from tilemesh.plan.local import local_cpu, local_gpu, rank_rates
-from tilemesh.plan.passes import Code, default_code, logit_columns, logits_element_bytes
+from tilemesh.plan.speed import group, narrow_fraction, shape_fraction, speed_of
 from tilemesh.plan.step import Estimator, predict
-from tilemesh.plan.work import Matmul, narrow_fraction, shape_fraction, speed_of
 
 ONE = Rates(
     {"fp32": 40e9, "bf16": 1e8}, copy_bytes_per_s=30e9, launch_s=8e-6, elementwise_bytes_per_s=25e9,
@@ -108,9 +109,10 @@ def test_narrow_products_run_at_the_rate_measured_for_them() -> None:
     rates = Rates({"fp32": 40e9}, projection_flops_per_s={"forward-32": 20e9, "forward-128": 30e9, "backward-32": 10e9})
     speed = speed_of(local_cpu(HERE, 2, 2, MEMORY).cluster.device, "fp32", rates, "eager")
     forward, backward = speed.narrow
-    fractions = [narrow_fraction(forward, Matmul("x", 1, 4096, 8192, width)) for width in (8, 32, 64, 128, 1024, 4096)]
+    widths = (8, 32, 64, 128, 1024, 4096)
+    fractions = [narrow_fraction(forward, Product("x", 1, 4096, 8192, width, "fp32")) for width in widths]
     assert fractions == pytest.approx([0.5, 0.5, 0.625, 0.75, 1.0, 1.0])
-    assert narrow_fraction(backward, Matmul("x", 1, 32, 4096, 512, True)) == pytest.approx(0.25)
+    assert narrow_fraction(backward, Product("x", 1, 32, 4096, 512, "fp32", True)) == pytest.approx(0.25)
     assert speed_of(parse_cluster("1xh200").device, "bf16", H200, "compiled").narrow == ((), ())  # tiles say it there
 
 
@@ -182,7 +184,8 @@ def test_compiled_is_faster_and_smaller_than_eager() -> None:
 
 def test_rows_that_tensor_cores_cannot_load_cost() -> None:
     even, odd = (preset("gpt2-124m").replace(vocabulary=size) for size in (50304, 50257))
-    assert (logits_element_bytes(even, 1, 2, "compiled"), logits_element_bytes(odd, 1, 2, "compiled")) == (4, 4)
+    compiled = Task(8, 1024, 1024, precision="bf16", code="compiled")
+    assert {loss_tensors(model, compiled)[0].element_bytes for model in (even, odd)} == {4}
 
     def ratio(code: Code, tp: int) -> float:
         plan, cluster = ParallelPlan(tp=tp, microbatch=8, precision="bf16"), parse_cluster(f"{tp}xh200")
@@ -198,11 +201,13 @@ def test_rows_that_tensor_cores_cannot_load_cost() -> None:
 
 
 def test_a_vocabulary_is_rounded_up_where_the_code_does() -> None:
-    odd = preset("gpt2-124m")
-    assert logit_columns(odd, 1, "bf16", "compiled", True) == logit_columns(odd, 1, "fp32", "eager", True) == 50304
-    assert logit_columns(odd, 2, "bf16", "compiled", True) == 25136
-    asis = [(1, "bf16", "fused", True), (1, "fp32", "eager", False), (1, "fp64", "eager", True)]
-    assert {logit_columns(odd, tp, dtype, code, gpu) for tp, dtype, code, gpu in asis} == {50257}  # type: ignore[arg-type]
+    def columns(tp: int, precision: Precision, code: Code, gpu: bool = True) -> int:
+        return logit_columns(preset("gpt2-124m"), Task(1, 8, 8, tp, precision=precision, code=code, gpu=gpu))
+
+    assert columns(1, "bf16", "compiled") == columns(1, "fp32", "eager") == 50304
+    assert columns(2, "bf16", "compiled") == 25136
+    asis = columns(1, "bf16", "fused"), columns(1, "fp32", "eager", gpu=False), columns(1, "fp64", "eager")
+    assert asis == (50257, 50257, 50257)
 
 
 def test_alone_on_a_gpu_the_optimiser_clips_on_its_way() -> None:
@@ -246,7 +251,8 @@ def test_few_tiles_are_split_along_k() -> None:
     assert fraction > 0.8
     assert shape_fraction(1, 8192, 8192, 8192, 132, HOPPER_TILES)[1] == 1
     speed = speed_of(parse_cluster("1xh200").device, "bf16", H200, "compiled")
-    assert speed.matmul_s(Matmul("w", 1, 768, 768, 32768)) == pytest.approx(65e-6, rel=0.15)  # traced: 58 + 7 us
+    narrow_s = speed.matmul_s(Product("w", 1, 768, 768, 32768, "bf16"))
+    assert narrow_s == pytest.approx(65e-6, rel=0.15)  # traced: 58 + 7 us
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilemesh.core import pipeline
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.model.config import ModelConfig, count_parameters, preset
+from tilemesh.core.step import pace
+from tilemesh.core.step.book import build
+from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
-from tilemesh.plan.room import Room, layers_in_flight
-from tilemesh.plan.shards import shard_parameters, stage_parameters
+from tilemesh.plan.memory import Room, layers_in_flight
 from tilemesh.plan.step import predict
 
 GIB = 2**30
@@ -56,7 +60,8 @@ def test_a_layer_keeps_what_the_paper_says(s: int, b: int, shape: tuple[int, int
     sbh = s * b * h
 
     def kept(**fields: Any) -> int:
-        return memory.layer_activation_bytes(model, megatron(tp=t, microbatch=b, **fields), s)
+        plan = megatron(tp=t, microbatch=b, **fields)
+        return kept_bytes(kept_tensors(model, Task.of(plan, s)), plan.recompute)[0]
 
     scores = 5 * a * s * s * b // t
     assert kept() == 10 * sbh + 24 * sbh // t + scores
@@ -81,7 +86,7 @@ def test_22b_activations() -> None:
 def test_530b_activations() -> None:
     """Microbatches of one sequence; the first of 35 stages holds 139 passes of one-layer chunks: 105 (1 + 34/105)."""
     fields = {"pp": 35, "schedule": "interleaved", "interleave": 3, "accumulation": 280}
-    assert pipeline.in_flight("interleaved", 0, 35, 280, 3) == 139
+    assert pace.in_flight("interleaved", 0, 35, 280, 3) == 139
     plain = predict(M530B, parse_cluster("280xa100"), megatron(**fields))
     assert plain.memory.activations_bytes / GIB == pytest.approx(114.0, abs=0.05)
     both = megatron(**fields, sequence_parallel=True, recompute="selective")
@@ -126,9 +131,9 @@ def test_shards_sum_to_the_whole(model: ModelConfig, tp: int, pp: int) -> None:
     split = tp * (shards.layer - shards.layer_replicated) - (repeated - 1) * kv
     assert split + shards.layer_replicated == parts.layer
     counts = [model.layers // pp + (stage < model.layers % pp) for stage in range(pp)]
-    stages = [stage_parameters(shards, n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
+    stages = [shards.stage(n, s == 0, s == pp - 1) for s, n in enumerate(counts)]
     again = shards.tied_head if pp > 1 else 0
-    assert sum(stages) - again == stage_parameters(shards, model.layers, True, True)
+    assert sum(stages) - again == shards.stage(model.layers, True, True)
     if tp == 1:
         assert sum(stages) - again == parts.total
 
@@ -160,7 +165,7 @@ def test_more_recomputation_keeps_less_and_sequence_parallelism_too(
         plan = ParallelPlan(
             tp=tp, sequence_parallel=parallel and tp > 1, recompute=recompute, attention=attention, precision=precision
         )
-        return memory.layer_activation_bytes(model, plan, model.context)
+        return kept_bytes(kept_tensors(model, Task.of(plan, model.context)), recompute)[0]
 
     assert kept("none", sp) >= kept("selective", sp) >= kept("full", sp) > 0
     assert kept("none", True) <= kept("none", False)
@@ -171,7 +176,7 @@ def test_layers_in_flight_are_what_the_schedule_holds(pp: int, groups: int, v: i
     """Also where chunks differ in layers."""
     counts = tuple(data.draw(st.lists(st.integers(1, 5), min_size=pp * v, max_size=pp * v)))
     plan = ParallelPlan(pp=pp, schedule="interleaved", interleave=v, accumulation=groups * pp)
-    held = pipeline.peak_in_flight(pipeline.build("interleaved", pp, groups * pp, v), counts)
+    held = memory_peaks(build("interleaved", pp, groups * pp, v), StepBytes(kept=counts))
     for stage in range(pp):
         quick = layers_in_flight(plan, stage, counts)
         # The quick count takes the passes in order; with unequal chunks the true peak can lie elsewhere in the round.

@@ -14,12 +14,10 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
-from tilemesh.plan.layout import Candidate, short
-from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
-from tilemesh.report.plan_page import render
+from tilemesh.report.plan_page import frontier, render
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def test_nothing_it_looked_at_beats_it(cluster: str, batch: int, data: st.DataOb
     assert estimator.fits(rival)
     assert min(found.time_s for found in search(SMALL, cluster, batch=batch).points) <= estimator.rank_s(rival)
     # The winner is graded by simulation, which may differ from the closed form by little.
-    assert best.step_time_s <= estimator.predict(rival.plan()).step_time_s * 1.01
+    assert best.step_time_s <= estimator.predict(rival).step_time_s * 1.01
 
 
 def test_pins_hold_and_never_help(result: SearchResult) -> None:
@@ -145,7 +143,7 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is() -> None:
 def test_clusters_too_small_for_the_states_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = []
 
-    def counted(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Candidate]]:
+    def counted(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[ParallelPlan]]:
         worlds.append(estimator.cluster.world)
         return candidates(estimator, batch, pins)
 
@@ -215,7 +213,7 @@ def test_what_is_fixed_against_its_purpose_is_said_so() -> None:
 
 def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:
     plans = [ParallelPlan(tp=2, sequence_parallel=way) for way in (True, False)]
-    assert [short(plan) for plan in plans] == [
+    assert [plan.short() for plan in plans] == [
         "dp 1 x tp 2 x pp 1, sequence parallel, microbatch 1",
         "dp 1 x tp 2 x pp 1, microbatch 1",
     ]

@@ -188,6 +188,28 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
         merge(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("written", "damaged"),
+    [
+        ('"clock_ns": 1000', '"clock_ns": [1]'),
+        ('"rank": 1', '"rank": [1]'),
+        ('"boot": "a"', '"boot": {}'),
+        ('["T"', '["t"'),  # a thread that nothing names
+        ("9000", '"x"'),
+        ("step", "\udcff"),
+    ],
+)
+def test_a_damaged_trace_is_refused_and_nothing_half_written(written: str, damaged: str, tmp_path: Path) -> None:
+    _rank_file(tmp_path, 1, boot="a", clock_ns=1_000, wall_ns=50, ended_ns=9_000)
+    path = tmp_path / "trace-rank1.jsonl"
+    text = path.read_text()
+    assert written in text
+    path.write_bytes(text.replace(written, damaged).encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match=r"is not a rank's trace|is damaged"):
+        merge(tmp_path)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
 def test_what_goes_on_adds_to_what_is_there(tmp_path: Path) -> None:
     """A process that takes up a rank's trace: earlier spans stay, a cut line goes, threads keep their lanes."""
     _rank_file(tmp_path, 1, boot=tracing._boot_id(), clock_ns=1_000, wall_ns=50, ended_ns=9_000)

@@ -115,7 +115,7 @@ def on_a_rank(model: str, **given: Any) -> dict[str, Any]:
     import dataclasses
 
     from tilemesh.comm import connect
-    from tilemesh.model.config import count_parameters
+    from tilemesh.model.work.weights import count_parameters
     from tilemesh.parallel.overlap import measure
 
     config = config_of(model)

@@ -121,7 +121,7 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 def explain(error: Exception, arguments: Sequence[str]) -> tuple[str, int] | None:
     """The line for a user and the exit code; None for what is a bug and keeps its traceback."""
     if isinstance(error, UsageError):
-        return str(error), 2
+        return error.typed, 2
     if isinstance(error, RunError):
         return str(error), 1
     if isinstance(error, OSError):  # a full disk, a missing right: the machine's state, no bug of ours

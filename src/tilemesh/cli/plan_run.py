@@ -25,16 +25,23 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
 from tilemesh.measure.machine import this_machine
-from tilemesh.model.config import PRESETS, ModelConfig, count_parameters
-from tilemesh.plan.capability import pins_to_train, trainable
-from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, SearchResult, choose_batch, search
+from tilemesh.model.config import PRESETS, ModelConfig
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.choose import (
+    DEFAULT_BATCH_TOKENS,
+    NothingFitsError,
+    SearchResult,
+    choose_batch,
+    plan_figures,
+    search,
+)
 from tilemesh.plan.explain import ExplainedPart, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
-from tilemesh.plan.figures import figures, plan_figures
 from tilemesh.plan.local import is_local, local_machine
-from tilemesh.plan.passes import Code
+from tilemesh.plan.prediction import Prediction, pins_to_train, trainable
 from tilemesh.plan.space import Pins
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.html import write
 from tilemesh.report.plan_page import render
@@ -97,7 +104,7 @@ def run(asked: PlanQuestion) -> None:
         write(render(result, asked.model, reasons), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
-        _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
+        _write_json((result.figures(place) | _origin() for place in range(len(result.predictions))), asked.json)
 
 
 def _grade(asked: PlanQuestion, console: Console) -> None:

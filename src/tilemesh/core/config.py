@@ -314,7 +314,12 @@ def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix
         if value is dataclasses.MISSING:
             raise UsageError(f"missing key '{prefix}{f.name}': expected {_words(hints[f.name])}")
         values[f.name] = value
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UsageError as error:  # of the class itself, which knows its fields and not the section that it stands in
+        if prefix and str(error).partition(" ")[0] in values:
+            raise UsageError(f"{prefix}{error}") from None
+        raise
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

@@ -17,6 +17,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.hardware import DTYPE_BYTES, Device
 
 SHORT_DTYPES: Mapping[str, str] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+LONG_DTYPES: Mapping[str, str] = {short: name for name, short in SHORT_DTYPES.items()}
 
 
 def short_dtype(dtype: str) -> tuple[str, int]:

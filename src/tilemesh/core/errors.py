@@ -10,8 +10,31 @@ import difflib
 from collections.abc import Iterable
 
 
+class Argument(str):
+    """The name of a function's argument in a message, and what a command's user types for it: `--stop-after`."""
+
+    typed: str
+
+    def __new__(cls, name: str, typed: str = "") -> Argument:
+        made = super().__new__(cls, name)
+        made.typed = typed or f"--{name.replace('_', '-')}"
+        return made
+
+
 class UsageError(ValueError):
-    """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2."""
+    """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2.
+
+    The message may come in pieces: those that are an `Argument` read as Python spells them, or as a user types them.
+    """
+
+    def __init__(self, *pieces: str) -> None:
+        super().__init__("".join(pieces))
+        self._pieces = pieces
+
+    @property
+    def typed(self) -> str:
+        """The message for somebody who typed a command."""
+        return "".join(piece.typed if isinstance(piece, Argument) else piece for piece in self._pieces)
 
 
 class RunError(RuntimeError):

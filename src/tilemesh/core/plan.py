@@ -1,13 +1,13 @@
 """How a model is laid on ranks and a step is cut in time: one parallel plan, as data.
 
-The one idea: the planner makes it, a file keeps it, training runs it, and none of them knows the others. It is
-checked for what holds for any model (a combination that cannot be); what depends on a model (heads divisible by
-tp, pp at most the layers) is checked where the model is known.
+The one idea: the planner makes it, a file keeps it, training runs it, and none of them knows the others. It has two
+halves, where things lie (`ModelPlacement`) and how a step is computed (`StepSettings`), and shows the fields of both as
+its own. It is checked for what holds for any model (a combination that cannot be); what depends on a model (heads
+divisible by tp, pp at most the layers) is checked where the model is known: `why_not` in `model/work/weights.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 
 _COUNTS = Range(1, 2**31 - 1)
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
-_COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
+COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
 REPLAY_ROOM = 0.75
@@ -30,9 +30,9 @@ REPLAY_ROOM = 0.75
 holds is lost to held-out text and samples."""
 
 
-@dataclass(frozen=True)
-class ParallelPlan:
-    """One layout. Every rank takes `accumulation` microbatches of `microbatch` sequences in a step."""
+@dataclass(frozen=True, order=True)
+class ModelPlacement:
+    """Where a model and its states lie: the axes of the mesh, and what is cut along each."""
 
     dp: int = 1
     """Data-parallel replicas."""
@@ -44,48 +44,22 @@ class ParallelPlan:
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: int = 0
     """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
-    microbatch: int = 1
-    """Sequences in one forward pass of one replica."""
-    accumulation: int = 1
-    """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
-    schedule: Schedule = "1f1b"
-    """Order of forward and backward passes over the stages; says nothing when pp is 1."""
     interleave: int = 1
     """Model chunks a stage holds."""
     chunk_layers: tuple[int, ...] = ()
     """Layers of each of the pp x interleave chunks, in the model's order; chunk c lies on stage c % pp. Empty: cut by
     whoever runs it, as even as the layers, the embedding and the head allow."""
-    recompute: Recompute = "none"
-    attention: Attention = "fused"
-    """Whether the scores exist in memory; decides their activations and their cost."""
-    precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "microbatch", "accumulation", "interleave"):
+        for name in ("dp", "tp", "pp", "interleave"):
             _COUNTS.check(name, getattr(self, name), whole=True)
         Range(0, 3).check("zero", self.zero, whole=True)
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
-        choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
-        for name, choice in choices.items():
-            if getattr(self, name) not in get_args(choice):
-                raise unknown(name, str(getattr(self, name)), get_args(choice))
         if self.sequence_parallel and self.tp == 1:
             raise UsageError(
                 "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
             )
-        if self.interleave > 1 and self.schedule != "interleaved":
-            raise UsageError(
-                f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
-            )
-        if self.schedule == "interleaved" and self.interleave == 1:
-            raise UsageError("schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b")
-        if self.schedule == "interleaved" and self.pp == 1:
-            raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
-
-        self._check_chunks()
-
-    def _check_chunks(self) -> None:
         chunks = self.pp * self.interleave
         for layers in self.chunk_layers:
             _COUNTS.check("a number in chunk_layers", layers, whole=True)
@@ -103,18 +77,80 @@ class ParallelPlan:
 
     @property
     def world(self) -> int:
-        """Ranks the plan needs."""
-        return math.prod(self.axes.values())
+        """Ranks it needs."""
+        return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, order=True)
+class StepSettings:
+    """How one step is computed: `accumulation` microbatches of `microbatch` sequences on every replica."""
+
+    microbatch: int = 1
+    """Sequences in one forward pass of one replica."""
+    accumulation: int = 1
+    """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
+    schedule: Schedule = "1f1b"
+    """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    recompute: Recompute = "none"
+    attention: Attention = "fused"
+    """Whether the scores exist in memory; decides their activations and their cost."""
+    precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch", "accumulation"):
+            _COUNTS.check(name, getattr(self, name), whole=True)
+        choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                raise unknown(name, str(getattr(self, name)), get_args(choice))
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype matmuls run in, by the names of `core.hardware`."""
+        return COMPUTE_DTYPE[self.precision]
+
+
+@dataclass(frozen=True, order=True)
+class ParallelPlan(StepSettings, ModelPlacement):
+    """One layout: a placement and the settings of a step, with the fields of both."""
+
+    def __post_init__(self) -> None:
+        ModelPlacement.__post_init__(self)
+        StepSettings.__post_init__(self)
+        if self.interleave > 1 and self.schedule != "interleaved":
+            raise UsageError(
+                f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
+            )
+        if self.schedule == "interleaved" and self.interleave == 1:
+            raise UsageError("schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b")
+        if self.schedule == "interleaved" and self.pp == 1:
+            raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
+
+    @classmethod
+    def unchecked(cls, **fields: Any) -> ParallelPlan:
+        """A plan that is right by construction. A search makes tens of thousands, and checking is most of the work."""
+        made = object.__new__(cls)
+        made.__dict__.update(fields)
+        return made
 
     @property
     def batch(self) -> int:
         """Sequences in a step, over all replicas."""
         return self.dp * self.microbatch * self.accumulation
 
-    @property
-    def compute_dtype(self) -> str:
-        """The dtype matmuls run in, by the names of `core.hardware`."""
-        return _COMPUTE_DTYPE[self.precision]
+    def short(self) -> str:
+        """In a few words: the mesh and what sets it apart."""
+        parts = [f"dp {self.dp} x tp {self.tp} x pp {self.pp}"]
+        if self.sequence_parallel:
+            parts.append("sequence parallel")
+        if self.zero:
+            parts.append(f"ZeRO-{self.zero}")
+        if self.pp > 1:
+            parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
+        parts.append(f"microbatch {self.microbatch}")
+        if self.recompute != "none":
+            parts.append(f"{self.recompute} recomputation")
+        return ", ".join(parts)
 
     def describe(self) -> str:
         """One line for people; what is off or has no effect is left out."""

@@ -6,10 +6,11 @@ A range never contains NaN, and infinity only where it says so: a comparison wit
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import Argument, UsageError
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest whole number of a configuration: that of TOML, of int64 tensors and of seeds."""
@@ -26,7 +27,10 @@ class Range:
 
     def __contains__(self, value: Any) -> bool:
         low = value > self.least if self.above else value >= self.least
-        high = value < self.most if self.below or self.most == math.inf else value <= self.most
+        if self.most == math.inf:
+            high = value <= sys.float_info.max  # neither infinity nor a whole number that no float can hold
+        else:
+            high = value < self.most if self.below else value <= self.most
         return bool(low and high)
 
     @property
@@ -46,7 +50,7 @@ class Range:
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not is_number or value not in self:
             kind = "a whole number, " if whole else "" if is_number else "a number, "
-            raise UsageError(f"{name} is {shown(value)}: expected {kind}{self.words}")
+            raise UsageError(name, f" is {shown(value)}: expected {kind}{self.words}")
 
 
 SEED = Range(0, LARGEST_WHOLE)
@@ -54,11 +58,11 @@ TEMPERATURE = Range(0)
 SAMPLED_TOKENS = Range(0, 1_000_000)
 
 
-def check_sampling(tokens: int, temperature: float, seed: int, prefix: str = "") -> None:
-    """Refuse what no text can be drawn with; `prefix` stands before the names."""
-    SAMPLED_TOKENS.check(f"{prefix}tokens", tokens, whole=True)
-    TEMPERATURE.check(f"{prefix}temperature", temperature)
-    SEED.check("seed", seed, whole=True)
+def check_sampling(tokens: int, temperature: float, seed: int) -> None:
+    """Refuse what no text can be drawn with."""
+    SAMPLED_TOKENS.check(Argument("tokens"), tokens, whole=True)
+    TEMPERATURE.check(Argument("temperature"), temperature)
+    SEED.check(Argument("seed"), seed, whole=True)
 
 
 def shown(value: object) -> str:

@@ -54,6 +54,8 @@ def prepare(data: DataConfig, out: str | Path, shard_tokens: int = SHARD_TOKENS)
         raise UsageError("the folder to write to is empty: name one")
     target = Path(out)
     check_source(data)
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is a file: expected a folder to write shards to")
     if has_shards(target):
         raise UsageError(f"{target} has shards already: name another folder, or remove it first")
     return write_shards(open_corpus(data), data, target, shard_tokens)

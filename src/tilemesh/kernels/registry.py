@@ -51,6 +51,7 @@ def folder(name: str, home: str = "") -> OperatorEntry:
 
 
 _MATMUL = "tilemesh.kernels.matmul"
+_ATTENTION = "tilemesh.kernels.attention"
 _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
 _ADAMW = "tilemesh.kernels.adamw"
@@ -73,6 +74,14 @@ _OPERATORS = (
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
     folder("embedding"),
+    OperatorEntry(
+        "attention",
+        public=f"{_ATTENTION}.reference:attention",
+        reference=f"{_ATTENTION}.reference:attention",
+        cost=f"{_ATTENTION}.cost:cost",
+        form=f"{_ATTENTION}.cost:FORM",
+        bench=f"{_ATTENTION}.bench:BENCH",
+    ),
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),

@@ -25,7 +25,7 @@ from typing import IO
 
 from tilemesh.core.context import VERDICT_FILE, membership
 from tilemesh.core.cores import available_cores
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import Argument, UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import GONE, LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
@@ -108,7 +108,7 @@ def launch(
             )
         run_command(command, member)
     if ranks is None:
-        raise UsageError("how many ranks? give --ranks N (inside mpiexec, srun or torchrun it is known)")
+        raise UsageError("how many ranks? give ", Argument("ranks"), " (inside mpiexec, srun or torchrun it is known)")
     check_ranks(ranks)
     start.check_restarts(restarts)
     transport = start.choose_transport(transport)
@@ -396,11 +396,11 @@ class Job:
 def check_ranks(ranks: int) -> None:
     """Each rank needs a few descriptors of ours; raise the soft limit, or say that the hard one is too low."""
     if ranks < 1:
-        raise UsageError(f"--ranks {ranks}: expected at least 1")
+        raise UsageError(Argument("ranks"), f" is {ranks}: expected at least 1")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if ranks > most:
         raise UsageError(
-            f"--ranks {ranks}: expected at most {most} on this machine, which has {available_cores()} cores"
+            Argument("ranks"), f" is {ranks}: expected at most {most} on this machine ({available_cores()} cores)"
         )
     needed = 5 * ranks + 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

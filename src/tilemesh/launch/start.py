@@ -19,7 +19,7 @@ from pathlib import Path
 import tilemesh
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.cores import available_cores, threads_for
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import Argument, RunError, UsageError, unknown
 from tilemesh.launch.rank import THREAD_VARIABLES, is_python
 
 TRANSPORTS = ("mpi", "torch")
@@ -54,7 +54,7 @@ def choose_transport(transport: str) -> str:
 
 def check_restarts(restarts: int) -> None:
     if restarts < 0:
-        raise UsageError(f"restarts is {restarts}: expected 0 or more")
+        raise UsageError(Argument("restarts"), f" is {restarts}: expected 0 or more")
 
 
 def find_mpiexec() -> str | None:
@@ -128,7 +128,8 @@ def mpi_environment(ranks: int, job: Path, environ: Mapping[str, str]) -> dict[s
 
 def on_one_machine(environ: Mapping[str, str]) -> bool:
     """Whether mpiexec starts all ranks here: neither a scheduler nor a host file names other machines."""
-    if int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or 1) > 1:
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+    if nodes.strip() != "1":  # also what is no number: others than this machine may then be meant
         return False
     return not any(environ.get(name) for name in _HOSTS_VARIABLES)
 

@@ -205,11 +205,15 @@ def merge(folder: str | Path, out: str | Path | None = None, *, offsets_ns: Mapp
     shifts = _shifts(files, offsets_ns or {})
     zero_ns = min(one.clock_ns + shifts[one.rank] for one in files)
     target = Path(out) if out is not None else Path(folder) / MERGED_FILE
-    with target.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        events = (event for one in files for event in _browser_events(one, shifts[one.rank] - zero_ns))
-        file.write(",\n".join(json.dumps(_finite(event), allow_nan=False) for event in events))
-        file.write("\n]}\n")
+    try:
+        with target.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            events = (event for one in files for event in _browser_events(one, shifts[one.rank] - zero_ns))
+            file.write(",\n".join(json.dumps(_finite(event), allow_nan=False) for event in events))
+            file.write("\n]}\n")
+    except (ValueError, TypeError, KeyError, IndexError, ArithmeticError) as error:  # an event that nobody wrote so
+        target.unlink(missing_ok=True)
+        raise UsageError(f"a trace in {folder} is damaged: {error!r}") from None
     return target
 
 
@@ -267,14 +271,17 @@ def _finite(value: Any) -> Any:
 
 
 def _read(path: Path) -> _RankFile:
-    # What follows the last newline was cut off when the rank died; everything before is whole.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     try:
-        head, *batches = [json.loads(line) for line in lines]
+        # What follows the last newline was cut off when the rank died; everything before is whole.
+        head, *batches = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         # A further head is a process that went on where another had stopped; on the same clock.
         events = [[["R", batch["clock_ns"]]] if isinstance(batch, dict) else batch for batch in batches]
-        return _RankFile(**head, events=[event for batch in events for event in batch])
-    except (ValueError, TypeError, KeyError) as error:
+        made = _RankFile(**head, events=[event for batch in events for event in batch])
+        for name, kind in (("rank", int), ("name", str), ("boot", str), ("clock_ns", int), ("wall_ns", int)):
+            if not isinstance(getattr(made, name), kind):
+                raise ValueError(f"{name} is {getattr(made, name)!r}")
+        return made
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path} is not a rank's trace: {error}") from None
 
 

@@ -1,7 +1,8 @@
-"""What a Transformer is, as data: its shape, the presets by name, and how many parameters it has, exactly.
+"""What a Transformer is, as data: its shape, and the presets by name.
 
 The one idea: everything that is said about a model before it exists (memory, FLOPs, time) follows from these few
-numbers, so they are checked here and nowhere else. No torch: the planner reads this file on machines without it.
+numbers (`model/work/`), so they are checked here and nowhere else. No torch: the planner reads this file on machines
+without it.
 """
 
 from __future__ import annotations
@@ -109,55 +110,6 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """How many parameters each part has; `total` counts a tied output projection once."""
-
-    token_embedding: int
-    position_embedding: int
-    attention: int
-    """In one layer."""
-    mlp: int
-    """In one layer."""
-    norms: int
-    """In one layer."""
-    layers: int
-    final_norm: int
-    output: int
-    """The output projection; 0 where it is tied to the embedding."""
-
-    @property
-    def layer(self) -> int:
-        return self.attention + self.mlp + self.norms
-
-    @property
-    def total(self) -> int:
-        outside = self.token_embedding + self.position_embedding + self.final_norm + self.output
-        return self.layers * self.layer + outside
-
-
-def count_parameters(model: ModelConfig) -> Parameters:
-    """Exact counts by part, of the model as Hugging Face's GPT-2 and Llama have it."""
-    width, hidden = model.width, model.mlp_width
-    norm = width * (2 if model.norm == "layernorm" else 1)
-    attention = width * (width + 2 * model.kv_width) + width * width
-    mlp = (model.mlp_inputs + 1) * width * hidden
-    if model.biases:
-        attention += (width + 2 * model.kv_width) + width
-        mlp += model.mlp_inputs * hidden + width
-    return Parameters(
-        token_embedding=model.vocabulary * width,
-        position_embedding=model.context * width if model.positions == "learned" else 0,
-        attention=attention,
-        mlp=mlp,
-        norms=2 * norm,
-        layers=model.layers,
-        # Post-norm ends every layer with a norm, so nothing is left to do after the last.
-        final_norm=norm if model.norm_place == "pre" else 0,
-        output=0 if model.tied else model.vocabulary * width,
-    )
-
-
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
 # Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
@@ -196,17 +148,6 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         raise unknown("model", name, PRESETS)
     return ModelConfig(**PRESETS[name])
-
-
-def why_not_tp(model: ModelConfig, tp: int) -> str | None:
-    """Why tp ranks cannot share this model's layers; None when they can."""
-    if model.heads % tp:
-        return f"tp is {tp}: {model.heads} heads are not divisible by it"
-    if model.mlp_width % tp:
-        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
-    if model.kv_heads % tp and tp % model.kv_heads:
-        return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
-    return None
 
 
 def _default_mlp_width(width: int, activation: str) -> int:

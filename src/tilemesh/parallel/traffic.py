@@ -1,84 +1,31 @@
-"""What a step exchanges, as a list of plain values: which collective, along which axis, how many numbers, and why.
+"""What a step exchanges, as a list of plain values in the order of a run: what bytes counted on the wire are held to.
 
-This is the formula that bytes counted on the wire are held to, for every layer and layout. A is one microbatch's
-activations, rows x tokens x width: a block (attention or MLP) costs tensor parallelism one global-sum of A in forward
-and one in backward, and with sequence parallelism a gather-all and a scatter-sum of A each way, which is as many bytes.
+What a layer, the embedding and the head exchange is described in `model/work/exchanges.py`; here the whole model's are
+put in order, and the gradients of a step are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 
-from tilemesh.core.axes import BATCH, Axes, Blocks, size_of
-from tilemesh.core.plan import Precision
+from tilemesh.core.axes import BATCH, Axes, Blocks
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
+from tilemesh.model.work.task import Task
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Bytes of a number: in what a product takes or gives, and in the stream between the blocks and its gradients."""
-
-    product: int
-    stream: int
-
-
-# Under autocast the stream and its gradients are float32, what goes into and comes out of products 16 bits.
-WIDTHS: Mapping[Precision, Widths] = {
-    "fp64": Widths(8, 8),
-    "fp32": Widths(4, 4),
-    "bf16": Widths(2, 4),
-    "fp16": Widths(2, 4),
-    "bf16-master": Widths(2, 2),
-}
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One collective. `elements`: of the whole vector (what each rank has before or after it)."""
-
-    site: str
-    axis: str
-    collective: str
-    elements: int
-    itemsize: int
-
-
-def microbatch(
-    config: ModelConfig, axes: Axes, sequence: bool, rows: int, tokens: int, precision: Precision
-) -> list[Exchange]:
-    """What the ranks of tp exchange in one forward and backward pass. `axes`: of the mesh, whichever it has."""
-    if size_of(axes, "tp") == 1:
-        return []
-    widths, whole = WIDTHS[precision], rows * tokens * config.width
-    return [*_forward(config, sequence, whole, rows * tokens, widths), *_backward(config, sequence, whole, widths)]
-
-
-def _forward(config: ModelConfig, sequence: bool, whole: int, positions: int, widths: Widths) -> Iterator[Exchange]:
-    out = "reduce_scatter" if sequence else "all_reduce"
-    yield Exchange("token_embedding", "tp", out, whole, widths.stream)
-    for layer in range(config.layers):
-        for block in ("attention", "mlp"):
-            if sequence:
-                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, widths.product)
-            yield Exchange(f"layers.{layer}.{block}", "tp", out, whole, widths.product)
-    if sequence:
-        yield Exchange("output", "tp", "all_gather", whole, widths.product)
-    wide = max(widths.product, 4)  # the loss is made in float32 at least
-    yield Exchange("loss: maxima", "tp", "all_reduce", positions, wide)
-    yield Exchange("loss: sums and targets", "tp", "all_reduce", 2 * positions, wide)
-
-
-def _backward(config: ModelConfig, sequence: bool, whole: int, widths: Widths) -> Iterator[Exchange]:
-    back = "reduce_scatter" if sequence else "all_reduce"
-    yield Exchange("output", "tp", back, whole, widths.stream)
-    for layer in reversed(range(config.layers)):
-        for block in ("mlp", "attention"):
-            if sequence:
-                yield Exchange(f"layers.{layer}.{block}", "tp", "all_gather", whole, widths.product)
-            yield Exchange(f"layers.{layer}.{block}", "tp", back, whole, widths.stream)
-    if sequence:
-        yield Exchange("token_embedding", "tp", "all_gather", whole, widths.stream)
+def microbatch(config: ModelConfig, task: Task) -> list[Exchange]:
+    """What the ranks of tp exchange in one forward and backward pass."""
+    before, after = list(embedding_exchanges(config, task)), list(head_exchanges(config, task))
+    layers = [
+        dataclasses.replace(one, site=f"layers.{layer}.{one.site}")
+        for layer in range(config.layers)
+        for one in layer_exchanges(config, task)
+    ]
+    forward = [one for one in (*before, *layers, *after) if not one.backward]
+    layers.sort(key=lambda one: -int(one.site.split(".")[1]))
+    return [*forward, *(one for one in (*after, *layers, *before) if one.backward)]
 
 
 def step_end(buckets: Sequence[tuple[int, Blocks]], axes: Axes, itemsize: int) -> list[Exchange]:

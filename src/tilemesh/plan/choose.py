@@ -9,19 +9,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tilemesh.core import config
 from tilemesh.core.calibration import Rates
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import LARGEST_WHOLE, Range
 from tilemesh.core.units import format_bytes
-from tilemesh.model.config import ModelConfig, count_parameters, preset
-from tilemesh.plan.layout import Candidate, short
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.plan.memory import STATE_BYTES
-from tilemesh.plan.passes import Code
+from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 
 SHOWN = 10
 DEFAULT_BATCH_TOKENS = 1_000_000
@@ -40,7 +43,7 @@ class Point(NamedTuple):
 
     time_s: float
     nbytes: int
-    layout: Candidate
+    layout: ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,25 @@ class SearchResult:
     def best(self) -> Prediction:
         return self.predictions[0]
 
+    def figures(self, place: int) -> dict[str, Any]:
+        """The plan at that place, 0 being the best, with what was asked."""
+        return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place])
+
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""
         return Estimator(self.model, self.cluster, self.context, self.rates, self.code)
+
+
+def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
+    """One layout with what was asked; also for one that does not fit."""
+    case = {
+        "model": config.to_dict(model),
+        "cluster": cluster,
+        "context": found.tokens // found.plan.batch,
+        "batch": found.plan.batch,
+        "fixed": pins.describe(),
+    }
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(found)}
 
 
 class NothingFitsError(RunError):
@@ -108,7 +127,7 @@ def search(
         raise UsageError(f"no layout is possible: {why_nothing(estimator, batch, pins)}")
     if not ranked:
         raise _nothing_fits(estimator, batch, pins, least)
-    predictions = [estimator.predict(candidate.plan()) for candidate in _distinct(ranked, shown)]
+    predictions = [estimator.predict(candidate) for candidate in _distinct(ranked, shown)]
     # The exact cut may weigh a little more than the quick one that was found to fit.
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
@@ -122,10 +141,10 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     if batch is not None and batch_tokens is not None:
         raise UsageError("--batch and --batch-tokens both say the batch: give one")
     if batch is not None:
-        _BATCH.check("batch", batch, whole=True)
+        _BATCH.check(Argument("batch"), batch, whole=True)
         return batch
     tokens = DEFAULT_BATCH_TOKENS if batch_tokens is None else batch_tokens
-    _BATCH_TOKENS.check("batch_tokens", tokens, whole=True)
+    _BATCH_TOKENS.check(Argument("batch_tokens"), tokens, whole=True)
     wanted = tokens / context
     if wanted < 1 - BATCH_SLACK:
         raise UsageError(f"{tokens} tokens per step are less than one sequence of {context}: give more, or --context")
@@ -136,10 +155,10 @@ def choose_batch(batch: int | None, batch_tokens: int | None, context: int) -> i
     return min(range(-(-low // power) * power, high + 1, power), key=lambda n: abs(n - wanted))
 
 
-def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, Candidate] | None, list[Point]]:
+def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int, ParallelPlan] | None, list[Point]]:
     """All layouts once: how many there are, the smallest, and those that fit with their time."""
     considered = 0
-    least: tuple[int, Candidate] | None = None
+    least: tuple[int, ParallelPlan] | None = None
     ranked: list[Point] = []
     for group in candidates(estimator, batch, pins):
         for candidate in group:
@@ -154,11 +173,11 @@ def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int,
     return considered, least, ranked
 
 
-def _distinct(ranked: list[Point], shown: int) -> list[Candidate]:
+def _distinct(ranked: list[Point], shown: int) -> list[ParallelPlan]:
     """The fastest, one for each mesh, schedule and ZeRO stage, so that ten lines are ten choices; then the others."""
     seen: set[tuple[object, ...]] = set()
-    chosen: list[Candidate] = []
-    others: list[Candidate] = []
+    chosen: list[ParallelPlan] = []
+    others: list[ParallelPlan] = []
     for _, _, candidate in heapq.nsmallest(40 * shown, ranked):
         key = (candidate.dp, candidate.tp, candidate.pp, candidate.schedule, candidate.interleave, candidate.zero)
         (others if key in seen else chosen).append(candidate)
@@ -169,30 +188,30 @@ def _distinct(ranked: list[Point], shown: int) -> list[Candidate]:
 # ---- nothing fits ----------------------------------------------------------------------------------------------
 
 
-def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int, Candidate]) -> NothingFitsError:
-    smallest = estimator.predict(least[1].plan())
+def _nothing_fits(estimator: Estimator, batch: int, pins: Pins, least: tuple[int, ParallelPlan]) -> NothingFitsError:
+    smallest = estimator.predict(least[1])
     memory, cluster = smallest.memory, estimator.cluster
     part = memory.dominant
     enough = gpus_enough(estimator, batch, pins)
     holder = "GPU" if cluster.device.kind == "gpu" else "rank"
     if enough and enough[0] == cluster.world:
-        would_do = f"laid out otherwise these {holder}s would do ({short(enough[1])})"
+        would_do = f"laid out otherwise these {holder}s would do ({enough[1].short()})"
     elif cluster.device.name not in DEVICES:
         would_do = "a larger machine is needed, or a smaller batch or model"
     elif enough:
-        would_do = f"{enough[0]} such {holder}s would do ({short(enough[1])})"
+        would_do = f"{enough[0]} such {holder}s would do ({enough[1].short()})"
     else:
         would_do = f"no number of such {holder}s that was tried would do with this batch"
     under = f" under {pins.describe()}" if pins.describe() else ""
     return NothingFitsError(
         f"does not fit on {cluster.name}{under}: the least a {holder} needs is {format_bytes(memory.total_bytes)} "
-        f"({short(smallest.plan)}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
+        f"({smallest.plan.short()}) and it has {format_bytes(smallest.usable_bytes)} for a plan; {part} is the "
         f"largest part, {format_bytes(getattr(memory, f'{part}_bytes'))}; {would_do}",
         smallest,
     )
 
 
-def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Candidate] | None:
+def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, ParallelPlan] | None:
     """The fewest GPUs of this kind tried on which something fits, as many as now first; pins on the mesh are let go."""
     free = Pins(**{**vars(pins), "dp": None, "tp": None, "pp": None, "accumulation": None})
     precision = free.precision or default_precision(estimator.cluster.device)

@@ -1,17 +1,29 @@
-"""How long the passes of a layout take: a layer's compute and exchanges, a chunk's, and what goes between stages."""
+"""How long the parts of a step take: a layer's passes and exchanges, a chunk's, what goes between stages, what replicas
+exchange, and what the host needs to launch it all.
+
+On a GPU a step runs no faster than its kernels are launched. What the host needs for that does not depend on how large
+the tensors are, so it is measured on a model so small that the GPU only waits (`train/host.py`), of two depths, which
+gives seconds a layer and seconds a step; forward and backward passes apart from clipping and the optimiser, since a
+step makes the former once a microbatch.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan import constants, work
-from tilemesh.plan.collectives import RanksOfNodes, group, neighbour_s
-from tilemesh.plan.layout import PlanFields
-from tilemesh.plan.memory import AUTOCAST
-from tilemesh.plan.passes import Code, default_code
+from tilemesh.model.work.exchanges import Exchange, replica_exchanges
+from tilemesh.model.work.operations import embedding_work, head_work, layer_work
+from tilemesh.model.work.task import Code, Task, default_code
+from tilemesh.model.work.weights import shard_parameters
+from tilemesh.plan import constants
+from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.speed import RanksOfNodes, group, neighbour_s, speed_of
 
 
 class LayerTimes(NamedTuple):
@@ -71,24 +83,26 @@ class Clock:
             self._groups[size, stride] = group(self.cluster, size, stride)
         return self._groups[size, stride]
 
-    def layer(self, plan: PlanFields) -> LayerTimes:
+    def layer(self, plan: ParallelPlan) -> LayerTimes:
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision)
         found = self._layers.get(key)
         if found is None:
-            found = self._layers[key] = layer_times(
-                self.model, self.cluster, plan, self.context, self._rates, self.code(plan)
-            )
+            found = self._layers[key] = layer_times(self.model, self.cluster, self.task(plan), self._rates)
         return found
 
-    def code(self, plan: PlanFields) -> Code:
+    def code(self, plan: ParallelPlan) -> Code:
         """What runs this layout: as told, or what its precision and device are usually trained with."""
         return self._code or default_code(self.cluster.device, plan.precision)
 
-    def stream_bytes(self, plan: PlanFields) -> int:
+    def task(self, plan: ParallelPlan) -> Task:
+        """One microbatch of this layout."""
+        return Task.of(plan, self.context, self.code(plan), self.cluster.device.kind == "gpu")
+
+    def stream_bytes(self, plan: ParallelPlan) -> int:
         """One microbatch's activations between two layers."""
         return plan.microbatch * self.context * self.model.width * DTYPE_BYTES[plan.compute_dtype]
 
-    def hop_s(self, plan: PlanFields) -> float:
+    def hop_s(self, plan: ParallelPlan) -> float:
         """One microbatch's activations to the next stage: each rank of tp sends its share."""
         whole = self.stream_bytes(plan)
         hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, whole / plan.tp)
@@ -96,7 +110,7 @@ class Clock:
             hop += self.group(plan.tp, 1).all_gather_s(whole)
         return hop
 
-    def chunks(self, plan: PlanFields, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
+    def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
         forward = layer.forward_s + layer.exchange_s
@@ -112,41 +126,121 @@ class Clock:
         return Chunks(tuple(fs), tuple(bs), hop)
 
 
-def layer_times(
-    model: ModelConfig,
-    cluster: Cluster,
-    plan: PlanFields,
-    context: int,
-    rates: Rates | None = None,
-    code: Code = "fused",
-) -> LayerTimes:
+def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
     """A layer's seconds, and the head's and the embedding's, for one microbatch."""
-    dtype, b, tp, sp = plan.compute_dtype, plan.microbatch, plan.tp, plan.sequence_parallel
-    speed = work.speed_of(cluster.device, dtype, rates, code)
-    autocast = code != "fused" and plan.precision in AUTOCAST
-    layer = work.layer_work(model, tp, sp, b, context, plan.attention, dtype, code, autocast)
-    head = work.head_work(model, tp, sp, b, context, dtype, code, autocast, cluster.device.kind == "gpu")
-    embedding = work.embedding_work(model, tp, sp, b, context, dtype)
-    axis = group(cluster, tp, 1)
-    whole = b * context * model.width * DTYPE_BYTES[dtype]
-    gather, reduce = axis.all_gather_s(whole), axis.all_reduce_s(whole)
-    lap = axis.sent_bytes(whole, "all_gather")
-    small = 3 * axis.all_reduce_s(4 * b * context)  # the loss's maximum, sum and target, one value a token
-    # Forward: two sums, each after a projection split by its input; split along the sequence, a sum is a scatter-sum
-    # now and a gather-all at the next projection. Backward: the sums belong to input gradients and hide behind weight
-    # gradients, as does gathering the two inputs again; what gathers incoming gradients has nothing to hide behind.
+    speed, axis = speed_of(cluster.device, task.dtype, rates, task.code), group(cluster, task.tp, 1)
+    layer, head, embedding = layer_work(model, task), head_work(model, task), embedding_work(model, task)
+    # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
     hidden = constants.HIDDEN_COST if axis.hides else 1.0
-    # Hand-fused code keeps its inputs cut along the sequence and gathers them again; ours keeps them whole.
-    again = 2 if code == "fused" else 0
+
+    def exchange_s(exchanges: Iterable[Exchange], backward: bool) -> float:
+        return sum(
+            (hidden if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
+            for one in exchanges
+            if one.backward is backward
+        )
+
+    def sent_bytes(backward: bool) -> float:
+        return sum(axis.sent_bytes(one.nbytes, one.collective) for one in layer.exchanges if one.backward is backward)
+
     return LayerTimes(
         forward_s=speed.seconds(layer.forward),
         backward_s=speed.seconds(layer.backward),
         scores_s=speed.seconds(layer.scores),
-        exchange_s=4 * gather if sp else 2 * reduce,
-        exchange_back_s=(2 + (2 + again) * hidden) * gather if sp else 2 * hidden * reduce,
-        exchange_bytes=(4 * lap, (4 + again) * lap if sp else 4 * lap),
+        exchange_s=exchange_s(layer.exchanges, False),
+        exchange_back_s=exchange_s(layer.exchanges, True),
+        exchange_bytes=(sent_bytes(False), sent_bytes(True)),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
-        head_exchange_s=((gather if sp else 0.0) + small, gather if sp else reduce),
+        head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),
         embedding_s=(speed.seconds(embedding.forward), speed.seconds(embedding.backward)),
-        embedding_exchange_s=2 * gather if sp else reduce,
+        embedding_exchange_s=exchange_s(embedding.exchanges, False) + exchange_s(embedding.exchanges, True),
     )
+
+
+# ---- over a whole step -----------------------------------------------------------------------------------------
+
+
+class DataExchange(NamedTuple):
+    """One step's exchange over dp: the seconds nothing hides, and the bytes a rank sends."""
+
+    exposed_s: float
+    sent_bytes: float
+
+
+def data_exchange(
+    plan: ParallelPlan, axis: RanksOfNodes, parameters: int, forward_s: float, backward_s: float, layers: int
+) -> DataExchange:
+    """For a rank with so many parameters in so many layers, whose passes of one microbatch take so long."""
+    weight, gradient, _ = STATE_BYTES[plan.precision]
+    nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
+    found = replica_exchanges(plan.zero, plan.accumulation)
+    exposed_s = sent_bytes = 0.0
+    for exchanges, behind_s in ((found.forward, forward_s), (found.backward, backward_s), (found.alone, 0.0)):
+        exchange_s = sent = 0.0
+        for one in exchanges:
+            # One exchange a layer, so that it can hide behind the next layer's passes.
+            exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
+            sent += axis.sent_bytes(nbytes[one.what], one.collective)
+        hides, times = axis.hides and behind_s > 0, exchanges[0].times if exchanges else 0
+        slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
+        exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
+        sent_bytes += times * sent
+    return DataExchange(exposed_s, sent_bytes)
+
+
+def _left(exchange_s: float, behind_s: float, layers: int) -> float:
+    """What does not hide behind a pass: the excess, and always one layer's part, which has no computation beside it."""
+    alone = exchange_s / layers
+    return max(alone, exchange_s - behind_s * (layers - 1) / layers)
+
+
+def exchanged(model: ModelConfig, plan: ParallelPlan, task: Task, layers: int) -> dict[str, dict[str, int]]:
+    """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
+
+    The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on
+    the algorithm. Sums of single numbers (the loss, the gradients' norm) are left out.
+    """
+    found: dict[str, dict[str, int]] = {"tp": {}, "pp": {}, "dp": {}}
+    last, shards = plan.pp == 1, shard_parameters(model, plan.tp)
+    weight, gradient, _ = STATE_BYTES[plan.precision]
+
+    def add(axis: str, collective: str, nbytes: int) -> None:
+        found[axis][collective] = found[axis].get(collective, 0) + nbytes
+
+    for one in layer_work(model, task).exchanges:
+        again = plan.recompute == "full" and not one.backward
+        add(one.axis, one.collective, plan.accumulation * layers * (1 + again) * one.nbytes)
+    for one in (*embedding_work(model, task).exchanges, *(head_work(model, task).exchanges if last else ())):
+        add(one.axis, one.collective, plan.accumulation * one.nbytes)
+    if plan.tp > 1:
+        # Once a step, whatever the accumulation: the gradients of kv heads that several ranks hold, and of what tp
+        # leaves whole where each rank sees a part of the tokens.
+        whole = shards.replicated(layers, True, last) if plan.sequence_parallel else 0
+        add("tp", "all_reduce", gradient * (layers * shards.layer_repeated + whole))
+    if plan.pp > 1:
+        # Each chunk's output goes on; the gradient of each chunk's input goes back, but for the model's own input.
+        sends = plan.accumulation * (2 * plan.interleave - 1)
+        add("pp", "send", sends * task.tokens * model.width * task.size // plan.tp)
+    if plan.dp > 1:
+        nbytes = {"weights": weight, "gradients": gradient}
+        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation)):
+            add("dp", over.collective, over.times * nbytes[over.what] * shards.stage(layers, True, last))
+    return {
+        axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items() if any(by.values())
+    }
+
+
+def host_step_s(measured: Mapping[str, float], model: ModelConfig, code: Code, layers: int, microbatches: int) -> float:
+    """Seconds of the host for a step; 0 where its figures for this kind of layer and code were not measured."""
+    name = f"{kind_of(model)}-{code}"
+    try:
+        passes_s = measured[f"{name}-passes-layer"] * layers + measured[f"{name}-passes"]
+        update_s = measured[f"{name}-update-layer"] * layers + measured[f"{name}-update"]
+    except KeyError:
+        return 0.0
+    return microbatches * passes_s + update_s
+
+
+def kind_of(model: ModelConfig) -> str:
+    """Which of the two kinds of layer that are measured this model's are most like: they launch different kernels."""
+    return "llama" if model.activation == "swiglu" else "gpt"

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from tilemesh.core.plan import Attention, ParallelPlan, Recompute
 from tilemesh.core.units import format_bytes, format_count
-from tilemesh.model.config import ModelConfig, count_parameters, why_not_tp
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.operations import forward_flops, recomputed_flops
+from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import count_parameters, why_not_tp
 from tilemesh.plan import memory
-from tilemesh.plan.flops import forward_flops, recomputed_flops
-from tilemesh.plan.layout import PlanFields
 
 
 class ExplainedFigure(NamedTuple):
@@ -31,14 +33,14 @@ class ExplainedPart(NamedTuple):
     note: str = ""
 
 
-def model_sections(model: ModelConfig, context: int, layout: PlanFields, sequences: int = 1) -> list[ExplainedPart]:
+def model_sections(model: ModelConfig, context: int, layout: ParallelPlan, sequences: int = 1) -> list[ExplainedPart]:
     """Parameters, FLOPs of a step, states, activations of one layer and KV cache."""
     return [
         parameter_section(model),
         flops_section(model, sequences, context, layout.recompute),
         states_section(model, layout.precision),
         zero_section(model, layout.precision, layout.dp),
-        activation_section(model, context, layout),
+        activation_section(model, Task.of(layout, context), layout.recompute),
         recipes_section(model, context, layout),
         relation_section(model, context),
         laws_section(),
@@ -168,37 +170,31 @@ def zero_section(model: ModelConfig, precision: str, dp: int) -> ExplainedPart:
     return ExplainedPart(f"States a rank with ZeRO over {ranks} data-parallel ranks, no other split", rows)
 
 
-def activation_section(
-    model: ModelConfig, context: int, layout: PlanFields, by: memory.Keeps = "fused"
-) -> ExplainedPart:
+def activation_section(model: ModelConfig, task: Task, recompute: Recompute) -> ExplainedPart:
     """Tensor by tensor, what a layer keeps for its backward pass."""
-    b, tp, sp = layout.microbatch, layout.tp, layout.sequence_parallel
-    rows, total = [], 0
-    for kept in memory.kept_tensors(model, b, context, layout.attention, layout.precision, by):
-        nbytes = memory.kept_bytes(kept, model, tp, sp)
-        dropped = layout.recompute == "full" or (layout.recompute == "selective" and kept.scores)
-        if layout.recompute == "full" and kept.name == "input of the first norm":
-            dropped = False
-        total += 0 if dropped else nbytes
-        over = 1 if kept.split == "whole" or (kept.split == "sequence" and not sp) else tp
-        split = f" / {over}" if over > 1 else ""
+    rows, tensors = [], kept_tensors(model, task)
+    for tensor in tensors:
+        dropped = tensor is not tensors[0] and (recompute == "full" or (recompute == "selective" and tensor.scores))
+        below = f" / {tensor.over}" if tensor.over > 1 else ""
+        by = " / tp" if tensor.over == task.tp else " / kv heads"
         rows.append(
             ExplainedFigure(
-                kept.name,
-                f"{kept.element_bytes} B x {_elements(kept.name)}" + (" / tp" if over > 1 else ""),
-                f"{kept.element_bytes} x {kept.elements:,}{split}",
-                "dropped, recomputed" if dropped else format_bytes(nbytes),
+                tensor.name,
+                f"{tensor.element_bytes} B x {tensor.formula}" + (by if below else ""),
+                f"{tensor.element_bytes} x {tensor.elements:,}{below}",
+                "dropped, recomputed" if dropped else format_bytes(tensor.nbytes),
             )
         )
+    total, _ = kept_bytes(tensors, recompute)
     rows.append(ExplainedFigure("a layer keeps", "sum", "", f"{format_bytes(total)} ({total:,} B)"))
     title = (
-        f"Activations of one layer and microbatch of {b} on a rank: tp {tp}, "
-        f"sequence parallel {'yes' if sp else 'no'}, {layout.attention} attention, recompute {layout.recompute}"
+        f"Activations of one layer and microbatch of {task.sequences} on a rank: tp {task.tp}, sequence parallel "
+        f"{'yes' if task.sequence_parallel else 'no'}, {task.attention} attention, recompute {recompute}"
     )
     return ExplainedPart(title, rows)
 
 
-def recipes_section(model: ModelConfig, context: int, layout: PlanFields, tp: int = 8) -> ExplainedPart:
+def recipes_section(model: ModelConfig, context: int, layout: ParallelPlan, tp: int = 8) -> ExplainedPart:
     """What a layer keeps under every recipe: attention, recomputation, tensor and sequence parallelism."""
     sbd = layout.microbatch * context * model.width
     whole = why_not_tp(model, tp) is None
@@ -218,15 +214,21 @@ def recipes_section(model: ModelConfig, context: int, layout: PlanFields, tp: in
                 tp=ranks, sequence_parallel=sp, attention=attention, recompute=recompute,
                 microbatch=layout.microbatch, precision=layout.precision,
             )  # fmt: skip
-            nbytes = memory.layer_activation_bytes(model, plan, context)
+            nbytes, _ = kept_bytes(kept_tensors(model, Task.of(plan, context)), recompute)
             split = f"tp {ranks}" + (", sequence parallel" if sp else "")
             form = "S b D x the tensors above"
-            if memory.is_paper_model(model, layout.precision):
+            if _is_paper_model(model, layout.precision):
                 form = _paper_form(attention, recompute, ranks, sp)
             name = f"{attention}, {recompute}, {split}"
             rows.append(ExplainedFigure(name, form, f"{sbd:,} x {nbytes / sbd:.2f} B", format_bytes(nbytes)))
     note = "a heads, t ranks of tensor parallelism; a fused kernel keeps 4 B a head and token instead of the scores"
     return ExplainedPart("Activations a layer keeps, by recipe", rows, f"{note}.")
+
+
+def _is_paper_model(model: ModelConfig, precision: str) -> bool:
+    """Whether the forms of Korthikanti et al. 2022 are what the tensors add up to."""
+    plain = model.mlp_width == 4 * model.width and model.kv_heads == model.heads and model.activation == "gelu"
+    return plain and model.dropout > 0 and precision == "bf16-master"
 
 
 def _paper_form(attention: str, recompute: str, ranks: int, sp: bool) -> str:
@@ -281,26 +283,6 @@ def cache_section(model: ModelConfig, context: int) -> ExplainedPart:
         format_bytes(nbytes),
     )
     return ExplainedPart("KV cache of one sequence, when serving", [row])
-
-
-def _elements(name: str) -> str:
-    if "scores" in name:
-        return "b heads S" if name.startswith("log") else "b heads S S"
-    if name in ("keys", "values"):
-        return "b S K"
-    if name == "keys and values, repeated":
-        return "2 b S (D - K)"
-    if name == "scale of each token in the norms":
-        return "2 b S"
-    if name == "queries and keys before turning, beside the values":
-        return "b S (D + K)"
-    if name == "where the activation's input was above 0":
-        return "b S F"
-    if name == "norms before their gains":
-        return "2 b S D"
-    if name in ("input of the activation", "input of the MLP's last projection", "gate after its activation"):
-        return "b S F" if not name.startswith("input of the activation") else "b S F (each input)"
-    return "b S D"
 
 
 def _flops(count: int) -> str:

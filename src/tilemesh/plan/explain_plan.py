@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from tilemesh.core import pipeline
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
-from tilemesh.plan import work
+from tilemesh.model.work.kept import loss_tensors
+from tilemesh.model.work.operations import Product, layer_work, recomputed_flops
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
-from tilemesh.plan.flops import recomputed_flops
-from tilemesh.plan.memory import STATE_BYTES
-from tilemesh.plan.passes import MemoryPass
-from tilemesh.plan.room import layers_in_flight
-from tilemesh.plan.shards import stage_parameters, vocabulary_per_rank
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.memory import STATE_BYTES, layers_in_flight
+from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.speed import speed_of
+from tilemesh.plan.step import Estimator
 
 
 def plan_sections(result: SearchResult) -> list[ExplainedPart]:
@@ -25,7 +26,7 @@ def plan_sections(result: SearchResult) -> list[ExplainedPart]:
     estimator = result.estimator()
     return [
         flops_section(result.model, best.plan.batch, result.context, best.plan.recompute),
-        activation_section(result.model, result.context, best.plan, estimator.room.keeps(best.plan)),
+        activation_section(result.model, estimator.clock.task(best.plan), best.plan.recompute),
         memory_section(estimator, best),
         bubble_section(best),
         time_section(estimator, best),
@@ -45,7 +46,7 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     held = layers_in_flight(plan, stage, best.chunk_layers)
     layers = sum(best.chunk_layers[stage :: plan.pp])
     shards = room.shards(plan.tp)
-    parameters = stage_parameters(shards, layers, first, last)
+    parameters = shards.stage(layers, first, last)
     ends = " + embeddings" * first + " + head" * last
     rows = [
         ExplainedFigure(
@@ -68,9 +69,9 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
                 format_bytes(value),
             )
         )
-    vocabulary = vocabulary_per_rank(model, plan.tp)
-    tokens = plan.microbatch * estimator.context
-    each = room.logits_bytes(plan) // (tokens * vocabulary)
+    task = estimator.clock.task(plan)
+    logits, *others = loss_tensors(model, task)
+    vocabulary = output_weight(model).shape(plan.tp)[0]
     rows += [
         ExplainedFigure(
             "layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"
@@ -78,8 +79,8 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
         ExplainedFigure(
             "logits",
-            f"{each} B x b S V/tp, last stage" + (" + its ends" if room.code(plan) == "compiled" else ""),
-            f"{each} x {tokens:,} x {vocabulary:,}" if last else "not the last stage",
+            f"{logits.element_bytes} B x {logits.formula}, last stage" + (" + its ends" if others else ""),
+            f"{logits.element_bytes} x {task.tokens:,} x {vocabulary:,}" if last else "not the last stage",
             format_bytes(best.memory.logits_bytes),
         ),
         ExplainedFigure(
@@ -123,7 +124,7 @@ def bubble_section(best: Prediction) -> ExplainedPart:
         )
     ]
     if p > 1:
-        held = [pipeline.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        held = [pace.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
         rows.append(
             ExplainedFigure(
                 "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"
@@ -249,16 +250,14 @@ def roofline_section(estimator: Estimator, plan: ParallelPlan) -> ExplainedPart:
     device = estimator.cluster.device
     dtype = plan.compute_dtype
     ridge = Ceiling.of_device(device).ridge(dtype)
-    code = estimator.clock.code(plan)
-    speed = work.speed_of(device, dtype, estimator.rates, code)
-    sizes = (plan.tp, plan.sequence_parallel, plan.microbatch, estimator.context)
-    layer = work.layer_work(estimator.model, *sizes, plan.attention, dtype, code)
+    task = estimator.clock.task(plan)
+    speed = speed_of(device, dtype, estimator.rates, task.code)
     rows = []
-    for op in layer.forward:
+    for op in layer_work(estimator.model, task).forward:
         if isinstance(op, MemoryPass):
             side, intensity, shape = "memory", "0 (moves bytes only)", f"{op.nbytes:,} B"
         else:
-            nbytes = op.nbytes if isinstance(op, work.FusedAttention) else speed.matmul_bytes(op)
+            nbytes = op.cost.bytes_moved if isinstance(op, Product) else op.nbytes
             value = op.flops / nbytes
             side = "compute" if value >= ridge else "memory"
             intensity, shape = f"{value:.0f} FLOP/B", f"{op.flops:.3g} FLOP / {nbytes:.3g} B"

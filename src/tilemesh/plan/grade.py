@@ -7,6 +7,7 @@ made now, from the same model, layout and calibration, without looking at the me
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ from typing import Any, cast
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import Cluster
+from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.model.config import ModelConfig, count_parameters
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.passes import Code
-from tilemesh.plan.shards import shard_parameters, stage_parameters
-from tilemesh.plan.step import Prediction, predict
+from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG
+from tilemesh.runs.values import number, section
 
 BOUNDS = {"step time": 0.15, "peak memory": 0.05}
 """What a prediction is meant to keep to; everything else is meant to be exact."""
@@ -167,7 +171,7 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
     if isinstance(peaks, list) and peaks and all(_number(peak) is not None for peak in peaks):
         known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
         measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
-    parameters = stage_parameters(shard_parameters(run.model, run.plan.tp), run.model.layers, True, True)
+    parameters = shard_parameters(run.model, run.plan.tp).stage(run.model.layers, True, True)
     least = sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.dp)) if run.plan.pp == 1 else None
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
@@ -198,7 +202,7 @@ def _advice(run: RunSummary, now: Prediction, grades: Sequence[Grade]) -> list[s
     if "parameters" in off:
         found.append("parameters differ: the run's model is not the one its summary describes")
     if any(g.unit == "B" and g.name != "peak memory" for g in off.values()):
-        found.append("exchanged bytes differ: training and plan/exchange.py do not describe the same exchange")
+        found.append("exchanged bytes differ: training and model/work/exchanges.py do not describe the same exchange")
     if "step time" in off:
         found.append(_which_part(run, now))
         _, spread = _sample(run.data.get("step_time_s"))
@@ -248,3 +252,31 @@ def _sample(value: object) -> tuple[float | None, tuple[float, float, int] | Non
         spread = None if p20 is None or p80 is None else (p20, p80, int(_number(value.get("n")) or 0))
         return median, spread
     return _number(value), None
+
+
+# ---- of a run's folder -------------------------------------------------------------------------------------------
+
+
+def expected_memory(
+    settings: Mapping[str, Any], predicted: Mapping[str, Any], summary: Mapping[str, Any]
+) -> dict[str, float]:
+    """Bytes per rank by kind: what was predicted before the run, else counted from its configuration.
+
+    On a GPU these are the bytes that torch allocates, as a run measures them, without what the context and the
+    libraries reserve. Nothing where the configuration is not one that can be counted.
+    """
+    told: Mapping[str, object] = section(predicted, "memory")
+    if not told:
+        try:
+            model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
+            plan = config.from_dict(ParallelPlan, dict(section(settings, "plan")), CONFIG)
+            context = section(settings, "train").get("context") or model.context
+            name = str(summary.get("cluster", "")).partition("x")[2]
+            device = device_for(name) if name != "local" else None
+            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
+            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
+            return {}
+    kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
+    unseen = ("total", "usable") if summary.get("device") in (None, "cpu") else ("total", "usable", "reserved")
+    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in unseen}

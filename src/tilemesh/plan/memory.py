@@ -1,21 +1,20 @@
-"""Bytes a rank needs, by what they are for: states (with ZeRO), activations tensor by tensor, and the rest.
+"""Bytes the fullest rank of a layout needs, by what they are for: states (with ZeRO), activations, and the rest.
 
-Activations are those that a layer keeps for its backward pass. For a GPT with dropout, 16-bit values and materialised
-attention they add up to s b h (10 + 24/t + 5 a s/(h t)) a layer, the formula of Korthikanti et al. 2022, and to its
-sequence-parallel (34/t + 5 a s/(h t)) and selective (34/t) forms; other models keep other tensors, listed here.
+What a layer keeps is counted in `model/work/kept.py`; a stage holds that of so many layers at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
 
-from tilemesh.core.hardware import DTYPE_BYTES, Device
+from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_tensors
+from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
+from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
-from tilemesh.plan.layout import PlanFields
-from tilemesh.plan.passes import Code, logits_element_bytes
-from tilemesh.plan.shards import Shards, kv_width_per_rank, vocabulary_per_rank
 
 # Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
 STATE_BYTES = {
@@ -25,17 +24,6 @@ STATE_BYTES = {
     "bf16-master": (2, 2, 12),
     "fp64": (8, 8, 16),
 }
-AUTOCAST = ("bf16", "fp16")
-
-
-class Kept(NamedTuple):
-    """One tensor that a layer keeps: elements of the whole layer, what splits them, whether selective drops it."""
-
-    name: str
-    elements: int
-    element_bytes: int
-    split: str  # "tp", "kv", "sequence" or "whole"
-    scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,145 +86,10 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
     )
 
 
-# ---- activations -----------------------------------------------------------------------------------------------
+# ---- what lives for moments --------------------------------------------------------------------------------------
 
 
-Keeps = Literal["fused", "compiled", "plain"]
-"""By what a layer's tensors are kept: hand-fused code, torch.compile, or torch's operators one by one on a CPU."""
-
-
-def kept_tensors(
-    model: ModelConfig, microbatch: int, context: int, attention: str, precision: str, by: Keeps = "fused"
-) -> list[Kept]:
-    """What one layer keeps of one microbatch when nothing is recomputed."""
-    plain = by == "plain"
-    size = DTYPE_BYTES["bf16" if precision in ("bf16", "fp16", "bf16-master") else precision]
-    # Autocast leaves the stream between the layers in fp32; only what enters a matmul is cast.
-    stream = 4 if precision in AUTOCAST else size
-    tokens = microbatch * context
-    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
-    square = microbatch * model.heads * context * context
-    # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
-    entering = "whole" if plain else "sequence"
-    kept = [
-        Kept("input of the first norm", whole, stream, "sequence"),
-        Kept("input of q, k, v", whole, size, entering),
-        Kept("queries", whole, size, "tp"),
-        Kept("keys", kv, size, "kv"),
-        Kept("values", kv, size, "kv"),
-    ]
-    if attention == "materialized":
-        kept.append(Kept("softmax of the scores", square, size, "tp", scores=True))
-        if model.dropout:
-            kept.append(Kept("mask of the scores' dropout", square, 1, "tp", scores=True))
-            kept.append(Kept("scores after dropout", square, size, "tp", scores=True))
-    else:
-        kept.append(Kept("log-sum-exp of the scores", microbatch * model.heads * context, 4, "tp", scores=True))
-    kept.append(Kept("input of the output projection", whole, size, "tp"))
-    if model.dropout:
-        kept.append(Kept("mask of attention's dropout", whole, 1, "sequence"))
-    kept.append(Kept("input of the second norm", whole, stream, "sequence"))
-    kept.append(Kept("input of the MLP", whole, size, entering))
-    if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
-        kept.append(Kept("input of the activation", model.mlp_inputs * hidden, size, "tp"))
-    kept.append(Kept("input of the MLP's last projection", hidden, size, "tp"))
-    if model.dropout:
-        kept.append(Kept("mask of the MLP's dropout", whole, 1, "sequence"))
-    if by == "compiled":
-        return kept + _kept_by_the_compiler(model, tokens, whole, hidden, size)
-    return kept + _kept_by_torch(model, whole, kv, hidden, size, stream) if plain else kept
-
-
-def _kept_by_the_compiler(model: ModelConfig, tokens: int, whole: int, hidden: int, size: int) -> list[Kept]:
-    """What torch.compile keeps beyond that: its partition of the graph, read off (a test does so again).
-
-    It makes nothing anew that a product of the backward pass reads, so of an activation both ends stay. A LayerNorm
-    keeps its input normalised, in place of it.
-    """
-    kept = [Kept("scale of each token in the norms", 2 * tokens, 4, "sequence")]
-    if model.activation == "relu":
-        kept.append(Kept("where the activation's input was above 0", hidden, 1, "tp"))
-    if model.positions == "rotary":
-        # Attention's result is laid out as the queries are, which turning has put head by head.
-        kept.append(Kept("result of attention, before its heads are joined", whole, size, "tp"))
-    return kept
-
-
-def _kept_by_torch(model: ModelConfig, whole: int, kv: int, hidden: int, size: int, stream: int) -> list[Kept]:
-    """What torch's own operators keep beyond that on a CPU, each operation for itself."""
-    kept = [Kept("result of attention, before its heads are joined", whole, size, "tp")]
-    if kv < whole:  # torch repeats keys and values for grouped queries, and keeps them so
-        kept.append(Kept("keys and values, repeated", 2 * (whole - kv), size, "tp"))
-    if model.norm == "rmsnorm":  # a product of its own; the input of its gain's gradient
-        kept.append(Kept("norms before their gains", 2 * whole, stream, "sequence"))
-    if model.activation == "swiglu":
-        kept.append(Kept("gate after its activation", hidden, size, "tp"))
-    return kept
-
-
-def is_paper_model(model: ModelConfig, precision: str) -> bool:
-    """Whether the formula in this file's heading is what the tensors add up to."""
-    plain = model.mlp_width == 4 * model.width and model.kv_heads == model.heads and model.activation == "gelu"
-    return plain and model.dropout > 0 and precision == "bf16-master"
-
-
-def kept_bytes(tensor: Kept, model: ModelConfig, tp: int, sequence_parallel: bool) -> int:
-    """What one rank keeps of a tensor."""
-    nbytes = tensor.elements * tensor.element_bytes
-    if tensor.split == "sequence":
-        return nbytes // tp if sequence_parallel else nbytes
-    if tensor.split == "whole":
-        return nbytes
-    if tensor.split == "kv":  # heads fewer than ranks are repeated
-        return nbytes * kv_width_per_rank(model, tp) // model.kv_width
-    return nbytes // tp
-
-
-def layer_input_bytes(model: ModelConfig, plan: PlanFields, context: int) -> int:
-    """What full recomputation keeps of a layer: its input."""
-    tensors = kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision)
-    return kept_bytes(tensors[0], model, plan.tp, plan.sequence_parallel)
-
-
-def layer_activation_bytes(model: ModelConfig, plan: PlanFields, context: int, by: Keeps = "fused") -> int:
-    """What one layer keeps of one microbatch on one rank."""
-    if plan.recompute == "full":
-        return layer_input_bytes(model, plan, context)
-    return sum(
-        kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, by)
-        if not (tensor.scores and plan.recompute == "selective")
-    )
-
-
-def recomputed_layer_bytes(model: ModelConfig, plan: PlanFields, context: int, by: Keeps = "fused") -> int:
-    """What comes back for one layer while its backward pass runs."""
-    if plan.recompute == "none":
-        return 0
-    return sum(
-        kept_bytes(tensor, model, plan.tp, plan.sequence_parallel)
-        for tensor in kept_tensors(model, plan.microbatch, context, plan.attention, plan.precision, by)
-        if tensor.scores or plan.recompute == "full"
-    )
-
-
-# ---- the rest --------------------------------------------------------------------------------------------------
-
-
-def logits_bytes(model: ModelConfig, plan: PlanFields, context: int, code: Code) -> int:
-    """Logits on the last stage and what the loss makes of them."""
-    size = DTYPE_BYTES[plan.compute_dtype]
-    each = logits_element_bytes(model, plan.tp, size, code)
-    tokens = plan.microbatch * context
-    total = each * tokens * vocabulary_per_rank(model, plan.tp)
-    if code == "compiled":
-        # The final norm's input and the logits' input, and what the logits' two products backward write.
-        stream = 4 if plan.precision in AUTOCAST else size
-        total += tokens * model.width * (stream + 2 * size) + vocabulary_per_rank(model, plan.tp) * model.width * size
-    return total
-
-
-def later_bytes(plan: PlanFields, gradients: int, activations: int, logits: int) -> int:
+def later_bytes(plan: ParallelPlan, gradients: int, activations: int, logits: int) -> int:
     """Gradients that are not there when the loss is: alone and with one microbatch, a step begins without any.
 
     They come as activations go, so what the end of the backward pass holds is a bound.
@@ -246,7 +99,9 @@ def later_bytes(plan: PlanFields, gradients: int, activations: int, logits: int)
     return min(gradients, activations + logits)
 
 
-def working_bytes(plan: PlanFields, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0) -> int:
+def working_bytes(
+    plan: ParallelPlan, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0
+) -> int:
     """What lives for moments: the recomputed layer, gathered weights, cast copies.
 
     `looked_up`: parameters of tables from which rows are only taken, so that nobody casts them.
@@ -263,7 +118,7 @@ def working_bytes(plan: PlanFields, shards: Shards, parameters: int, recomputed_
     return total
 
 
-def backward_bytes(model: ModelConfig, plan: PlanFields, context: int) -> int:
+def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
     hidden = plan.microbatch * context * model.mlp_width // plan.tp
@@ -278,3 +133,111 @@ def reserved_bytes(device: Device, ranks: int) -> int:
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
     """Keys and values of one whole sequence, all layers: what serving keeps of it."""
     return 2 * model.layers * model.kv_width * context * element_bytes
+
+
+# ---- a layout ----------------------------------------------------------------------------------------------------
+
+
+def usable_bytes(cluster: Cluster) -> int:
+    """What a plan may use of a device."""
+    return int(cluster.device.usable_bytes * constants.USABLE_FRACTION)
+
+
+class Room:
+    """Memory of layouts of one model; remembers what they share."""
+
+    def __init__(self, model: ModelConfig, cluster: Cluster, context: int, code: Code | None = None) -> None:
+        self.model = model
+        self._device = cluster.device
+        self._code = code
+        self.context = context
+        self._reserved = reserved_bytes(cluster.device, cluster.world)
+        self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._logits: dict[tuple[object, ...], int] = {}
+        self._shards: dict[int, Shards] = {}
+
+    def shards(self, tp: int) -> Shards:
+        if tp not in self._shards:
+            self._shards[tp] = shard_parameters(self.model, tp)
+        return self._shards[tp]
+
+    def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
+        """Memory of the fullest rank, with so many layers in each chunk."""
+        if plan.pp == 1:
+            return self.stage(plan, 0, counts)
+        terms = (self._terms(plan, stage, counts) for stage in self._worth_a_look(plan.pp, counts))
+        return RankMemory(*max(terms, key=sum))  # what is taken off a sum is 0 in a pipeline
+
+    def stage(self, plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> RankMemory:
+        """Memory of a rank of one stage."""
+        return RankMemory(*self._terms(plan, stage, counts))
+
+    def _worth_a_look(self, pp: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Stages that can be the fullest: the ends, and of those with the same layers the first, which holds most."""
+        found = self._looked.get((pp, counts))
+        if found is None:
+            first: dict[tuple[int, ...], int] = {}
+            for stage in range(pp):
+                first.setdefault(counts[stage::pp], stage)
+            found = self._looked[pp, counts] = tuple(sorted({0, pp - 1, *first.values()}))
+        return found
+
+    def _terms(self, plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """The fields of `Memory`, in order: plain numbers, because a search asks for tens of thousands."""
+        last = stage == plan.pp - 1
+        layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
+        shards = self.shards(plan.tp)
+        parameters = shards.stage(layers, stage == 0, last)
+        weights, gradients, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.dp)
+        kept, recomputed = self.layer(plan)
+        activations = layers_in_flight(plan, stage, counts) * kept
+        logits = self.logits_bytes(plan) if last else 0
+        code, is_gpu = self.code(plan), self._device.kind == "gpu"
+        looked_up = 0
+        if code == "compiled" and stage == 0:
+            looked_up = shards.embeddings - (shards.tied_head if last else 0)
+        working = working_bytes(plan, shards, parameters, recomputed, looked_up)
+        if code == "eager" and not is_gpu:
+            working += backward_bytes(self.model, plan, self.context)
+        later = later_bytes(plan, gradients, activations, logits) if code == "compiled" and is_gpu else 0
+        return weights, gradients, optimizer, activations, logits, working, self._reserved, later
+
+    def task(self, plan: ParallelPlan) -> Task:
+        """One microbatch of this layout."""
+        return Task.of(plan, self.context, self.code(plan), self._device.kind == "gpu")
+
+    def code(self, plan: ParallelPlan) -> Code:
+        return self._code or default_code(self._device, plan.precision)
+
+    def logits_bytes(self, plan: ParallelPlan) -> int:
+        """What the loss holds at its fullest moment, on the last stage."""
+        key = (plan.tp, plan.microbatch, plan.precision)
+        if key not in self._logits:
+            self._logits[key] = sum(one.nbytes for one in loss_tensors(self.model, self.task(plan)))
+        return self._logits[key]
+
+    def layer(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
+        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
+        found = self._activations.get(key)
+        if found is None:
+            found = self._activations[key] = kept_bytes(kept_tensors(self.model, self.task(plan)), plan.recompute)
+        return found
+
+
+def layers_in_flight(plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> int:
+    """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
+    if plan.pp == 1:
+        return counts[0]
+    passes = pace.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
+    if plan.interleave == 1:
+        return passes * counts[stage]
+    # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.
+    own = counts[stage :: plan.pp]
+    rounds, rest = divmod(passes, plan.pp * plan.interleave)
+    held = rounds * plan.pp * sum(own)
+    for layers in own:
+        held += min(rest, plan.pp) * layers
+        rest = max(0, rest - plan.pp)
+    return held

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, get_args, get_type_hints
 
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
 from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute, Schedule
-from tilemesh.model.config import why_not_tp
-from tilemesh.plan.layout import Candidate
+from tilemesh.model.work.weights import why_not_tp
 from tilemesh.plan.step import Estimator
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
@@ -25,26 +24,19 @@ last, and beyond `PASS_TOKENS`, a pass gains nothing that more microbatches woul
 PASS_TOKENS = 1 << 16
 """Short sequences are taken by more than 32 up to so many tokens: twice what 32 of 1,024 are."""
 INTERLEAVES = (2, 3, 4, 5, 6, 8)
+CUT = ("chunk_layers",)
+"""What nobody fixes: stages are cut for each layout."""
 TP_NODES = 2
 """Tensor parallelism is tried over at most so many nodes: it exchanges twice a layer, on the slowest link it meets."""
 
 
-@dataclass(frozen=True)
-class Pins:
-    """What is fixed; None varies. Fields as in `ParallelPlan`."""
+_TYPES = {name: kind for name, kind in get_type_hints(ParallelPlan).items() if name not in CUT}
+_Fixed: Any = make_dataclass("_Fixed", [(name, kind | None, None) for name, kind in _TYPES.items()], frozen=True)
 
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    sequence_parallel: bool | None = None
-    zero: int | None = None
-    microbatch: int | None = None
-    accumulation: int | None = None
-    schedule: Schedule | None = None
-    interleave: int | None = None
-    recompute: Recompute | None = None
-    attention: Attention | None = None
-    precision: Precision | None = None
+
+@dataclass(frozen=True)
+class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
+    """What is fixed; None varies. The fields are those of `ParallelPlan`, but for the cut into stages."""
 
     def __post_init__(self) -> None:
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
@@ -89,7 +81,7 @@ def default_precision(device: Device) -> Precision:
     return "fp16" if "fp16" in device.peak_flops_per_s else "fp32"
 
 
-def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Candidate]]:
+def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[ParallelPlan]]:
     """Every layout, in groups that differ in recomputation alone, from the least to the most."""
     device = estimator.cluster.device
     attention: Attention = pins.attention or "fused"
@@ -105,8 +97,11 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Ca
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
                     for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 else (0,)):
                         yield [
-                            Candidate(dp, tp, pp, parallel, zero, microbatch, accumulation, schedule, interleave,
-                                      recompute, attention, precision)
+                            ParallelPlan.unchecked(
+                                dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
+                                chunk_layers=(), microbatch=microbatch, accumulation=accumulation, schedule=schedule,
+                                recompute=recompute, attention=attention, precision=precision,
+                            )
                             for recompute in recomputes
                         ]  # fmt: skip
 

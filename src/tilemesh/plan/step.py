@@ -3,113 +3,35 @@
 The one idea: a step is the slowest stage's passes, the bubble around them, what of the gradient exchange does not hide
 behind them, and the optimiser. `Estimator` answers for one model on one cluster. `rank` is its quick answer for the
 search, in closed form; `predict` the full one, with the pipeline's schedule simulated and the stages cut by dynamic
-programming.
+programming: the embedding rides on the first chunk and the head on the last, so equal layers do not make equal chunks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+import math
 from typing import NamedTuple
 
-from tilemesh.core import pipeline
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
-from tilemesh.model.config import ModelConfig, why_not_tp
-from tilemesh.plan import constants, host
-from tilemesh.plan.clock import Chunks, Clock
-from tilemesh.plan.exchange import DataExchange, data_exchange, exchanged
-from tilemesh.plan.flops import hardware_flops, model_flops
-from tilemesh.plan.layout import PlanFields
-from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.passes import Code
-from tilemesh.plan.room import Room, usable_bytes
-from tilemesh.plan.shards import stage_parameters
-from tilemesh.plan.stages import cut, spread
-from tilemesh.plan.work import speed_of
+from tilemesh.core.step import pace
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.operations import hardware_flops, model_flops
+from tilemesh.model.work.task import Code
+from tilemesh.model.work.weights import why_not
+from tilemesh.plan import constants
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
+from tilemesh.plan.memory import RankMemory, Room, usable_bytes
+from tilemesh.plan.prediction import Prediction, Times
+from tilemesh.plan.speed import speed_of
 
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
 MOST_CUTS = 20_000
 """Layers times chunks beyond which stages are cut the quick way, which is as good for equal layers."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Where a step's seconds go, seen from the slowest stage."""
-
-    compute_s: float
-    recompute_s: float
-    tp_s: float
-    """Tensor-parallel exchanges."""
-    pp_s: float
-    """Sending to the next stage."""
-    bubble_s: float
-    """Waiting for the pipeline to fill and drain, and for slower stages."""
-    dp_s: float
-    """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
-    optimizer_s: float
-    host_s: float = 0.0
-    """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
-
-    @property
-    def total_s(self) -> float:
-        return float(sum(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    @property
-    def exposed_s(self) -> float:
-        """Communication that nothing hides."""
-        return self.tp_s + self.pp_s + self.dp_s
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Everything the cost model says of one layout."""
-
-    plan: ParallelPlan
-    step_time_s: float
-    tokens: int
-    model_flops: int
-    hardware_flops: int
-    peak_flops_per_s: float
-    """Of all ranks together."""
-    memory: RankMemory
-    usable_bytes: int
-    """What a rank's device has for it."""
-    times: Times
-    traffic: dict[str, float]
-    """Bytes one rank sends in a step, by axis of the mesh."""
-    bubble_fraction: float
-    """Of the schedule itself, as if all stages took equally long."""
-    chunk_layers: tuple[int, ...]
-    """Layers of each chunk; chunk c lies on stage c % pp."""
-    exchanges: dict[str, dict[str, int]]
-    """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
-
-    @property
-    def settled_plan(self) -> ParallelPlan:
-        """The plan with the cut that was predicted: what a file should say, so that it is what runs."""
-        return self.plan if self.plan.pp == 1 else dataclasses.replace(self.plan, chunk_layers=self.chunk_layers)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_time_s
-
-    @property
-    def mfu(self) -> float:
-        """Of the peak, what the FLOPs that had to be done make up."""
-        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
-
-    @property
-    def hfu(self) -> float:
-        """Of the peak, what all FLOPs done make up, recomputed ones too."""
-        return self.hardware_flops / (self.step_time_s * self.peak_flops_per_s)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total_bytes <= self.usable_bytes
 
 
 class Frame(NamedTuple):
@@ -135,7 +57,7 @@ def predict(
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
-    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`plan/passes.py`); `graph`:
+    cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`model/work/task.py`); `graph`:
     whether a step becomes a CUDA graph where it can.
     """
     return Estimator(model, cluster, context, rates, code, graph).predict(plan)
@@ -173,32 +95,15 @@ class Estimator:
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
-    def why_not(self, plan: PlanFields) -> str | None:
-        """Why this layout cannot exist for this model and cluster; None when it can. Memory is not looked at."""
-        world = plan.dp * plan.tp * plan.pp
-        if world != self.cluster.world:
-            return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {world} ranks, the cluster has {self.cluster.world}"
-        if plan.pp * plan.interleave > self.model.layers:
-            chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
-            return f"{chunks} needs as many layers, the model has {self.model.layers}"
-        if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
-            return (
-                f"interleaved takes microbatches in groups of pp: {plan.accumulation} a replica is no multiple of "
-                f"{plan.pp}"
-            )
-        if plan.chunk_layers and sum(plan.chunk_layers) != self.model.layers:
-            return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {self.model.layers}"
-        return why_not_tp(self.model, plan.tp)
-
     # ---- two answers -------------------------------------------------------------------------------------------
 
-    def fits(self, plan: PlanFields) -> bool:
+    def fits(self, plan: ParallelPlan) -> bool:
         return self.memory(plan).total_bytes <= self.usable_bytes
 
-    def memory(self, plan: PlanFields) -> RankMemory:
+    def memory(self, plan: ParallelPlan) -> RankMemory:
         return self.room.fullest(plan, self._frame(plan).counts)
 
-    def rank_s(self, plan: PlanFields) -> float:
+    def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
         device_s = (
@@ -210,7 +115,7 @@ class Estimator:
 
     def predict(self, plan: ParallelPlan) -> Prediction:
         """The full answer; UsageError for a layout that cannot exist."""
-        problem = self.why_not(plan)
+        problem = why_not(self.model, plan, self.cluster.world)
         if problem:
             raise UsageError(problem)
         frame = self._frame(plan, exact=True)
@@ -227,25 +132,25 @@ class Estimator:
             usable_bytes=self.usable_bytes,
             times=times,
             traffic=self._traffic(plan, frame),
-            bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
+            bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=exchanged(self.model, plan, self.context, frame.stages[0], self.clock.code(plan)),
+            exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.stages[0]),
         )
 
-    def chunk_times(self, plan: PlanFields) -> Chunks:
+    def chunk_times(self, plan: ParallelPlan) -> Chunks:
         """Seconds of each chunk's passes, as `predict` simulates them."""
         return self._frame(plan, exact=True).chunks
 
-    def busiest_layers(self, plan: PlanFields) -> int:
+    def busiest_layers(self, plan: ParallelPlan) -> int:
         """Layers of the stage whose passes take longest."""
         frame = self._frame(plan, exact=True)
         return frame.stages[_busiest(frame.chunks, plan.pp)[0]]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
-    def _frame(self, plan: PlanFields, exact: bool = False) -> Frame:
+    def _frame(self, plan: ParallelPlan, exact: bool = False) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
-        near = plan.tp * plan.dp * plan.pp <= self.cluster.node.count  # whether stages lie in one node
+        near = plan.world <= self.cluster.node.count  # whether stages lie in one node
         key = (
             plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
             plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
@@ -259,11 +164,11 @@ class Estimator:
                 stages = counts
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             shards = self.room.shards(plan.tp)
-            ends = (stage_parameters(shards, stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
+            ends = (shards.stage(stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
             found = self._frames[key] = Frame(counts, stages, chunks, max(*ends, max(stages) * shards.layer))
         return found
 
-    def _counts(self, plan: PlanFields, exact: bool) -> tuple[int, ...]:
+    def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
         """Layers of each chunk: as the plan says, or cut here."""
         if plan.chunk_layers:
             return plan.chunk_layers
@@ -280,62 +185,62 @@ class Estimator:
             return cut((1.0,) * self.model.layers, chunks, first, last)
         return spread(self.model.layers, chunks, first, last)
 
-    def _accumulate_s(self, plan: PlanFields) -> float:
+    def _accumulate_s(self, plan: ParallelPlan) -> float:
         """Adding a microbatch's gradients of a layer to those before."""
         if plan.accumulation == 1:
             return 0.0
         nbytes = constants.ACCUMULATE_BYTES[plan.precision] * self.room.shards(plan.tp).layer
         return nbytes / self._stream_bytes_per_s
 
-    def _exchange(self, plan: PlanFields, frame: Frame) -> DataExchange:
+    def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
         if plan.dp == 1:
             return DataExchange(0.0, 0.0)
         forward_s, backward_s = sum(frame.chunks.forward_s[:: plan.pp]), sum(frame.chunks.backward_s[:: plan.pp])
         axis = self.clock.group(plan.dp, plan.tp)
         return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
 
-    def _optimizer_s(self, plan: PlanFields, parameters: int) -> float:
+    def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
         updated = -(-parameters // plan.dp) if plan.zero else parameters
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
         return updated * self.optimizer_bytes(plan) / rate
 
-    def optimizer_bytes(self, plan: PlanFields) -> int:
+    def optimizer_bytes(self, plan: ParallelPlan) -> int:
         """Bytes that clipping and the update move for a parameter."""
         usual = constants.OPTIMIZER_BYTES[plan.precision]
-        if plan.dp * plan.tp * plan.pp == 1 and self._is_ours_on_a_gpu(plan):
+        if plan.world == 1 and self._is_ours_on_a_gpu(plan):
             return constants.DIVIDED_BYTES.get(plan.precision, usual)
         return usual
 
-    def _is_ours_on_a_gpu(self, plan: PlanFields) -> bool:
+    def _is_ours_on_a_gpu(self, plan: ParallelPlan) -> bool:
         return self.cluster.device.kind == "gpu" and self.clock.code(plan) != "fused"
 
-    def replays(self, plan: PlanFields) -> bool:
+    def replays(self, plan: ParallelPlan) -> bool:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
-        if plan.dp * plan.tp * plan.pp > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
+        if plan.world > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
             return False
         return self.graph and self.memory(plan).total_bytes <= REPLAY_ROOM * self.cluster.device.usable_bytes
 
-    def host_s(self, plan: PlanFields) -> float:
+    def host_s(self, plan: ParallelPlan) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
         return self._host_s(plan, max(self._frame(plan).stages))
 
-    def _host_s(self, plan: PlanFields, layers: int) -> float:
+    def _host_s(self, plan: ParallelPlan, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
         if self.replays(plan):
             return 0.0
         measured = {} if self.rates is None else self.rates.host_s
-        return host.step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
+        return host_step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
         layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
-        if pipeline.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
+        if pace.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
             pipe_s = _closed_form_s(plan, chunks)
         else:
             times = (chunks.forward_s, chunks.backward_s)
-            pipe_s = pipeline.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
+            pipe_s = pace.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
         stage, busy_s = _busiest(chunks, plan.pp)
         first, last = stage == 0, stage == plan.pp - 1
         count = frame.stages[stage]
@@ -375,7 +280,7 @@ class Estimator:
         }
 
 
-def _closed_form_s(plan: PlanFields, chunks: Chunks) -> float:
+def _closed_form_s(plan: ParallelPlan, chunks: Chunks) -> float:
     """All microbatches through the slowest stage, and once through a chunk of each of the others."""
     both = [f + b for f, b in zip(chunks.forward_s, chunks.backward_s, strict=True)]
     if plan.interleave > 1:
@@ -388,3 +293,69 @@ def _busiest(chunks: Chunks, stages: int) -> tuple[int, float]:
     """The stage whose passes of one microbatch take longest, and how long."""
     busy = [sum(chunks.forward_s[stage::stages]) + sum(chunks.backward_s[stage::stages]) for stage in range(stages)]
     return busy.index(max(busy)), max(busy)
+
+
+# ---- where a model is cut ------------------------------------------------------------------------------------------
+
+_REACH = 2  # how far from the even share a chunk may lie, beside what head and embedding weigh
+
+
+@functools.cache
+def cut(layer_costs: tuple[float, ...], chunks: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Layers of each chunk: the least possible maximum of cost, and among those the most even, by dynamic programming.
+
+    Of equals the one with less in front, where a pipeline holds the most microbatches. `first` and `last` are what the
+    first and the last chunk cost besides their layers.
+    """
+    layers = len(layer_costs)
+    before = [0.0]
+    for cost in layer_costs:
+        before.append(before[-1] + cost)
+    mean = before[-1] / layers
+    reach = _REACH + math.ceil(max(first, last) / mean) + math.ceil((max(layer_costs) - min(layer_costs)) / mean)
+    least, most = max(1, layers // chunks - reach), -(-layers // chunks) + reach
+    # best[i]: (maximum, sum of squares, layers of each chunk so far) of i layers in the chunks so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for chunk in range(chunks):
+        extra = (first if chunk == 0 else 0.0) + (last if chunk == chunks - 1 else 0.0)
+        left = chunks - chunk - 1
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (top, squares, counts) in best.items():
+            for end in range(start + least, min(start + most, layers - left) + 1):
+                if end + left * most < layers:
+                    continue
+                cost = before[end] - before[start] + extra
+                candidate = (max(top, cost), squares + cost * cost, (*counts, end - start))
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[layers][2]
+
+
+@functools.cache
+def spread(layers: int, chunks: int, first: float, last: float) -> tuple[int, ...]:
+    """The same for layers that all cost 1: the smallest maximum under which all find room, then filled evenly."""
+    if chunks == 1:
+        return (layers,)
+    share = layers // chunks
+    wholes = range(share, share + 3)
+    for top in sorted({w + extra for w in wholes for extra in (0.0, first, last)} | {share + math.ceil(last) + 1.0}):
+        room = [_fits(top, first), *([math.floor(top)] * (chunks - 2)), _fits(top, last)]
+        if min(room) >= 1 and sum(room) >= layers:
+            break
+    else:  # a head heavier than everything else: one layer beside it, the rest shared
+        room = [share + 1] * (chunks - 1) + [1]
+        while sum(room) < layers:
+            room[room.index(min(room[:-1]))] += 1
+    excess = sum(room) - layers
+    extras = [first, *([0.0] * (chunks - 2)), last]
+    while excess:
+        # Take from the costliest that can give one; the first of equals, so that the same question has one answer.
+        giver = max((i for i in range(chunks) if room[i] > 1), key=lambda i: (room[i] + extras[i], -i))
+        room[giver] -= 1
+        excess -= 1
+    return tuple(room)
+
+
+def _fits(top: float, extra: float) -> int:
+    return math.floor(top - extra + 1e-9)

@@ -12,9 +12,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.plan import memory
 from tilemesh.plan.choose import SearchResult
-from tilemesh.plan.layout import short
-from tilemesh.plan.room import Room, usable_bytes
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.memory import Room, usable_bytes
+from tilemesh.plan.prediction import Prediction
 
 EQUAL = 0.02  # closer than this, two times are equal
 SHORT_LAYER_S = 3e-3
@@ -47,7 +46,7 @@ def runner_up(result: SearchResult) -> str:
     )
     equal = " (equal within the model's accuracy)" if share < EQUAL else ""
     return (
-        f"the runner-up, {short(second.plan)}, loses {format_seconds(lost)} a step, {share:.1%}{equal}"
+        f"the runner-up, {second.plan.short()}, loses {format_seconds(lost)} a step, {share:.1%}{equal}"
         + (f": {words}" if words else "")
         + f"; it needs {format_bytes(second.memory.total_bytes)} a GPU instead of "
         + format_bytes(best.memory.total_bytes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.simulate import Slot, StepTimes, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
-from tilemesh.plan.layout import short
 from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.page import frontier, simulated
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
@@ -17,6 +18,10 @@ from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
+ROUNDS = (3, 2, 1)
+"""Microbatches drawn, in multiples of the stages: filling, the steady state and draining ..."""
+MOST_SLOTS = 6000
+"""... and fewer where a browser would drag."""
 TIMES = {
     "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
     "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
@@ -70,7 +75,7 @@ def verdict(best: Prediction) -> str:
     exposed = percent(best.times.exposed_s / best.step_time_s)
     saving = f"; the largest saving is {largest}, at most {percent(share)} of the step" if share >= 0.005 else ""
     return (
-        f"{short(best.plan)}: {format_seconds(best.step_time_s)} per step, {percent(best.mfu)} of the peak (MFU), "
+        f"{best.plan.short()}: {format_seconds(best.step_time_s)} per step, {percent(best.mfu)} of the peak (MFU), "
         f"exposed communication {exposed}{saving}."
     )
 
@@ -89,12 +94,22 @@ def _facts(best: Prediction) -> Html:
 def _table(result: SearchResult) -> Html:
     head = ["layout", "step", "tokens/s", "MFU", "memory", "bubble", "exposed"]
     rows: list[list[Child]] = [
-        [short(one.plan), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
+        [one.plan.short(), format_seconds(one.step_time_s), format_count(one.tokens_per_s), percent(one.mfu, 1),
          format_bytes(one.memory.total_bytes), percent(one.bubble_fraction, 1),
          percent(one.times.exposed_s / one.step_time_s, 1)]
         for one in result.predictions
     ]  # fmt: skip
     return grid(PageTable(head, rows))
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of points (time, memory) that no other beats in both, by time."""
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    kept: list[int] = []
+    for i in order:
+        if not kept or points[i][1] < points[kept[-1]][1]:
+            kept.append(i)
+    return kept
 
 
 def trade_off(result: SearchResult) -> Html:
@@ -107,14 +122,14 @@ def trade_off(result: SearchResult) -> Html:
     on_front = set(front)
     others = [points[i] for i in range(len(points)) if points[i][0] <= right and i not in on_front]
     drawn = others[:: 1 + len(others) // MOST_POINTS]
-    labels = [_label(short(result.points[i].layout), *points[i]) for i in front]
+    labels = [_label(result.points[i].layout.short(), *points[i]) for i in front]
     layers: list[PlotLayer] = [
         Dots("layouts that fit", drawn, 5, 5),
         Line("frontier", [points[i] for i in front], 0),
         Dots("nothing is both faster and smaller", [points[i] for i in front], 0, 8, words=labels),
         Dots(
             "the first, simulated", [(best.step_time_s, float(best.memory.total_bytes))], 1, 13,
-            words=[_label(short(best.plan), best.step_time_s, best.memory.total_bytes)],
+            words=[_label(best.plan.short(), best.step_time_s, best.memory.total_bytes)],
         ),
         Rule("usable memory", usable, 1),
     ]  # fmt: skip
@@ -125,7 +140,7 @@ def trade_off(result: SearchResult) -> Html:
         height=380,
     )
     rows: list[list[Child]] = [
-        [short(result.points[i].layout), format_seconds(points[i][0]), format_bytes(points[i][1])] for i in front
+        [result.points[i].layout.short(), format_seconds(points[i][0]), format_bytes(points[i][1])] for i in front
     ]
     places = [points[i][0] / right for i in front]
     table = PageTable(["layout on the frontier", "step", "memory"], rows, places)
@@ -146,8 +161,8 @@ def _times(result: SearchResult) -> Html:
             BarPart(seconds[key], colour, f"{words}: {format_seconds(seconds[key])}")
             for key, (words, colour) in TIMES.items()
         ]
-        items.append(Bar(short(one.plan), parts, format_seconds(one.step_time_s)))
-        rows.append([short(one.plan), *(format_seconds(seconds[key]) for key in TIMES)])
+        items.append(Bar(one.plan.short(), parts, format_seconds(one.step_time_s)))
+        rows.append([one.plan.short(), *(format_seconds(seconds[key]) for key in TIMES)])
     kinds = [TIMES[key] for key in TIMES if any(getattr(one.times, key) > 0 for one in result.predictions)]
     table = PageTable(["layout", *(words for words, _ in TIMES.values())], rows)
     return figure("Step time", "Seen from the slowest stage.", bars(items, kinds=kinds), table)
@@ -168,13 +183,27 @@ def _memory(result: SearchResult) -> Html:
             BarPart(size, MEMORY[key], f"{key.removesuffix('_bytes')}: {format_bytes(size)}")
             for key, size in sizes.items()
         ]
-        items.append(Bar(short(one.plan), parts, format_bytes(one.memory.total_bytes)))
-        rows.append([short(one.plan), *(format_bytes(size) for size in sizes.values())])
+        items.append(Bar(one.plan.short(), parts, format_bytes(one.memory.total_bytes)))
+        rows.append([one.plan.short(), *(format_bytes(size) for size in sizes.values())])
     kinds = [(key.removesuffix("_bytes"), colour) for key, colour in MEMORY.items()]
     usable = result.best.usable_bytes
     table = PageTable(["layout", *(name for name, _ in kinds)], rows)
     words = f"The bars' full length is the {format_bytes(usable)} a rank may use."
     return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
+
+
+def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:
+    """The schedule's first microbatches, every pass with its stage, beginning and end, and the seconds of all."""
+    plan = best.plan
+    per_round = 2 * plan.pp * plan.pp * plan.interleave
+    rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
+    few = min(plan.accumulation, rounds * plan.pp)
+    estimator = result.estimator()
+    chunks = estimator.chunk_times(plan)
+    schedule = build(plan.schedule, plan.pp, few, plan.interleave)
+    times = StepTimes(chunks.forward_s, chunks.backward_s, [0.0] * len(chunks.backward_s))
+    found = simulate(schedule, times, keep_slots=True)
+    return schedule, found.slots, found.total_s
 
 
 def pipeline_lanes(result: SearchResult) -> Html:
@@ -186,14 +215,14 @@ def pipeline_lanes(result: SearchResult) -> Html:
     schedule, slots, total = simulated(result, found)
     stages: list[list[timeline.LanePiece]] = [[] for _ in range(plan.pp)]
     for slot in sorted(slots, key=lambda one: one.start_s):
-        kind = "forward" if slot.action.forward else "backward"
-        stages[slot.stage].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
+        kind = "forward" if slot.action.kind == "F" else "backward"
+        stages[slot.rank].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
     lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
     busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
     rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]
     few = schedule.microbatches < plan.accumulation
     shown = f"the first {schedule.microbatches} of {plan.accumulation}" if few else str(schedule.microbatches)
-    words = f"{short(plan)}: {plan.schedule}, {plan.pp} stages, {shown} microbatches."
+    words = f"{plan.short()}: {plan.schedule}, {plan.pp} stages, {shown} microbatches."
     if found is not result.best:
         words = f"The first has no pipeline; this is the first that has one. {words}"
     whole = [timeline.Stretch("all of it", 0.0, total)]

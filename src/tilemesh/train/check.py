@@ -16,14 +16,16 @@ from typing import Any
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
+from tilemesh.core.runnable import lacks
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import usable_gpus
-from tilemesh.model.config import ModelConfig, why_not_tp
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.families import read_config
+from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG
@@ -32,6 +34,8 @@ from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run, unlike
 _COUNT = Range(1)
 _COUNT_OR_NONE = Range(0)
 _FRACTION = Range(0, 1, below=True)
+_RUN = Argument("run", "--out")
+_STOP_AFTER = Argument("stop_after")
 
 RANGES: dict[str, Range] = {
     "train.steps": _COUNT,
@@ -88,20 +92,14 @@ def check_values(made: TrainConfig) -> None:
 
 def _check_plan(made: TrainConfig) -> None:
     plan = made.plan
-    if plan.zero:
+    for lack in lacks(plan):
         raise UsageError(
-            f"plan.zero is {plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
-            "plan with `tilemesh plan … --fix zero=0`"
+            f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}, or make the plan with `tilemesh plan … --fix "
+            f"{lack.instead}`"
         )
-    if plan.pp > 1:
-        raise UsageError(f"plan.pp is {plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
-    if plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
-        )
-    reason = why_not_tp(made.model, plan.tp)
+    reason = why_not(made.model, plan)
     if reason:
-        raise UsageError(f"plan.{reason}; set plan.tp (or the mesh's tp) to a number that divides it")
+        raise UsageError(f"plan.{reason}")
 
 
 def check_machine(made: TrainConfig) -> None:
@@ -149,10 +147,12 @@ def check_init(init: str | Path | None, made: TrainConfig | None = None) -> None
     if init is None:
         return
     if not str(init) or not (Path(init) / "config.json").is_file():
-        raise UsageError(f"init '{init}': no config.json there; expected a folder as `save_pretrained` writes it")
+        raise UsageError(
+            Argument("init"), f" '{init}': no config.json there; expected a folder as `save_pretrained` writes it"
+        )
     different = [] if made is None else unlike(config.to_dict(read_config(init)), made.model)
     if different:
-        raise UsageError(f"init '{init}' holds another model: {'; '.join(different)}")
+        raise UsageError(Argument("init"), f" '{init}' holds another model: {'; '.join(different)}")
 
 
 def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
@@ -198,35 +198,40 @@ def check_job(
     """Refuse what no rank could do anything with, before there is a folder or a rank. `made` is settled."""
     if resume is not None:
         if run is not None or init is not None:
-            raise UsageError("resume goes on in its own folder with its own weights: leave run and init out")
+            raise UsageError(
+                Argument("resume"), " goes on in its own folder with its own weights: leave ", _RUN, " and ",
+                Argument("init"), " out",
+            )  # fmt: skip
         check_resumed(of_run(resume), made)
         _check_checkpoints(Path(resume), made)
     if run is not None and not str(run):
-        raise UsageError("run is empty: expected a folder to write, or leave it out for a new one under runs/")
+        raise UsageError(_RUN, " is empty: expected a folder to write, or leave it out for a new one under runs/")
     if not name or Path(name).name != name:
         raise UsageError(f"name is {shown(name)}: expected a part of a folder's name, without /")
     check_init(init, made)
     _check_start(made, transport, restarts)
     done = (folders.newest_checkpoint(resume) or 0) if resume is not None else 0
     if stop_after is not None:
-        _require_whole("stop_after", stop_after)
+        _require_whole(_STOP_AFTER, stop_after)
         if not done < stop_after <= made.train.steps:
-            raise UsageError(f"stop_after is {stop_after}: expected a step from {done + 1} to {made.train.steps}")
+            raise UsageError(_STOP_AFTER, f" is {stop_after}: expected a step from {done + 1} to {made.train.steps}")
     check_machine(made)
 
 
 def _check_start(made: TrainConfig, transport: str, restarts: int) -> None:
     member = membership()
-    _require_whole("restarts", restarts)
+    _require_whole(Argument("restarts"), restarts)
     if member is None:
         choose_transport(transport)
         check_restarts(restarts)
     elif restarts:
-        raise UsageError(f"restarts inside a job that {member.starter} started: ask {member.starter} to restart it")
+        raise UsageError(
+            Argument("restarts"), f" inside a job that {member.starter} started: ask {member.starter} to restart it"
+        )
     elif made.plan.world != member.size:
         raise UsageError(f"a mesh of {made.plan.world} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
 
 
 def _require_whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name} is {shown(value)}: expected a whole number")
+        raise UsageError(name, f" is {shown(value)}: expected a whole number")

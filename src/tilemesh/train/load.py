@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tilemesh.core import config
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
 from tilemesh.model.config import PRESETS as MODELS
@@ -23,6 +23,7 @@ from tilemesh.model.families import read_config
 from tilemesh.train.check import RANGES, check_init, check_resumed, check_types, check_values
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
+_RANKS, _MESH = Argument("ranks"), Argument("mesh")
 _BYTES = {"model": {"vocabulary": 256}}
 """Below a TOML file, which then need not say the vocabulary of text that is read as bytes."""
 
@@ -68,7 +69,7 @@ def load(
     start = _resumed(resume, name, init, sets) if resume is not None else _named(name, sets, init)
     if plan is not None:
         if mesh is not None:
-            raise UsageError("mesh and plan both say how ranks are laid out: give one of them")
+            raise UsageError(_MESH, " and ", Argument("plan"), " both say how ranks are laid out: give one of them")
         start = _planned(start, plan, sets, keep_batch=resume is not None)
     elif mesh is not None:
         start = start.plan(**_axes(mesh))
@@ -83,7 +84,9 @@ def load(
     if ranks is not None and ranks != world:
         whose = "the run" if resume is not None and mesh is None and plan is None else "the mesh"
         shape = f"dp={start.made.plan.dp},tp={start.made.plan.tp}"
-        raise UsageError(f"ranks is {ranks} and {whose} has {world} ({shape}): say with mesh how they are laid out")
+        raise UsageError(
+            _RANKS, f" is {ranks} and {whose} has {world} ({shape}): say with ", _MESH, " how they are laid out"
+        )
     is_moved = plan is not None or mesh is not None or ranks is not None or gpus > 0
     made = settled(_cut_as_said(start, is_moved))
     if resume is not None:
@@ -129,9 +132,9 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
 
 def _resumed(resume: str | Path, name: str | None, init: str | Path | None, sets: Sequence[str]) -> _Start:
     """A run's own values, with settings over them."""
-    for argument, value in (("a configuration", name), ("init", init)):
+    for argument, value in (("a configuration", name), (Argument("init"), init)):
         if value is not None:
-            raise UsageError(f"resume goes on with a run as it is: leave {argument} out")
+            raise UsageError(Argument("resume"), " goes on with a run as it is: leave ", argument, " out")
     before = of_run(resume)
     # As a preset: settings over them are checked and converted as anywhere.
     made = config.load(TrainConfig, preset="run", presets={"run": before}, sets=sets)
@@ -150,7 +153,8 @@ def _of_folder(made: TrainConfig, folder: Path, told: frozenset[str]) -> TrainCo
 def _refuse_empty(**given: str | Path | None) -> None:
     for argument, value in given.items():
         if value is not None and not str(value).strip():
-            raise UsageError(f"{argument} is empty: name one, or leave it out")
+            what = Argument(argument, "CONFIG" if argument == "name" else "")
+            raise UsageError(what, " is empty: name one, or leave it out")
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------
@@ -161,7 +165,9 @@ def _axes(mesh: str) -> dict[str, int]:
     axes = {"dp": 1, "tp": 1, "pp": 1}
     for key, text in config.split_sets([mesh]):
         if key not in axes or not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-            raise UsageError(f"mesh {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)")
+            raise UsageError(
+                _MESH, f" {shown(mesh)}: expected axes and sizes, such as dp=2,tp=2 (known are dp, tp, pp)"
+            )
         axes[key] = int(text)
     return axes
 
@@ -170,7 +176,7 @@ def _planned(start: _Start, file: str | Path, sets: Sequence[str], keep_batch: b
     """The layout of a plan's file, with settings over it."""
     found = config.read_toml(file)
     if not found:
-        raise UsageError(f"plan '{file}' is empty: expected a file of `tilemesh plan … --save`")
+        raise UsageError(Argument("plan"), f" '{file}' is empty: expected a file of `tilemesh plan … --save`")
     over = [f"{key.removeprefix('plan.')}={text}" for key, text in config.split_sets(sets) if key.startswith("plan.")]
     laid = config.load(ParallelPlan, file=file, sets=over)
     made = start.made
@@ -182,7 +188,7 @@ def _planned(start: _Start, file: str | Path, sets: Sequence[str], keep_batch: b
 def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
     """So many ranks without a word on their mesh: one a GPU as replicas, else the plan's tp where it divides them."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"ranks is {shown(ranks)}: expected at least 1")
+        raise UsageError(_RANKS, f" is {shown(ranks)}: expected at least 1")
     plan = start.made.plan
     tp = 1 if gpus and "plan.tp" not in start.told else math.gcd(plan.tp, ranks)
     changes: dict[str, Any] = {"tp": tp, "dp": ranks // tp, "pp": 1}

@@ -2,8 +2,9 @@
 
 The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
-they are all of a layer's, is not asked. The arithmetic is torch's optimisers' or tilemesh's (`updates.py`). With 16-bit
-weights (`bf16-master`) a float32 copy of each is what is stepped.
+they are all of a layer's, is not asked. The arithmetic is done by torch's own functions (`update.py`; fused into one
+kernel where torch has that) or by tilemesh's kernels (`stepping.py`). With 16-bit weights (`bf16-master`) a float32
+copy of each is what is stepped; torch steps one parameter at a time then, without a second copy of all gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
-from tilemesh.train.updates import KernelUpdate, TorchUpdate, Update
+from tilemesh.train.stepping import KernelUpdate, is_stepped_by_kernels
+from tilemesh.train.update import UpdateGroup
 
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
@@ -68,36 +70,46 @@ class Optimizer:
         if self.has_masters:
             self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
         self.steps = 0
-        decay = {name: config.weight_decay if decays(self.shards[name].whole) else 0.0 for name in self.stepped}
-        self._update: Update
-        if _is_ours(kernels, config, self.stepped):
-            self._update = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
+        is_fused = config.fused
+        if is_fused is None:
+            is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
+
+        def group(parameters: dict[str, nn.Parameter], has_decay: bool) -> UpdateGroup:
+            return UpdateGroup(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
+
+        ways = {name: decays(self.shards[name].whole) for name in self.stepped}
+        self._groups: list[UpdateGroup] = []
+        self._kernels: KernelUpdate | None = None
+        if is_stepped_by_kernels(kernels, config, self.stepped):
+            decay = {name: config.weight_decay if has_decay else 0.0 for name, has_decay in ways.items()}
+            self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
+        elif self.has_masters:
+            # One group per parameter: its float32 gradient lives only while it is stepped.
+            self._groups = [group({name: value}, ways[name]) for name, value in self.stepped.items()]
         else:
-            self._update = TorchUpdate(config, self.parameters, self.stepped, decay)
+            sorted_out = [{name: self.stepped[name] for name in ways if ways[name] is way} for way in (True, False)]
+            self._groups = [group(found, way) for found, way in zip(sorted_out, (True, False), strict=True) if found]
+        self._group_of = {name: found for found in self._groups for name in found.parameters}
 
     @property
     def is_ours(self) -> bool:
-        """Whether tilemesh's kernels step the parameters."""
-        return isinstance(self._update, KernelUpdate)
+        """Whether tilemesh's kernels step the parameters; gradients that ranks have summed are then left undivided."""
+        return self._kernels is not None
 
     @property
     def divides(self) -> bool:
-        """Whether `step` can divide gradients on its way."""
-        return self._update.divides
-
-    @property
-    def divides_in_passing(self) -> bool:
-        """Whether gradients that ranks have summed are better left undivided for it."""
-        return self._update.divides_in_passing
+        """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
+        return self.is_ours or (not self.has_masters and self.is_capturable)
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `move` can be captured as a CUDA graph: kernels then read a rate that is on the device."""
-        return self._update.is_capturable
+        """Whether `move` can be captured as a CUDA graph: fused kernels read a rate that is on the device."""
+        return all(group.is_fused for group in self._groups)
 
     def capturing(self, now: bool) -> None:
-        """Told before `move` is captured, and after."""
-        self._update.capturing(now)
+        """What torch's AdamW wants to be told before `move` is captured, and after."""
+        for group in self._groups:
+            group.is_capturing = now
 
     def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters, and count it."""
@@ -107,7 +119,21 @@ class Optimizer:
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
-        self._update.move(rate, divisor)
+        if self._kernels is not None:
+            self._kernels.step(rate, divisor)
+            return
+        if not self.has_masters:
+            for group in self._groups:
+                group.step(rate, divisor)
+            return
+        assert divisor is None
+        for name, group in self._group_of.items():
+            master, parameter = self.stepped[name], self.parameters[name]
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            group.step(rate, None)
+            master.grad = None
+            parameter.copy_(master)
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -118,13 +144,17 @@ class Optimizer:
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield f"{kind}:{name}", self.shards[name], self._update.state(name)[kind]
+                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
         if self.has_masters:
             yield from self.stepped.values()
-        yield from self._update.kept()
+        if self._kernels is not None:
+            yield from self._kernels.kept()
+        for group in self._groups:
+            for state in group.state.values():
+                yield from state.values()
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -147,15 +177,18 @@ class Optimizer:
             for kind, found in states[name].items():
                 if found.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
-        self._update.put(steps, states)
+        if self._kernels is not None:
+            self._kernels.put(steps, states)
+            return
+        for name, state in states.items():
+            group = self._group_of[name]
+            if self.config.name == "adamw":
+                device = group.step_device(self.stepped[name])
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
+            group.state[name] = state
 
-
-def _is_ours(kernels: str, config: OptimizerConfig, stepped: Mapping[str, nn.Parameter]) -> bool:
-    """Whether tilemesh's kernels do the arithmetic: they have AdamW, and on a CPU torch's own is the quicker one."""
-    if kernels == TORCH or config.name != "adamw" or config.fused is False or not stepped:
-        return False
-    on_gpu = all(value.is_cuda and value.is_contiguous() for value in stepped.values())
-    return on_gpu or kernels == "interpret"
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return self._group_of[name].state[name] if self._kernels is None else self._kernels.state(name)
 
 
 def decays(whole: Sequence[int]) -> bool:

@@ -13,9 +13,9 @@ from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
-from tilemesh.plan.flops import hardware_flops, model_flops
+from tilemesh.model.work.operations import hardware_flops, model_flops
+from tilemesh.model.work.weights import shard_parameters
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.shards import shard_parameters, stage_parameters
 from tilemesh.train.bench import TrainComparison
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.predict import calibrated_peak, compute_dtype
@@ -160,4 +160,4 @@ def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
 def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:
     """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state."""
     shards = shard_parameters(model, int(plan["tp"]))
-    return float(sum(state_bytes(stage_parameters(shards, model.layers, True, True), str(plan["precision"]))))
+    return float(sum(state_bytes(shards.stage(model.layers, True, True), str(plan["precision"]))))

@@ -87,7 +87,7 @@ class Stepper:
         if self.device.type == "cuda":
             self._fetch_ahead(number)  # while the GPU is still at it
         with recorder.span("gradients"):
-            divide = not self.optimizer.divides_in_passing
+            divide = not self.optimizer.is_ours
             done = self.gradients.finish(config.optimizer.clip or None, divide=divide)
         overflowed = not math.isfinite(done.norm)
         with recorder.span("optimizer"):

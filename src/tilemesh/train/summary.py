@@ -14,7 +14,7 @@ from tilemesh.core.config import to_dict
 from tilemesh.core.hardware import device_for
 from tilemesh.measure.machine import command, commit, granted_cores, this_machine, versions
 from tilemesh.measure.sample import Sample
-from tilemesh.model.config import count_parameters
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.train.explain import shares
 from tilemesh.train.memory import peak_bytes, storage_bytes
 from tilemesh.train.record import CONTROL, Recorder

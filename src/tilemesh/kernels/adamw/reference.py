@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import Range
 from tilemesh.kernels import context
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, BlockTable, is_aligned
@@ -43,7 +44,7 @@ class AdamW:
         implementation: str = "auto",
     ) -> None:
         count = len(parameters)
-        decays = [float(weight_decay)] * count if isinstance(weight_decay, (int, float)) else list(weight_decay)
+        decays = [weight_decay] * count if isinstance(weight_decay, (int, float)) else list(weight_decay)
         _check_numbers(betas, eps, decays, count)
         lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
         lists |= {} if masters is None else {"masters": masters}
@@ -58,8 +59,8 @@ class AdamW:
                     )
         self.parameters, self.exp_avgs, self.exp_avg_sqs = list(parameters), list(exp_avgs), list(exp_avg_sqs)
         self.masters = None if masters is None else list(masters)
-        self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), decays
-        self.how = implementation_of(implementation, parameters)
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import Range
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
 
@@ -307,10 +308,12 @@ def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
                 raise UsageError(f"{name}[{at}] is on {tensor.device}: expected {parameters[0].device}, as {first}[0]")
 
 
+_NOT_NEGATIVE = Range(0)
+
+
 def _check_numbers(betas: tuple[float, float], eps: float, decays: Sequence[float], count: int) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"betas are {betas}: expected two numbers from 0 to below 1")
-    if not eps >= 0:
-        raise UsageError(f"eps is {eps}: expected 0 or more")
-    if len(decays) != count or not all(decay >= 0 for decay in decays):
+    _NOT_NEGATIVE.check("eps", eps)
+    if len(decays) != count or not all(decay in _NOT_NEGATIVE for decay in decays):
         raise UsageError(f"weight_decay has {len(decays)} values: expected one number, or {count}, of 0 or more")

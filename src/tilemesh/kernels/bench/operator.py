@@ -107,7 +107,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return {OURS: lambda *given: ours(*given, **options), EAGER: lambda *given: plain(*given, **options)}
 
     def timed(self, problem: SizedProblem, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _both_ways(function, self.constant) if problem.options.get("passes") == "both" else function
+        return both_ways(function, self.constant) if problem.options.get("passes") == "both" else function
 
     def _options(self, problem: SizedProblem) -> dict[str, Any]:
         return {**self.options, **{name: value for name, value in problem.options.items() if name != "passes"}}
@@ -137,7 +137,7 @@ class FunctionBench(OperatorBench[SizedProblem]):
         return pass_s(self.form.cost(problem), figures)
 
 
-def _both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable[..., Any]:
+def both_ways(function: Callable[..., Any], constant: Sequence[int]) -> Callable[..., Any]:
     """The gradients of all floating point arguments, of the first first; upstream's gradient is the result itself.
 
     constant: positions of those that are given none.

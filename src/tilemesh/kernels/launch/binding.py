@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import LARGEST_WHOLE
 from tilemesh.kernels.launch.tensors import check_tensors
 
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", int: "SymInt", float: "float", bool: "bool"}
@@ -95,6 +96,8 @@ class Binding:
                 hint = "; .item() makes a number of it" if isinstance(value, Tensor) and kind is not str else ""
                 shown = "" if isinstance(value, Tensor) else f"{value!r}, "
                 raise UsageError(f"{name} is {shown}a {type(value).__name__}: expected a {kind.__name__}{hint}")
+            if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+                raise UsageError(f"{name} is a whole number of {value.bit_length()} bits: expected one below 2**63")
 
     def options(self, values: Sequence[Any]) -> list[object]:
         """The arguments that are no tensors, as parts of a key: 1, 1.0 and True are equal, but not accepted alike."""

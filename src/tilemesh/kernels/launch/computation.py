@@ -5,6 +5,7 @@ Nothing here chooses an implementation (operator.py does) or knows how torch lea
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilemesh.core.errors import RunError
 from tilemesh.kernels import context
@@ -37,6 +39,7 @@ class OperatorOptions:
     casts: bool = False
     own_dtype: frozenset[str] = frozenset()
     served: Callable[..., bool] | None = None
+    gains: Callable[..., bool] | None = None
     overwrites: str | None = None
     told: str | None = None
     forgets: tuple[str, ...] = ()
@@ -180,7 +183,9 @@ class Computation:
 
     def differentiate(self, gradients: Tensors, values: Sequence[Any], *, create_graph: bool) -> list[Tensor]:
         """The same by the reference: slower, and differentiable again with `create_graph`."""
-        with torch.enable_grad():
+        # Of torch's attention kernels, only those made of plain operators can be differentiated again.
+        again = sdpa_kernel(SDPBackend.MATH) if create_graph else contextlib.nullcontext()
+        with torch.enable_grad(), again:
             # Aliases: where one argument was computed from another, gradients stop here and do not go on to that one.
             taken = _alias if create_graph else _leaf
             values = [taken(value) if isinstance(value, Tensor) else value for value in values]

@@ -56,6 +56,7 @@ def operator(
     casts: bool = False,
     own_dtype: Sequence[str] = (),
     served: Callable[..., bool] | None = None,
+    gains: Callable[..., bool] | None = None,
     overwrites: str | None = None,
     told: str | None = None,
     forgets: Sequence[str] = (),
@@ -72,9 +73,10 @@ def operator(
     keeps_results: whether `backward` is given the results too, before what is kept, or which of them; they are rounded
     to their dtype. dtypes: those it takes; all floating point arguments have the same, except those named in own_dtype.
     casts: whether arguments are cast to autocast's dtype. served: whether there is a kernel for arguments of these
-    shapes; where there is none, the reference computes. overwrites: the name of a bool argument that lets `backward`
-    write over a tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name
-    of a bool argument that is filled in at each call: whether a gradient may be asked for.
+    shapes; where there is none, the reference computes. gains: whether `auto` takes the kernel on a GPU for arguments
+    of these shapes; it always does without. overwrites: the name of a bool argument that lets `backward` write over a
+    tensor it was given; where calls are recorded (torch.compile) it is False in `backward`. told: the name of a bool
+    argument that is filled in at each call: whether a gradient may be asked for.
 
     forgets: names of tensors that `backward` does not read: it is given an empty one of the same dtype, so that their
     memory is free after the forward pass. restored: then needed for where the reference differentiates; a function of
@@ -86,7 +88,7 @@ def operator(
         which = keeps_results if isinstance(keeps_results, bool) else tuple(keeps_results)
         options = OperatorOptions(
             kernel, check, check_values, tuple(kept), which, tuple(dtypes), casts, frozenset(own_dtype), served,
-            overwrites, told, tuple(forgets), restored, partial,
+            gains, overwrites, told, tuple(forgets), restored, partial,
         )  # fmt: skip
         return _Operator(Computation(reference, options)).public()
 
@@ -155,7 +157,8 @@ class _Operator:
         if is_transformed(*given):
             return computation.compute(values)
         how = self._how(implementation, given)
-        if how != "torch" and options.served is not None and not options.served(*values):
+        conditions = (options.served, options.gains if implementation == "auto" else None)
+        if how != "torch" and not all(holds is None or holds(*values) for holds in conditions):
             how = "torch"
         cast = how != "torch" and options.casts and autocasts(given[0])
         if cast:

@@ -100,11 +100,11 @@ def _compile_gluon(kernel: tuple[Any, ...], target: GPUTarget | None, options: d
         raise FitError(f"kernel {name} does not compile with Triton {triton.__version__}: {why[-1]}") from error
 
 
-def _shared_layout(rows: int, columns: int, dtype: str) -> str:
+def _shared_layout(block: tuple[int, ...], dtype: str) -> str:
     """How a tile lies in shared memory, which Gluon wants to be told: the widest swizzle its rows allow."""
     from triton.experimental.gluon import language as gl
 
-    return repr(gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, dtype)))
+    return repr(gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype)))
 
 
 def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool = False) -> tuple[str, object, int]:
@@ -120,10 +120,9 @@ def _typed(step: Step, name: str, operands: Mapping[str, Operand], gluon: bool =
         operand = operands[argument.of]
         return "*" + _TYPES[operand.dtype], None, 16 if operand.aligned else 1
     if isinstance(argument, Descriptor):
-        rows, columns = argument.block
-        dtype = operands[argument.of].dtype
-        layout = "," + _shared_layout(rows, columns, dtype) if gluon else ""
-        return f"tensordesc<{_TYPES[dtype]}[{rows}, {columns}]{layout}>", None, 1
+        dtype, block = operands[argument.of].dtype, ", ".join(str(size) for size in argument.block)
+        layout = "," + _shared_layout(argument.block, dtype) if gluon else ""
+        return f"tensordesc<{_TYPES[dtype]}[{block}]{layout}>", None, 1
     if isinstance(argument, float):
         return "fp64" if is_double(step, {of: operand.dtype for of, operand in operands.items()}) else "fp32", None, 1
     if argument is None or argument == 1:

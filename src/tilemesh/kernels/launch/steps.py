@@ -30,9 +30,9 @@ class Descriptor:
     """A TMA descriptor over a tensor: the last stride is 1, the shape is what bounds loads and stores."""
 
     of: str
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    block: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
 
 
 Argument = Pointer | Descriptor | int | float | None

@@ -11,7 +11,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
-from tilemesh.kernels.matmul import select
+from tilemesh.kernels.matmul import learnt, select
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, default
 from tilemesh.kernels.matmul.cost import rates_of
 from tilemesh.kernels.matmul.problem import Problem
@@ -48,7 +48,8 @@ def choose(problem: Problem, implementation: str, config: Config | None, device:
     tables = [own] if shipped is None else [own, shipped]
     known = device_for(gpu.name)  # a GPU without figures is not judged by another's: the library where no table speaks
     rates = None if known is None else rates_of(known, problem.dtype, problem.precision)
-    return select.choose(problem, tables, rates, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
+    model = learnt.shipped(gpu.name)
+    return select.choose(problem, tables, rates, model, tma=gpu.tma, hopper=gpu.hopper, shared_limit=gpu.shared_bytes)
 
 
 def may_tune(problem: Problem, table: TunedTable[Config]) -> bool:

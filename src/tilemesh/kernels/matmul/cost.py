@@ -58,11 +58,18 @@ def cost(problem: Problem, *, launches: int = 1) -> Cost:
     """What D = act(A @ B + C) cannot do without: 2MNK FLOPs, each input read once, D written once."""
     size = problem.element_bytes
     c_elements = {"none": 0, "full": problem.m * problem.n, "row": problem.n, "column": problem.m}[problem.c_kind]
-    read = size * (problem.m * problem.k + problem.k * problem.n + c_elements)
-    written = size * problem.m * problem.n * (2 if problem.keep else 1)
-    dtype = SHORT_DTYPES[problem.dtype]
-    dtype = "tf32" if dtype == "fp32" and problem.precision == "tf32" else dtype
-    return Cost(2 * problem.m * problem.n * problem.k, read, written, launches=launches, dtype=dtype)
+    product = product_cost(1, problem.m, problem.n, problem.k, problem.dtype)
+    kept = product.bytes_written if problem.keep else 0
+    dtype = "tf32" if product.dtype == "fp32" and problem.precision == "tf32" else product.dtype
+    read = product.bytes_read + size * c_elements
+    return Cost(product.flops, read, product.bytes_written + kept, launches=launches, dtype=dtype)
+
+
+def product_cost(batch: int, m: int, n: int, k: int, dtype: str = "bfloat16") -> Cost:
+    """Of products and nothing else: each operand read once, each result written once."""
+    size = DTYPE_BYTES[dtype]
+    read, written = batch * size * (m * k + k * n), batch * size * m * n
+    return Cost(2 * batch * m * n * k, read, written, launches=1, dtype=SHORT_DTYPES[dtype])
 
 
 SUITE = (
@@ -113,24 +120,24 @@ def predict_s(problem: Problem, config: Config, rates: TileRates) -> float:
     tiles = rows * columns
     split = config.split_k if config.kind == "split" else 1
     units = tiles * split
-    resident = _resident(config, size, rates)
+    at_once = resident(config, size, rates)
     steps = math.ceil(problem.k / config.block_k / split)
     # One step's FLOPs on one multiprocessor, against the bytes it pulls from the L2 with all others pulling too.
     flops = 2 * config.block_m * config.block_n * config.block_k
-    flops_s = flops / (rates.flops_per_s / rates.multiprocessors * _tensor_fraction(config, resident))
+    flops_s = flops / (rates.flops_per_s / rates.multiprocessors * _tensor_fraction(config, at_once))
     busy = min(1.0, units / rates.multiprocessors)
     loaded = (config.block_m + config.block_n) * config.block_k * size
     l2_s = loaded / (rates.l2_bytes_per_s / rates.multiprocessors) * max(busy, 0.5)
     step_s = max(flops_s, l2_s) * _pointer_slowdown(problem, config)
     fill_s = rates.tile_s * (0.5 if config.stages > 3 else 0.6)
-    end_s = 0.0 if config.kind in ("persistent", "pingpong") or resident > 1 else rates.tile_s
+    end_s = 0.0 if config.kind in ("persistent", "pingpong") or at_once > 1 else rates.tile_s
     if config.kind == "persistent":  # the next tile's loads overlap this one's epilogue; its products do not
-        step_s += 1.8 * rates.tile_s * config.block_m * config.block_n / (128 * 128) / max(steps, 1) / resident
+        step_s += 1.8 * rates.tile_s * config.block_m * config.block_n / (128 * 128) / max(steps, 1) / at_once
     waves = units / rates.multiprocessors
-    whole = _waves(config, tiles, units, rates, resident)
+    whole = _waves(config, tiles, units, rates, at_once)
     compute_s = (
         whole * (steps * step_s)
-        + (whole if config.kind not in ("persistent", "pingpong") else 1) * (fill_s + end_s) / resident
+        + (whole if config.kind not in ("persistent", "pingpong") else 1) * (fill_s + end_s) / at_once
     )
     work = problem_bytes(problem)
     memory_s = work / rates.memory_bytes_per_s
@@ -158,16 +165,16 @@ def problem_bytes(problem: Problem) -> int:
     return cost(problem).bytes_moved
 
 
-def _waves(config: Config, tiles: int, units: int, rates: TileRates, resident: int) -> float:
+def _waves(config: Config, tiles: int, units: int, rates: TileRates, at_once: int) -> float:
     """How many tiles the busiest multiprocessor computes; programs that share one finish in steps of their share."""
     if config.tail and tiles > rates.multiprocessors:
         full, rest = divmod(tiles, rates.multiprocessors)
         return full + -(-rest * config.split_k // rates.multiprocessors) / config.split_k
-    slots = rates.multiprocessors * resident
-    return float(-(-units // slots) * resident) if units > slots else max(1.0, units / rates.multiprocessors)
+    slots = rates.multiprocessors * at_once
+    return float(-(-units // slots) * at_once) if units > slots else max(1.0, units / rates.multiprocessors)
 
 
-def _resident(config: Config, size: int, rates: TileRates) -> int:
+def resident(config: Config, size: int, rates: TileRates) -> int:
     """Programs a multiprocessor holds at once, by shared memory and registers."""
     if config.kind in ("persistent", "pingpong"):
         return config.per_sm
@@ -177,14 +184,14 @@ def _resident(config: Config, size: int, rates: TileRates) -> int:
     return max(1, min(by_memory, by_registers, 4))
 
 
-def _tensor_fraction(config: Config, resident: int) -> float:
+def _tensor_fraction(config: Config, at_once: int) -> float:
     """How much of the tensor cores' rate a tile can use: small tiles and lone warp groups leave gaps."""
     if config.kind == "pingpong":
         return 1.0  # one group multiplies while the other finishes
     if config.block_m < 64:
         return 0.35
     area = config.block_m * config.block_n
-    alone = 0.9 if resident == 1 and config.warps < 8 else 1.0
+    alone = 0.9 if at_once == 1 and config.warps < 8 else 1.0
     alone *= 0.87 if config.kind == "persistent" else 1.0
     return alone * (1.0 if area >= 128 * 256 else 0.92 if area >= 128 * 128 else 0.75 if area >= 64 * 128 else 0.6)
 

@@ -100,6 +100,13 @@ class Problem:
         return [name for name, is_slow in slow.items() if is_slow]
 
     @property
+    def epilogue_in_library(self) -> bool:
+        """Whether cuBLASLt adds the bias and applies the activation itself (its gelu is the tanh form)."""
+        fits = self.c_kind == "row" and self.activation in ("relu", "gelu_tanh") and not self.keep
+        plain = self.d.column_stride == 1 and (self.c is None or self.c.column_stride == 1)
+        return fits and plain and self.element_bytes == 2
+
+    @property
     def wide(self) -> bool:
         """Whether an element offset can pass 2**31, so that index math must be 64-bit."""
         matrices = [self.a, self.b, self.d] + ([self.c] if self.c else [])

@@ -1,7 +1,8 @@
 """What `auto` means: which configuration computes a problem, from what was tuned, else from what the model expects.
 
-In order: this very problem in the user's table, then in the table that travels with the package; the nearest tuned
-problem of the same kind; the cost model, where it is sure; else the library. Pure: no clock, no GPU, no torch.
+In order: this very problem in the user's table, then in the table that travels with the package; a tuned problem of
+nearly the same shape; the model learnt from trials, on a GPU that has one; the nearest tuned problem of the same kind;
+the cost model, where it is sure; else the library. Pure: no clock, no GPU, no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tilemesh.kernels.matmul.config import (
     to_dict,
 )
 from tilemesh.kernels.matmul.cost import TileRates, predict_s
+from tilemesh.kernels.matmul.learnt import Learnt
+from tilemesh.kernels.matmul.portfolio import offered
 from tilemesh.kernels.matmul.problem import DTYPE_BYTES, Problem
 from tilemesh.kernels.tuning import choose as tuned
 from tilemesh.kernels.tuning.table import Tables, TunedEntry, TunedTable
@@ -28,6 +31,7 @@ TABLES = Tables("matmul", "tilemesh.kernels.matmul", to_dict, from_dict)
 
 # Sum of |log2| over M, N and K within which a tuned shape speaks for another; 1 is one dim twice as long.
 NEAR = 1.0
+NEARLY_SAME = 0.45  # within which a tuned shape is believed before a model learnt from others
 OTHER_KIND = 0.2  # added for another C kind, activation or 16-bit dtype
 # The model is believed against the library only when it promises this much.
 SURE = 0.85
@@ -37,6 +41,7 @@ def choose(
     problem: Problem,
     tables: Sequence[TunedTable[Config]],
     rates: TileRates | None,
+    learnt: Learnt | None = None,
     *,
     tma: bool = True,
     hopper: bool = True,
@@ -51,12 +56,18 @@ def choose(
     if problem.dtype == "float64":
         return Config("torch")
     known = tuned.exact(problem.key, tables, lambda config: _runs(config, problem, tma, shared_limit))
-    if known is None:
-        known = nearest(problem, (pair for table in tables for pair in table.entries.items()), tma, shared_limit)
+    if known is not None:
+        return known
+    entries = [pair for table in tables for pair in table.entries.items()]
+    has_model = rates is not None and learnt is not None and learnt.speaks_for(problem)
+    within = NEARLY_SAME if has_model else NEAR
+    known = nearest(problem, entries, tma, shared_limit, within=within)
     if known is not None:
         return known
     if rates is None:
         return Config("library")
+    if has_model and learnt is not None:
+        return by_learnt(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
     return by_model(problem, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)
 
 
@@ -70,14 +81,42 @@ def nearest(
     entries: Iterable[tuple[str, TunedEntry[Config]]],
     tma: bool = True,
     shared_limit: int = HOPPER_SHARED_BYTES,
+    *,
+    within: float = NEAR,
 ) -> Config | None:
-    """The configuration of the nearest tuned problem that can run this one, within `NEAR`."""
+    """The configuration of the nearest tuned problem that can run this one."""
 
     def speaks(key: str, config: Config) -> bool:
         runs = _runs(config, problem, tma, shared_limit)
         return runs and _suits(config, problem) and not _special(config, problem, key)
 
-    return tuned.nearest(entries, lambda key: _distance(problem, key), speaks, NEAR)
+    return tuned.nearest(entries, lambda key: _distance(problem, key), speaks, within)
+
+
+def by_learnt(
+    problem: Problem,
+    learnt: Learnt,
+    rates: TileRates,
+    *,
+    tma: bool = True,
+    hopper: bool = True,
+    shared_limit: int = HOPPER_SHARED_BYTES,
+) -> Config:
+    """The fastest of the portfolio and of the library's ways, as trials of other shapes have it."""
+    return ranked(problem, learnt, rates, tma=tma, hopper=hopper, shared_limit=shared_limit)[0]
+
+
+def ranked(
+    problem: Problem, learnt: Learnt, rates: TileRates, *, tma: bool, hopper: bool, shared_limit: int
+) -> list[Config]:
+    """What is offered for this problem on this GPU, the fastest first by the learnt model."""
+    configs = [
+        config
+        for config in offered(problem, shared_limit=shared_limit)
+        if (tma or not config.uses_tma) and (hopper or config.kind != "pingpong")
+    ]
+    expected = learnt.expected_s(problem, configs, rates)
+    return [config for _, config in sorted(zip(expected, configs, strict=True), key=lambda pair: pair[0])]
 
 
 def by_model(

@@ -40,6 +40,9 @@ class Tunable(Protocol[ProblemIn, ConfigurationT]):
     def untuned(self, problem: ProblemIn, gpu: Gpu) -> ConfigurationT:
         """What `auto` takes where the user tuned nothing."""
 
+    def shortlist(self, problem: ProblemIn, gpu: Gpu) -> list[ConfigurationT]:
+        """The few that a model learnt from other problems expects to be fastest; empty without such a model."""
+
     def built_ins(self, problem: ProblemIn) -> list[ConfigurationT]:
         """The vendor's ways, which tuning never does worse than."""
 

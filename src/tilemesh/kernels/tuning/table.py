@@ -58,7 +58,7 @@ class Tables(Generic[ConfigT]):
     def path(self, gpu: str, versions: Mapping[str, str]) -> Path:
         """The user's file for this GPU and these versions: another version compiles other code, so it starts afresh."""
         words = [gpu, *(f"{name}-{version}" for name, version in sorted(versions.items()))]
-        return cache_folder() / self.operator / (_slug("-".join(words)) + ".json")
+        return cache_folder() / self.operator / (slug("-".join(words)) + ".json")
 
     def load(self, gpu: str, versions: Mapping[str, str]) -> TunedTable[ConfigT]:
         """The user's table, empty when nothing was tuned yet."""
@@ -87,7 +87,7 @@ class Tables(Generic[ConfigT]):
 
     def shipped(self, gpu: str) -> TunedTable[ConfigT] | None:
         """The table that travels with the package for this GPU, whatever versions made it; None without one."""
-        file = resources.files(self.package).joinpath("tables", _slug(gpu) + ".json")
+        file = resources.files(self.package).joinpath("tables", slug(gpu) + ".json")
         return self.from_json(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
 
     def to_json(self, table: TunedTable[ConfigT]) -> str:
@@ -144,5 +144,5 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

@@ -76,20 +76,43 @@ def tune(
         bench = operator.bench(problem, device, 0)
         measure = _measure(operator, problem, bench, pool, budget, progress)
         trials = search.search(hopeful, predict_s, measure, budget, operator.features)
-        del bench, measure
-        finals = _finals(operator, problem, device, trials, operator.untuned(problem, gpu), progress)
+        del bench, measure  # their inputs, before the finalists' are made
+    ranked = sorted((trial for trial in trials if trial.seconds != float("inf")), key=lambda trial: trial.seconds)
+    best = [trial.config for trial in ranked[:FINALISTS]]
+    return _decide(operator, problem, device, best, trials, len(grid), progress)
+
+
+def _decide(
+    operator: Tunable[ProblemT, ConfigurationT],
+    problem: ProblemT,
+    device: torch.device,
+    best: Sequence[ConfigurationT],
+    trials: Sequence[search.Tried[ConfigurationT]],
+    grid: int,
+    progress: Progress | None,
+) -> Tuned[ConfigurationT]:
+    gpu = gpu_of(device_index(device))
+    if progress:
+        progress(len(trials), len(trials), "finalists and built-ins")
+    finals = _finals(operator, problem, device, [*best, operator.untuned(problem, gpu)])
     if not finals:
         raise RunError(f"{problem.key}: no configuration ran on {gpu.name}; run with --debug for the reasons")
     winner = _winner(operator, finals)
-    return Tuned(problem, winner, {c.label: sample for c, sample in finals.items()}, len(grid), tuple(trials))
+    return Tuned(problem, winner, {c.label: sample for c, sample in finals.items()}, grid, tuple(trials))
 
 
 def tune_now(
     operator: Tunable[ProblemT, ConfigurationT], problem: ProblemT, device: torch.device
 ) -> TunedEntry[ConfigurationT]:
-    """Tune from inside a user's program and remember the result on disk; compiles in this process, one by one."""
-    with Compiler(device, workers=0) as pool:
-        entry = tune(operator, problem, device, compiler=pool).entry
+    """Tune from inside a user's program and remember the result on disk; compiles in this process, one by one.
+
+    Where a model learnt from other problems names the few that may win, only those are timed: seconds, not a minute.
+    """
+    if few := operator.shortlist(problem, gpu_of(device_index(device))):
+        entry = _decide(operator, problem, device, few, (), 0, None).entry
+    else:
+        with Compiler(device, workers=0) as pool:
+            entry = tune(operator, problem, device, compiler=pool).entry
     try:
         operator.tables.add(gpu_of(device_index(device)).name, versions(), {problem.key: entry})
     except OSError as error:  # a full or read-only disk costs the next process a tuning, not this one its result
@@ -130,21 +153,17 @@ def _finals(
     operator: Tunable[ProblemT, ConfigurationT],
     problem: ProblemT,
     device: torch.device,
-    trials: Sequence[search.Tried[ConfigurationT]],
-    untuned: ConfigurationT,
-    progress: Progress | None,
+    best: Sequence[ConfigurationT],
 ) -> dict[ConfigurationT, Sample]:
     """The best of the search against the built-ins, on inputs none of them has seen."""
-    ranked = sorted((trial for trial in trials if trial.seconds != float("inf")), key=lambda trial: trial.seconds)
-    best = (trial.config for trial in ranked[:FINALISTS])
-    configs = list(dict.fromkeys([*best, untuned, *operator.built_ins(problem), operator.last_resort]))
+    configs = list(dict.fromkeys([*best, *operator.built_ins(problem), operator.last_resort]))
     bench = operator.bench(problem, device, 1)
     calls = {}
     for config in configs:
         with suppress(FitError):  # the untuned choice was never tried here
-            calls[config.label] = bench.call(bench.runner(config))
-    if progress:
-        progress(len(trials), len(trials), "finalists and built-ins")
+            runner = bench.runner(config)
+            if bench.wrong(runner) is None:
+                calls[config.label] = bench.call(runner)
     result = compare(calls, timer=bench.timer, repeats=FINAL_ROUNDS, sets=len(bench.sets))
     return {config: result[config.label] for config in configs if config.label in result}
 

@@ -1,0 +1,113 @@
+"""What ranks exchange for one part of a model and one microbatch, and for the gradients once a step: as plain values.
+
+This is the formula that bytes counted on the wire are held to, for every layer and layout. A is one microbatch's
+activations, sequences x tokens x width: a block (attention or MLP) costs tensor parallelism one all_reduce of A in
+forward and one in backward, and with sequence parallelism an all_gather and a reduce_scatter of A each way, which is as
+many bytes. Data parallelism exchanges gradients, and with ZeRO weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.task import Task
+
+BLOCKS = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective. `elements`: of the whole vector (what each rank has before or after it)."""
+
+    site: str
+    axis: str
+    collective: str
+    elements: int
+    itemsize: int
+    backward: bool = False
+    hides: bool = False
+    """Whether it can run beside the product of a weight gradient, which does not wait for it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+def layer_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Forward: a sum after each of the two projections split by their input; cut along the sequence, a sum is a
+    reduce_scatter there and an all_gather where the next block begins. Backward the other way round: sums belong to
+    input gradients. What is only gathered travels as narrow as products take it."""
+    if task.tp == 1:
+        return
+    whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
+    for block in BLOCKS:
+        if task.sequence_parallel:
+            yield Exchange(block, "tp", "all_gather", whole, task.size)
+        yield Exchange(block, "tp", out, whole, task.size)
+    for block in reversed(BLOCKS):
+        if task.sequence_parallel:
+            yield Exchange(block, "tp", "all_gather", whole, task.size, backward=True)
+        if task.sequence_parallel and task.code == "fused":  # it keeps its inputs cut; our layers keep them whole
+            yield Exchange(block, "tp", "all_gather", whole, task.size, backward=True, hides=True)
+        yield Exchange(block, "tp", out, whole, task.stream, backward=True, hides=True)
+
+
+def embedding_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Each rank looks up the rows it has; the others' are zeros, so a sum gives them all."""
+    if task.tp == 1:
+        return
+    whole, out = task.tokens * model.width, "reduce_scatter" if task.sequence_parallel else "all_reduce"
+    yield Exchange("token_embedding", "tp", out, whole, task.stream)
+    if task.sequence_parallel:
+        yield Exchange("token_embedding", "tp", "all_gather", whole, task.stream, backward=True)
+
+
+def head_exchanges(model: ModelConfig, task: Task) -> Iterator[Exchange]:
+    """Into the output projection, and the loss over a vocabulary that ranks share."""
+    if task.tp == 1:
+        return
+    whole = task.tokens * model.width
+    if task.sequence_parallel:
+        yield Exchange("output", "tp", "all_gather", whole, task.size)
+    wide = max(task.size, 4)  # the loss is made in float32 at least
+    yield Exchange("loss: maxima", "tp", "all_reduce", task.tokens, wide)
+    yield Exchange("loss: sums and targets", "tp", "all_reduce", 2 * task.tokens, wide)
+    back = "reduce_scatter" if task.sequence_parallel else "all_reduce"
+    yield Exchange("output", "tp", back, whole, task.stream, backward=True)
+
+
+# ---- over replicas ---------------------------------------------------------------------------------------------
+
+
+class ReplicaExchange(NamedTuple):
+    """A collective over the replicas: what travels, and how often in a step."""
+
+    collective: str
+    what: Literal["gradients", "weights"]
+    times: int
+
+
+class ReplicaExchanges(NamedTuple):
+    """What data parallelism exchanges in a step, by the pass of a microbatch that it can run beside."""
+
+    forward: tuple[ReplicaExchange, ...] = ()
+    backward: tuple[ReplicaExchange, ...] = ()
+    alone: tuple[ReplicaExchange, ...] = ()
+
+
+@functools.cache
+def replica_exchanges(zero: int, microbatches: int) -> ReplicaExchanges:
+    """ZeRO changes what travels: 0 sums gradients; 1 scatter-sums them once and gathers the new weights; 2 scatter-sums
+    after every microbatch, since a rank no longer has room for all; 3 also gathers the weights for every forward and
+    every backward pass."""
+    if zero == 0:
+        return ReplicaExchanges(backward=(ReplicaExchange("all_reduce", "gradients", 1),))
+    scatter = ReplicaExchange("reduce_scatter", "gradients", 1 if zero == 1 else microbatches)
+    gather = ReplicaExchange("all_gather", "weights", 1 if zero < 3 else microbatches)
+    if zero < 3:
+        return ReplicaExchanges(backward=(scatter,), alone=(gather,))
+    return ReplicaExchanges(forward=(gather,), backward=(gather, scatter))

@@ -1,0 +1,125 @@
+"""What one rank keeps of one microbatch from its forward to its backward pass: tensor by tensor, and at the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.task import Task
+from tilemesh.model.work.weights import output_weight
+
+
+class Kept(NamedTuple):
+    """One tensor that is kept for the backward pass: elements of all ranks together, and how many ranks share them."""
+
+    name: str
+    formula: str
+    """Its elements: b sequences, S tokens, D, K, F."""
+    elements: int
+    element_bytes: int
+    over: int
+    scores: bool = False
+    """Whether selective recomputation drops it."""
+
+    @property
+    def nbytes(self) -> int:
+        """On one rank."""
+        return self.elements * self.element_bytes // self.over
+
+
+def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
+    """What a layer keeps for its backward pass when nothing is recomputed; its own input first.
+
+    For a GPT with dropout, 16-bit values and materialised attention this adds up to s b h (10 + 24/t + 5 a s/(h t)),
+    the formula of Korthikanti et al. 2022, to its sequence-parallel (34/t + 5 a s/(h t)) and its selective (34/t) form.
+    """
+    size, stream, tp, cut = task.size, task.stream, task.tp, task.split
+    tokens, per_kv = task.tokens, min(tp, model.kv_heads)  # heads fewer than ranks are repeated
+    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
+    square = task.sequences * model.heads * task.queries * task.keys
+    by_torch = not task.gpu and task.code == "eager"
+    # Hand-fused code keeps what enters a region cut along the sequence and gathers it again; our layers keep it joined.
+    entering = 1 if by_torch else cut
+    kept = [
+        Kept("input of the first norm", "b S D", whole, stream, cut),
+        Kept("input of q, k, v", "b S D", whole, size, entering),
+        Kept("queries", "b S D", whole, size, tp),
+        Kept("keys", "b S K", kv, size, per_kv),
+        Kept("values", "b S K", kv, size, per_kv),
+    ]
+    if task.attention == "materialized":
+        kept.append(Kept("softmax of the scores", "b heads S S", square, size, tp, scores=True))
+        if model.dropout:
+            kept.append(Kept("mask of the scores' dropout", "b heads S S", square, 1, tp, scores=True))
+            kept.append(Kept("scores after dropout", "b heads S S", square, size, tp, scores=True))
+    else:
+        kept.append(Kept("log-sum-exp of the scores", "b heads S", tokens * model.heads, 4, tp, scores=True))
+    kept.append(Kept("input of the output projection", "b S D", whole, size, tp))
+    if model.dropout:
+        kept.append(Kept("mask of attention's dropout", "b S D", whole, 1, cut))
+    kept.append(Kept("input of the second norm", "b S D", whole, stream, cut))
+    kept.append(Kept("input of the MLP", "b S D", whole, size, entering))
+    if model.activation != "relu":  # relu's backward needs only its result, which the last projection keeps
+        kept.append(Kept("input of the activation", "b S F (each input)", model.mlp_inputs * hidden, size, tp))
+    kept.append(Kept("input of the MLP's last projection", "b S F", hidden, size, tp))
+    if model.dropout:
+        kept.append(Kept("mask of the MLP's dropout", "b S D", whole, 1, cut))
+    if task.code == "compiled":
+        kept += _kept_by_the_compiler(model, task, whole, hidden)
+    elif by_torch:
+        kept += _kept_by_torch(model, task, whole, kv, hidden)
+    return tuple(kept)
+
+
+def _kept_by_the_compiler(model: ModelConfig, task: Task, whole: int, hidden: int) -> Iterator[Kept]:
+    """What torch.compile keeps beyond that: its partition of the graph, read off (a test does so again).
+
+    It makes nothing anew that a product of the backward pass reads, so of an activation both ends stay. A LayerNorm
+    keeps its input normalised, in place of it.
+    """
+    yield Kept("scale of each token in the norms", "2 b S", 2 * task.tokens, 4, task.split)
+    if model.activation == "relu":
+        yield Kept("where the activation's input was above 0", "b S F", hidden, 1, task.tp)
+    if model.positions == "rotary":
+        # Attention's result is laid out as the queries are, which turning has put head by head.
+        yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
+
+
+def _kept_by_torch(model: ModelConfig, task: Task, whole: int, kv: int, hidden: int) -> Iterator[Kept]:
+    """What torch's own operators keep beyond that on a CPU, each operation for itself."""
+    yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
+    if kv < whole:  # torch repeats keys and values for grouped queries, and keeps them so
+        yield Kept("keys and values, repeated", "2 b S (D - K)", 2 * (whole - kv), task.size, task.tp)
+    if model.norm == "rmsnorm":  # a product of its own; the input of its gain's gradient
+        yield Kept("norms before their gains", "2 b S D", 2 * whole, task.stream, task.split)
+    if model.activation == "swiglu":
+        yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
+
+
+def kept_bytes(kept: tuple[Kept, ...], recompute: str) -> tuple[int, int]:
+    """Bytes a layer keeps on one rank, and bytes that come back while its backward pass runs."""
+    everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
+    if recompute == "none":
+        return everything, 0
+    return (everything - scores, scores) if recompute == "selective" else (kept[0].nbytes, everything)
+
+
+def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
+    """What is alive at the loss's fullest moment, where logits of all tokens exist.
+
+    A loss that makes them some rows at a time (`kernels/linear_cross_entropy`) has other tensors here and nothing else.
+    """
+    rows, size = output_weight(model).shape(task.tp)[0], task.size
+    logits, whole = task.tokens * rows, task.tokens * model.width
+    if task.code == "fused":
+        return (Kept("logits, in fp32 for the loss, and their gradient", "b S V/tp", logits, 10, 1),)
+    if task.code == "eager":
+        wide = max(size, 4)
+        return (Kept("log-softmax, the gradient of its result, and of its input", "b S V/tp", logits, 3 * wide, 1),)
+    return (
+        Kept("logits and their gradient", "b S V/tp", logits, 2 * size, 1),
+        Kept("input of the final norm", "b S D", whole, task.stream, 1),
+        Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
+        Kept("gradient of the output table", "V/tp D", rows * model.width, size, 1),
+    )

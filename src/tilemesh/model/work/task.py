@@ -1,0 +1,88 @@
+"""One microbatch on one rank, as a value: everything beside the model that decides what is done, kept and exchanged.
+
+Queries and keys are two numbers: a training step has as many of one as of the other, decoding has few queries and many
+keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tilemesh.core.hardware import DTYPE_BYTES, Device
+from tilemesh.core.plan import COMPUTE_DTYPE, Attention, ParallelPlan, Precision
+
+Code = Literal["fused", "compiled", "eager"]
+"""What runs a layer: hand-fused training code (Megatron's), torch.compile, or torch operation by operation."""
+AUTOCAST = ("bf16", "fp16")
+"""Precisions whose weights and residual stream are float32, and whose products are 16 bits wide."""
+ALIGNED = 8
+"""Elements a row of 16-bit values must be a multiple of for tensor cores to load it whole."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank computes at once."""
+
+    sequences: int
+    queries: int
+    """Tokens of each sequence that pass through the model."""
+    keys: int
+    """Tokens of each sequence that these attend to, themselves included."""
+    tp: int = 1
+    sequence_parallel: bool = False
+    attention: Attention = "fused"
+    precision: Precision = "bf16-master"
+    code: Code = "fused"
+    gpu: bool = True
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, context: int, code: Code = "fused", gpu: bool = True) -> Task:
+        """A microbatch of a training step."""
+        return cls(
+            plan.microbatch,
+            context,
+            context,
+            plan.tp,
+            plan.sequence_parallel,
+            plan.attention,
+            plan.precision,
+            code,
+            gpu,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.queries
+
+    @property
+    def dtype(self) -> str:
+        """Of a product's operands."""
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def size(self) -> int:
+        """Bytes of what a product takes or gives."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of the residual stream and its gradients: autocast leaves them in float32."""
+        return 4 if self.precision in AUTOCAST else self.size
+
+    @property
+    def split(self) -> int:
+        """Ranks that share what tensor parallelism does not split."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def default_code(device: Device, precision: str) -> Code:
+    """What usually runs a layout: large models in 16 bits are trained with hand-fused code, GPUs with a compiler."""
+    if device.kind == "cpu":
+        return "eager"
+    return "fused" if precision == "bf16-master" else "compiled"
+
+
+def unaligned(columns: int, element_bytes: int) -> bool:
+    """Whether rows of so many 16-bit elements begin where tensor cores cannot load them."""
+    return element_bytes == 2 and columns % ALIGNED != 0

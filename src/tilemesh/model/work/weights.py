@@ -1,0 +1,246 @@
+"""Every matrix, table and norm of a Transformer, as a list: its shape, and how tensor parallelism splits it.
+
+The one idea: a model's parameters are written down once, here. Their count, what one rank of tp holds of them, how a
+model is cut (`parallel/apply.py`), which ranks can share it and which products a layer makes (`work.py`) all follow
+from this list. No torch.
+
+D width, K width of all keys, F hidden width of the MLP, V vocabulary, S context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.model.config import ModelConfig
+
+WeightSplit = Literal["column", "row", "vocabulary", "whole"]
+
+
+class Weight(NamedTuple):
+    """One module that has parameters: a weight of `outputs` x `inputs` and, where it has one, a bias of `outputs`."""
+
+    name: str
+    """Of the module, as the model has it; in a layer without the layer's own name: "attention.fc_q"."""
+    words: str
+    """What the product with it is called."""
+    outputs: int
+    inputs: int
+    split: WeightSplit
+    """By its output, by its input (a bias is then added once, after the partial outputs were summed), by the rows of a
+    table, unevenly where they do not divide, or not at all."""
+    bias: bool
+    units: int = 0
+    """The output of a column split comes in so many pieces that stay whole: heads. 0: any piece will do."""
+    repeats: bool = False
+    """Fewer units than ranks are held by several of them."""
+
+    @property
+    def block(self) -> str:
+        """The region of a layer it lies in: "attention", "mlp"; "" outside of both."""
+        return self.name.partition(".")[0] if "." in self.name else ""
+
+    @property
+    def parameters(self) -> int:
+        return self.outputs * (self.inputs + self.bias)
+
+    def shape(self, tp: int) -> tuple[int, int]:
+        """Outputs and inputs on one of tp ranks; of an uneven split, those of the first."""
+        if self.split == "column" and self.units:
+            return max(1, self.units // tp) * (self.outputs // self.units), self.inputs
+        if self.split == "column":
+            return self.outputs // tp, self.inputs
+        if self.split == "row":
+            return self.outputs, self.inputs // tp
+        return (-(-self.outputs // tp), self.inputs) if self.split == "vocabulary" else (self.outputs, self.inputs)
+
+    def held(self, tp: int) -> int:
+        """Parameters on one of tp ranks."""
+        outputs, inputs = self.shape(tp)
+        return outputs * (inputs + self.bias)
+
+    @property
+    def replicated(self) -> int:
+        """Parameters that every rank of tp has, whole."""
+        if self.split == "whole":
+            return self.parameters
+        return self.outputs * self.bias if self.split == "row" else 0
+
+    def repeated(self, tp: int) -> int:
+        """Of one rank's parameters, those that some other ranks of tp hold too, each using them for other queries."""
+        return self.held(tp) if self.repeats and self.units < tp else 0
+
+
+def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of one layer, in the order in which they are used."""
+    D, K, F, bias = model.width, model.kv_width, model.mlp_width, model.biases
+    gate = (Weight("mlp.fc_gate", "MLP gate", F, D, "column", bias),) if model.mlp_inputs == 2 else ()
+    return (
+        _norm(model, "attention_norm"),
+        Weight("attention.fc_q", "q", D, D, "column", bias, units=model.heads),
+        Weight("attention.fc_k", "k", K, D, "column", bias, units=model.kv_heads, repeats=True),
+        Weight("attention.fc_v", "v", K, D, "column", bias, units=model.kv_heads, repeats=True),
+        Weight("attention.fc_o", "output projection", D, D, "row", bias),
+        _norm(model, "mlp_norm"),
+        Weight("mlp.fc_in", "MLP in", F, D, "column", bias),
+        *gate,
+        Weight("mlp.fc_out", "MLP out", D, F, "row", bias),
+    )
+
+
+def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of what comes before the first layer."""
+    tokens = Weight("token_embedding", "token embedding", model.vocabulary, model.width, "vocabulary", False)
+    if model.positions != "learned":
+        return (tokens,)
+    return tokens, Weight("position_embedding", "position embedding", model.context, model.width, "whole", False)
+
+
+def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of what comes after the last layer. A tied output projection is the token embedding: one tensor, named there."""
+    # Post-norm ends every layer with a norm, so nothing is left to do after the last.
+    norm = (_norm(model, "final_norm"),) if model.norm_place == "pre" else ()
+    return norm if model.tied else (*norm, output_weight(model))
+
+
+def output_weight(model: ModelConfig) -> Weight:
+    """What the logits are made with: a matrix of its own, or the token embedding again."""
+    return Weight("output", "logits", model.vocabulary, model.width, "vocabulary", False)
+
+
+def _norm(model: ModelConfig, name: str) -> Weight:
+    return Weight(name, "norm", model.width, 1, "whole", model.norm == "layernorm")
+
+
+# ---- counted ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters each part has; `total` counts a tied output projection once."""
+
+    token_embedding: int
+    position_embedding: int
+    attention: int
+    """In one layer."""
+    mlp: int
+    """In one layer."""
+    norms: int
+    """In one layer."""
+    layers: int
+    final_norm: int
+    output: int
+    """The output projection; 0 where it is tied to the embedding."""
+
+    @property
+    def layer(self) -> int:
+        return self.attention + self.mlp + self.norms
+
+    @property
+    def total(self) -> int:
+        outside = self.token_embedding + self.position_embedding + self.final_norm + self.output
+        return self.layers * self.layer + outside
+
+
+def count_parameters(model: ModelConfig) -> Parameters:
+    """Exact counts by part, of the model as Hugging Face's GPT-2 and Llama have it."""
+    outside = {weight.name: weight.parameters for weight in (*embedding_weights(model), *head_weights(model))}
+    blocks = {"attention": 0, "mlp": 0, "": 0}
+    for weight in layer_weights(model):
+        blocks[weight.block] += weight.parameters
+    return Parameters(
+        token_embedding=outside["token_embedding"],
+        position_embedding=outside.get("position_embedding", 0),
+        attention=blocks["attention"],
+        mlp=blocks["mlp"],
+        norms=blocks[""],
+        layers=model.layers,
+        final_norm=outside.get("final_norm", 0),
+        output=outside.get("output", 0),
+    )
+
+
+class Shards(NamedTuple):
+    """Parameters on one of tp ranks, by part of the model."""
+
+    layer: int
+    layer_replicated: int
+    """Of `layer`, those that every rank has."""
+    layer_repeated: int
+    """Of `layer`, those that some other ranks have too: key and value heads fewer than ranks."""
+    embeddings: int
+    """Token and position tables."""
+    embeddings_replicated: int
+    head: int
+    """Final norm and output projection; the projection of a tied model is in `embeddings`."""
+    head_replicated: int
+    tied_head: int
+    """What a last stage apart from the first holds of a tied output projection."""
+
+    def stage(self, layers: int, first: bool, last: bool) -> int:
+        """Parameters of a stage with so many layers: the first has the embeddings, the last the output; a tied one is
+        on both where these are two."""
+        tied = self.tied_head if last and not first else 0
+        return layers * self.layer + first * self.embeddings + last * self.head + tied
+
+    def replicated(self, layers: int, first: bool, last: bool) -> int:
+        """Of a stage's parameters, what tensor parallelism does not split: norms, biases after a sum, positions."""
+        return layers * self.layer_replicated + first * self.embeddings_replicated + last * self.head_replicated
+
+
+def shard_parameters(model: ModelConfig, tp: int) -> Shards:
+    """What one rank of tp holds of each part."""
+    layer, before, after = layer_weights(model), embedding_weights(model), head_weights(model)
+    return Shards(
+        layer=sum(weight.held(tp) for weight in layer),
+        layer_replicated=sum(weight.replicated for weight in layer),
+        layer_repeated=sum(weight.repeated(tp) for weight in layer),
+        embeddings=sum(weight.held(tp) for weight in before),
+        embeddings_replicated=sum(weight.replicated for weight in before),
+        head=sum(weight.held(tp) for weight in after),
+        head_replicated=sum(weight.replicated for weight in after),
+        tied_head=output_weight(model).held(tp) if model.tied else 0,
+    )
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------
+
+
+def why_not_tp(model: ModelConfig, tp: int) -> str | None:
+    """Why tp ranks cannot share this model's layers; None when they can."""
+    if model.heads % tp:
+        return f"tp is {tp}: {model.heads} heads are not divisible by it"
+    if model.mlp_width % tp:
+        return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
+    if model.vocabulary < tp:
+        return f"tp is {tp}: a vocabulary of {model.vocabulary} gives some ranks no row of the table"
+    return None
+
+
+def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) -> str | None:
+    """Why this layout cannot exist for this model, on so many ranks where that is said; None when it can.
+
+    Neither memory nor what some code can run is looked at.
+    """
+    if ranks is not None and plan.world != ranks:
+        return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
+    if plan.pp * plan.interleave > model.layers:
+        chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
+        return f"{chunks} needs as many layers, the model has {model.layers}"
+    if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
+        groups = "interleaved takes microbatches in groups of pp"
+        return f"{groups}: {plan.accumulation} a replica is no multiple of {plan.pp}"
+    if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
+        return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
+    reason = why_not_tp(model, plan.tp)
+    return reason and f"{reason}; {_nearest_tp(model, plan.tp)}"
+
+
+def _nearest_tp(model: ModelConfig, tp: int) -> str:
+    """What works instead of a tp that does not."""
+    less = next(near for near in range(min(tp, model.heads), 0, -1) if why_not_tp(model, near) is None)
+    more = next((near for near in range(tp + 1, model.heads + 1) if why_not_tp(model, near) is None), None)
+    return f"the nearest that can are {less} and {more}" if more else f"the nearest that can is {less}"

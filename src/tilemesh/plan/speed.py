@@ -1,0 +1,268 @@
+"""How long an operation takes on a device, and a collective over its links.
+
+The one idea: a roofline per operation. A product takes its FLOPs at the rate its shape allows (tiles, waves, a fill per
+tile, parts along k) or its bytes at the memory's, whichever is longer; the rest only moves bytes; nothing is shorter
+than a launch. A collective runs on two levels of links, fast within a node and slower across: reduce_scatter inside a
+node, the slice across nodes over every member's own adapter, all_gather inside; messages and bytes are those that
+`comm/schedules/cost.py` counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilemesh.comm.schedules.cost import seconds, traffic
+from tilemesh.comm.schedules.topology import Wire
+from tilemesh.core.calibration import Rates
+from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
+from tilemesh.model.work.operations import Operation, Product
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import Code, unaligned
+from tilemesh.plan import constants
+
+RateCurve = tuple[tuple[int, float], ...]
+
+
+class AttentionRates(NamedTuple):
+    """What a fused attention kernel sustains: FLOP/s by head width for either pass, and how short sequences lose."""
+
+    forward: tuple[tuple[int, float], ...]
+    backward: tuple[tuple[int, float], ...]
+    fill_tokens: tuple[int, int] = (0, 0)
+    """Tokens of a sequence that take as long again: blocks on the diagonal half used, and what precedes the loop."""
+
+    def rate(self, backward: bool, head_width: int, tokens: int) -> float:
+        known = self.backward if backward else self.forward
+        _, rate = min(known, key=lambda pair: (abs(pair[0] - head_width), pair[0]))
+        return rate / (1 + self.fill_tokens[backward] / tokens)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A device as the model sees it."""
+
+    flops_per_s: float
+    """What a large matmul sustains."""
+    attention: AttentionRates
+    stream_bytes_per_s: float
+    elementwise_bytes_per_s: float
+    """Of tensors of a layer's size: on a CPU caches and allocation make it another figure than the memory's."""
+    exponentials_per_s: float
+    kinds_bytes_per_s: Mapping[str, float]
+    """By a pass's kind, where that was measured apart."""
+    narrow: tuple[RateCurve, RateCurve]
+    """Of the sustained rate, what products reach by their smallest dim, forward and backward; empty: all of it."""
+    launch_s: float
+    processors: int
+    """Streaming multiprocessors; 0 where tiles and waves do not matter."""
+    tiles: constants.Tiles
+    waits: bool
+    """The caller waits for each operation (a CPU), so its launch adds to the work instead of hiding behind it."""
+    pads: bool
+    """Rows of unaligned length are padded before they reach a matmul."""
+
+    def matmul_s(self, op: Product) -> float:
+        fraction, splits = shape_fraction(op.batch, op.m, op.n, op.k, self.processors, self.tiles)
+        size = DTYPE_BYTES[op.dtype]
+        awkward = unaligned(op.n, size) or unaligned(op.k, size)
+        if awkward and self.processors and not self.pads:
+            fraction = min(fraction, constants.UNALIGNED_FRACTION)
+        compute = op.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
+        # Parts of a split product are written in fp32 and read again to be summed.
+        partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
+        return self._with_launches(max(compute + partial, op.cost.bytes_moved / self.stream_bytes_per_s), 1)
+
+    def op_s(self, op: Operation) -> float:
+        if isinstance(op, Product):
+            return self.matmul_s(op)
+        if isinstance(op, MemoryPass):
+            rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
+            moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
+            return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
+        compute = op.flops / self.attention.rate(op.backward, op.head_width, op.keys)
+        return self._with_launches(max(compute, op.nbytes / self.stream_bytes_per_s), 1)
+
+    def _with_launches(self, busy_s: float, launches: int) -> float:
+        return busy_s + launches * self.launch_s if self.waits else max(busy_s, launches * self.launch_s)
+
+    def seconds(self, ops: tuple[Operation, ...]) -> float:
+        return sum(map(self.op_s, ops))
+
+
+def speed_of(device: Device, dtype: str, rates: Rates | None = None, code: Code = "fused") -> Speed:
+    """A device's speed from its datasheet and the constants, or from what was measured where it was."""
+    sustained = device.peak(dtype) * constants.MATMUL_FRACTION[device.name]
+    measured = rates or Rates()
+    flops_per_s = measured.matmul_flops_per_s.get(dtype, sustained)
+    stream = measured.copy_bytes_per_s or device.memory_bytes_per_s * constants.STREAM_FRACTION
+    cpu = device.kind == "cpu"
+    # A CPU without a figure of its own: a vectorised exponential takes about as long as so many multiply-adds.
+    exponentials = measured.exponentials_per_s or (flops_per_s / constants.EXPONENTIAL_FLOPS if cpu else math.inf)
+    return Speed(
+        flops_per_s=flops_per_s,
+        # A machine whose matmuls are slower or faster than expected is so in attention too.
+        attention=_attention_speed(device, device.peak(dtype) * flops_per_s / sustained, measured, code),
+        stream_bytes_per_s=stream,
+        elementwise_bytes_per_s=measured.elementwise_bytes_per_s or stream,
+        exponentials_per_s=exponentials,
+        kinds_bytes_per_s={
+            kind: rate
+            for kind, rate in (("rows", measured.rows_bytes_per_s), ("halves", measured.halves_bytes_per_s))
+            if rate is not None
+        },
+        narrow=_narrow(measured),
+        launch_s=measured.operation_s or measured.launch_s or device.launch_s,
+        processors=0 if cpu else device.sm_count,
+        tiles=constants.HOPPER_TILES if device.capability >= (9, 0) and code != "fused" else constants.TILES,
+        waits=cpu,
+        pads=code != "eager",
+    )
+
+
+PEAK_WIDTH = 1024
+"""From this smallest dim on a product runs at the rate of the peak, which is measured there."""
+
+
+def _narrow(measured: Rates) -> tuple[RateCurve, RateCurve]:
+    """Measured rates of narrow products, as fractions of the measured peak, so that they hold for any dtype."""
+    peak = measured.matmul_flops_per_s.get("fp32")
+    found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+    for key, rate in measured.projection_flops_per_s.items() if peak else ():
+        name, _, width = key.partition("-")
+        found[name].append((int(width), rate / (peak or 1.0)))
+    curves = (tuple(sorted(points)) for points in (found["forward"], found["backward"]))
+    forward, backward = ((*points, (PEAK_WIDTH, 1.0)) if points else () for points in curves)
+    return forward, backward
+
+
+def narrow_fraction(curve: RateCurve, op: Product) -> float:
+    """Between measured widths in a line over the width's logarithm; beyond them as at the ends."""
+    width = min(op.m, op.n, op.k)
+    if not curve or width >= curve[-1][0]:
+        return 1.0
+    if width <= curve[0][0]:
+        return curve[0][1]
+    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(curve) if pair[0][0] <= width < pair[1][0])
+    return y0 + (y1 - y0) * math.log(width / x0) / math.log(x1 / x0)
+
+
+def _attention_speed(device: Device, peak: float, measured: Rates, code: Code) -> AttentionRates:
+    if measured.attention_flops_per_s:
+        passes: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+        for key, rate in measured.attention_flops_per_s.items():
+            name, _, width = key.partition("-")
+            passes[name].append((int(width), rate))
+        return AttentionRates(tuple(sorted(passes["forward"])), tuple(sorted(passes["backward"])))
+    known = constants.TORCH_ATTENTION_FRACTION.get(device.name)
+    if known is None or code == "fused":
+        forward, backward = constants.FUSED_ATTENTION_FRACTION[device.name]
+        return AttentionRates(((128, forward * peak),), ((128, backward * peak),))
+    return AttentionRates(
+        tuple((width, forward * peak) for width, (forward, _) in known.items()),
+        tuple((width, backward * peak) for width, (_, backward) in known.items()),
+        constants.TORCH_ATTENTION_FILL,
+    )
+
+
+@functools.cache
+def shape_fraction(
+    count: int, m: int, n: int, k: int, processors: int, choice: constants.Tiles = constants.TILES
+) -> tuple[float, int]:
+    """Of the sustained rate, what a shape allows (the best tile's edges, last wave and fill), and into how many parts
+    its k is split.
+
+    A wave is one tile on every multiprocessor; the last one is rarely full. Each tile spends a fixed time on filling
+    its pipeline and on writing its result, as long as so many steps of k. A result of fewer tiles than multiprocessors
+    (a narrow layer's weight gradient) is computed in parts along k, so that all have work.
+    """
+    if not processors:
+        return 1.0, 1
+    best = (0.0, 1)
+    for tile_m, tile_n, rate in choice:
+        tiles = count * math.ceil(m / tile_m) * math.ceil(n / tile_n)
+        for splits in range(1, max(1, min(processors // tiles, k // constants.LEAST_SPLIT_K)) + 1):
+            slots = math.ceil(tiles * splits / processors) * processors
+            used = rate * splits * count * m * n / (slots * tile_m * tile_n)
+            own_k = k / splits
+            # Fewer parts among equals: each part's result is written and read.
+            best = max(best, (used * own_k / (own_k + constants.TILE_FILL_K), splits), key=lambda b: (b[0], -b[1]))
+    return best
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RanksOfNodes:
+    """Ranks that exchange with one another: `inside` of them in each of `nodes` nodes."""
+
+    inside: int
+    nodes: int
+    within: Wire
+    """Between two ranks of a node."""
+    across: Wire
+    """Between two nodes, for each rank."""
+    hides: bool = True
+    """Whether an exchange can run beside computing; between CPU ranks it is computing itself."""
+
+    @property
+    def ranks(self) -> int:
+        return self.inside * self.nodes
+
+    def all_gather_s(self, nbytes: float) -> float:
+        """Each node gathers over its members' adapters at once, then inside: also the time of a scatter-sum."""
+        across = seconds("all_gather", "ring", self.nodes, nbytes / self.inside, self.across)
+        return across + seconds("all_gather", "ring", self.inside, nbytes, self.within)
+
+    def all_reduce_s(self, nbytes: float) -> float:
+        """Scatter-sum and gather-all, or a tree where latency rules."""
+        tree = seconds("all_reduce", "tree", self.inside, nbytes, self.within)
+        tree += seconds("all_reduce", "tree", self.nodes, nbytes, self.across)
+        return min(2 * self.all_gather_s(nbytes), tree)
+
+    def exchange_s(self, collective: str, nbytes: float) -> float:
+        """A collective by its name."""
+        return self.all_reduce_s(nbytes) if collective == "all_reduce" else self.all_gather_s(nbytes)
+
+    def sent_bytes(self, nbytes: float, collective: str) -> float:
+        """What one rank sends for a buffer of so many bytes; the two levels together send what one ring would."""
+        return _sent_share(collective, self.ranks) * nbytes
+
+
+@functools.cache
+def _sent_share(collective: str, ranks: int) -> float:
+    return traffic(collective, "ring", ranks, ranks).nbytes / ranks
+
+
+def group(cluster: Cluster, size: int, stride: int) -> RanksOfNodes:
+    """The group of an axis: `size` ranks, `stride` apart, ranks laid on nodes in order."""
+    node = cluster.node
+    fit = max(1, min(size, node.count // stride))
+    inside = max(d for d in range(1, fit + 1) if size % d == 0)
+    return RanksOfNodes(
+        inside=inside,
+        nodes=size // inside,
+        within=_inside_a_node(cluster),
+        across=_between_nodes(cluster),
+        hides=node.device.kind == "gpu",
+    )
+
+
+def neighbour_s(cluster: Cluster, stride: int, ranks: int, nbytes: float) -> float:
+    """One message to the next rank of an axis: within the node when the whole axis lies in one, else across."""
+    near = stride * ranks <= cluster.node.count
+    return (_inside_a_node(cluster) if near else _between_nodes(cluster)).seconds(nbytes)
+
+
+def _inside_a_node(cluster: Cluster) -> Wire:
+    link = cluster.node.intra
+    return Wire(link.latency_s, link.bytes_per_s * constants.LINK_FRACTION)
+
+
+def _between_nodes(cluster: Cluster) -> Wire:
+    return Wire(cluster.node.inter.latency_s, cluster.node.inter_bytes_per_s_per_device * constants.LINK_FRACTION)

@@ -1,0 +1,114 @@
+"""Attention on a GPU: the compiled kernels against float64, gradients, repeatability, and through torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilemesh as tm
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.attention import reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+attention = tm.kernels.attention
+PACKED = torch.tensor([0, 5, 5, 200, 333, 700], dtype=torch.int32)
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 100},
+    "both sides": {"window": 70},
+    "packed": {"causal": True, "starts": PACKED},
+    "packed, full": {"starts": PACKED},
+    "packed window": {"window": 64, "causal": True, "starts": PACKED},
+}
+
+
+def heads(batch, count, tokens, width, *, dtype=torch.bfloat16, seed=0, turned=True):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (batch, tokens, count, width) if turned else (batch, count, tokens, width)
+    made = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    return made.transpose(1, 2) if turned else made
+
+
+def on_gpu(options):
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+def gradients(given, upstream, options, implementation):
+    inputs = [tensor.detach().requires_grad_() for tensor in given]
+    y = attention(*inputs, **options, implementation=implementation)
+    return torch.autograd.grad(y, inputs, upstream)
+
+
+def distance(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)])
+def test_forward_and_backward(mask, width, dtype):
+    options = on_gpu(MASKS[mask])
+    q, k, v = (heads(1, count, 700, width, seed=seed, dtype=dtype) for seed, count in enumerate((4, 2, 2)))
+    upstream = heads(1, 4, 700, width, seed=4, dtype=dtype)
+    y = attention(q, k, v, **options, implementation="triton")
+    assert excess(y, reference.exact(q, k, v, **options), reference.error_bound(q, k, v, **options)) is None
+    mine, again, torchs = (gradients((q, k, v), upstream, options, how) for how in ("triton", "triton", "torch"))
+    inputs = [tensor.double().detach().requires_grad_() for tensor in (q, k, v)]
+    exact = torch.autograd.grad(reference.exact(*inputs, **options), inputs, upstream.double())
+    for found, repeated, theirs, true in zip(mine, again, torchs, exact, strict=True):
+        assert torch.equal(found, repeated)
+        assert distance(found, true) <= 2 * distance(theirs, true) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "width"),
+    [(1, 1, 1, 1), (2, 17, 33, 40), (1, 130, 257, 64), (3, 129, 129, 128), (1, 100, 300, 200), (1, 1, 500, 128)],
+)
+def test_any_size(batch, queries, keys, width, dtype):
+    q = heads(batch, 2, queries, width, dtype=dtype, turned=False)
+    k, v = (heads(batch, 1, keys, width, seed=seed, dtype=dtype, turned=False) for seed in (1, 2))
+    for options in ({}, {"causal": True}, {"window": 20}, {"causal": True, "scale": -0.3}):
+        y = attention(q, k, v, **options, implementation="triton")
+        assert excess(y, reference.exact(q, k, v, **options), reference.error_bound(q, k, v, **options)) is None
+        upstream = torch.randn_like(y)
+        mine, torchs = (gradients((q, k, v), upstream, options, how) for how in ("triton", "torch"))
+        inputs = [tensor.double().detach().requires_grad_() for tensor in (q, k, v)]
+        exact = torch.autograd.grad(reference.exact(*inputs, **options), inputs, upstream.double())
+        for found, theirs, true in zip(mine, torchs, exact, strict=True):
+            floor = torch.finfo(dtype).eps * max(1.0, upstream.double().norm().item() / max(true.norm().item(), 1e-30))
+            assert distance(found, true) <= 2 * distance(theirs, true) + 4 * floor or not true.any()
+
+
+def test_strides_that_no_descriptor_takes():
+    wide = torch.randn(1, 2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    q, k, v = wide[..., ::2], wide[..., 1::2], wide[..., 3:131]
+    y = attention(q, k, v, causal=True, implementation="triton")
+    exact, bound = reference.exact(q, k, v, causal=True), reference.error_bound(q, k, v, causal=True)
+    assert excess(y, exact, bound) is None
+
+
+def test_starts_out_of_order_damage_nothing():
+    q = heads(1, 2, 300, 64)
+    around = torch.full((2, 300), 7, device="cuda", dtype=torch.int32)
+    for starts in ([0, 10_000, -5, 300], [50, 20, 10, 0], [0, 0, 0, 0], [-(2**30), 2**30]):
+        y = attention(q, q, q, torch.tensor(starts, device="cuda"), causal=True, implementation="triton")
+        assert bool(y.isfinite().all())
+    assert bool((around == 7).all())
+
+
+def test_compiled_and_autocast():
+    q, k, v = (heads(1, 2, 256, 64, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3))
+
+    def function(q, k, v):
+        with torch.autocast("cuda", torch.bfloat16):
+            return attention(q, k, v, causal=True, window=50).float().square().sum()
+
+    function(q, k, v).backward()
+    eager = [tensor.grad.clone() for tensor in (q, k, v)]
+    for tensor in (q, k, v):
+        tensor.grad = None
+    torch.compile(function, fullgraph=True)(q, k, v).backward()
+    for tensor, before in zip((q, k, v), eager, strict=True):
+        torch.testing.assert_close(tensor.grad, before, rtol=2e-2, atol=2e-2)
