@@ -59,8 +59,8 @@ class AdamW:
                     )
         self.parameters, self.exp_avgs, self.exp_avg_sqs = list(parameters), list(exp_avgs), list(exp_avg_sqs)
         self.masters = None if masters is None else list(masters)
-from tilemesh.core.errors import UsageError
-from tilemesh.core.ranges import Range
+        self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), [*map(float, decays)]
+        self.how = implementation_of(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
 
