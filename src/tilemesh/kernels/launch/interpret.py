@@ -54,7 +54,11 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
         module, _, name = step.kernel.partition(":")
         real = tl.float64 if is_double(step, dtypes) else tl.float32
         arguments = {name: _value(argument, held, real) for name, argument in step.arguments.items()}
-        with _one_at_a_time, _interpreting(), np.errstate(all="ignore"):  # a GPU does not warn of log(0) in padded rows either
+        with (
+            _one_at_a_time,
+            _interpreting(),
+            np.errstate(all="ignore"),
+        ):  # a GPU does not warn of log(0) in padded rows either
             getattr(_interpreted(module), name)[(*step.grid, 1)](**arguments, **step.constants)
     for name in written:
         target, made = tensors[name], held[name]
