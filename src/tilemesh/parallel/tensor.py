@@ -253,7 +253,7 @@ class _PartLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int, vocabulary: int, kernels: str
     ) -> Tensor:
-        options = {"ignore_index": IGNORED, "implementation": kernels}
+        options: dict[str, Any] = {"ignore_index": IGNORED, "implementation": kernels}
         mine_N, own_N = part_sums(logits_NV, targets_N, first, vocabulary, **options)
         top_N = seams.sum(mine_N, "max")
         sum_N, target_N = seams.sum(torch.stack(((mine_N - top_N).exp(), own_N))).unbind()
