@@ -53,14 +53,15 @@ def predict(
     rates: Rates | None = None,
     code: Code | None = None,
     graph: bool = True,
+    chunked_loss: bool = False,
 ) -> Prediction:
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
     cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`model/work/task.py`); `graph`:
-    whether a step becomes a CUDA graph where it can.
+    whether a step becomes a CUDA graph where it can; `chunked_loss`: whether logits exist for some rows at a time.
     """
-    return Estimator(model, cluster, context, rates, code, graph).predict(plan)
+    return Estimator(model, cluster, context, rates, code, graph, chunked_loss).predict(plan)
 
 
 class Estimator:
@@ -74,6 +75,7 @@ class Estimator:
         rates: Rates | None = None,
         code: Code | None = None,
         graph: bool = True,
+        chunked_loss: bool = False,
     ) -> None:
         self.model = model
         self.cluster = cluster
@@ -89,7 +91,7 @@ class Estimator:
                 f"add --set model.context={self.context}"
             )
         self.clock = Clock(model, cluster, self.context, rates, code)
-        self.room = Room(model, cluster, self.context, code)
+        self.room = Room(model, cluster, self.context, code, chunked_loss)
         self.usable_bytes = usable_bytes(cluster)
         self._frames: dict[tuple[object, ...], Frame] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
