@@ -176,6 +176,8 @@ def test_opcheck_fake_tensors_and_transforms():
         (lambda x, s, t: scale_shift(x, s, t.to("meta")), "different devices"),
         (lambda x, s, t: scale_shift(x, s[:2], t), r"scale \(2,\)"),
         (lambda x, s, t: scale_shift(x, s, None), "shift is None"),
+        (lambda x, s, t: scale_shift(None, None, None), "x is None"),
+        (lambda x, s, t: tm.kernels.attention(None, None, None), "is None: expected a torch.Tensor"),
         (lambda x, s, t: scale_shift(x, s), "missing: shift"),
         (lambda x, s, t: scale_shift(x, s, [1.0]), "shift is a list"),
         (lambda x, s, t: scale_shift(x.int(), s.int(), t.int()), "x int32"),

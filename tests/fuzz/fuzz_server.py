@@ -213,6 +213,8 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
         os.environ.update(case.environ)
         _doors(case.starts_ranks)
         if case.function:
+            # What a function raised may quote bytes that are no UTF-8, which a strict terminal cannot show.
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             print(fuzz_functions.call(case.function))
             code = 0
         else:

@@ -26,6 +26,9 @@ def plan(
         str | None,
         typer.Option("--code", metavar="NAME", help="What runs it: fused (Megatron's), compiled or eager (torch)."),
     ] = None,
+    headroom: Annotated[
+        str | None, typer.Option(metavar="N%", help="Memory of each device to leave free; 5% if not given.")
+    ] = None,
     save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,
     grade: Annotated[
@@ -47,6 +50,7 @@ def plan(
         fix=tuple(fix or ()),
         sets=tuple(sets or ()),
         code=code,
+        headroom=headroom,
         save=save,
         explain=explain,
         grade=tuple(grade or ()),

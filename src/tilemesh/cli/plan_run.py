@@ -23,7 +23,7 @@ from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
+from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count, parse_fraction
 from tilemesh.measure.machine import this_machine
 from tilemesh.model.config import PRESETS, ModelConfig
 from tilemesh.model.work.task import Code
@@ -36,6 +36,7 @@ from tilemesh.plan.choose import (
     plan_figures,
     search,
 )
+from tilemesh.plan.constants import HEADROOM
 from tilemesh.plan.explain import ExplainedPart, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
 from tilemesh.plan.local import is_local, local_machine
@@ -62,6 +63,7 @@ class PlanQuestion:
     fix: tuple[str, ...]
     sets: tuple[str, ...]
     code: str | None
+    headroom: str | None
     save: str | None
     explain: bool
     grade: tuple[str, ...]
@@ -81,7 +83,7 @@ def run(asked: PlanQuestion) -> None:
         raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
-        for name in ("fix", "save", "json", "html", "code"):
+        for name in ("fix", "save", "json", "html", "code", "headroom"):
             if getattr(asked, name):
                 raise UsageError(f"--{name} is about a plan, which needs --cluster, such as --cluster 64xh100")
         _explain_model(console, asked, asked.model, model)
@@ -109,7 +111,7 @@ def run(asked: PlanQuestion) -> None:
 
 def _grade(asked: PlanQuestion, console: Console) -> None:
     """Runs beside their predictions; everything else on the command line is about a plan."""
-    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "save", "html")
+    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "headroom", "save", "html")
     given = [name for name in others if getattr(asked, name) not in (None, ())]
     if given:
         shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
@@ -134,6 +136,7 @@ def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResu
             pins=pins,
             rates=None if local is None else local.rates,
             code=cast(Code | None, asked.code),
+            headroom=HEADROOM if asked.headroom is None else parse_fraction(asked.headroom),
         )
     except NothingFitsError as error:
         if asked.json is not None:

@@ -32,7 +32,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
-class Regions:
+class CompiledRegions:
     """Parts of a model that are compiled each for itself, to be called instead of its own."""
 
     layers: Sequence[Callable[..., Any]]
@@ -80,7 +80,7 @@ class Laid:
         x_BTD: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
-        regions: Regions | None = None,
+        regions: CompiledRegions | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 

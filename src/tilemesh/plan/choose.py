@@ -21,6 +21,7 @@ from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.constants import HEADROOM
 from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
@@ -62,6 +63,7 @@ class SearchResult:
     rates: Rates | None = None
     """What was measured of a device, where the search was told."""
     code: Code | None = None
+    headroom: float = HEADROOM
 
     @property
     def fitting(self) -> int:
@@ -77,7 +79,7 @@ class SearchResult:
 
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""
-        return Estimator(self.model, self.cluster, self.context, self.rates, self.code)
+        return Estimator(self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom)
 
 
 def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
@@ -111,16 +113,17 @@ def search(
     shown: int = SHOWN,
     rates: Rates | None = None,
     code: Code | None = None,
+    headroom: float = HEADROOM,
 ) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
-    `predict`.
+    `predict`; `headroom` is the fraction of a device's memory that stays free.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
     model = preset(model) if isinstance(model, str) else model
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins = pins or Pins()
-    estimator = Estimator(model, cluster, context, rates, code)
+    estimator = Estimator(model, cluster, context, rates, code, headroom=headroom)
     batch = choose_batch(batch, batch_tokens, estimator.context)
     considered, least, ranked = _look(estimator, batch, pins)
     if least is None:
@@ -132,7 +135,7 @@ def search(
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
     return SearchResult(
-        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code
+        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code, headroom
     )
 
 
@@ -219,7 +222,9 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Para
     for cluster in (estimator.cluster, *_larger(estimator.cluster)):
         if states > cluster.world * estimator.usable_bytes:
             continue  # however they are split, some rank holds too much
-        bigger = Estimator(estimator.model, cluster, estimator.context, estimator.rates, estimator.code)
+        bigger = Estimator(
+            estimator.model, cluster, estimator.context, estimator.rates, estimator.code, headroom=estimator.headroom
+        )
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most
                 return cluster.world, group[-1]

@@ -138,9 +138,9 @@ def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> 
 # ---- a layout ----------------------------------------------------------------------------------------------------
 
 
-def usable_bytes(cluster: Cluster) -> int:
+def usable_bytes(cluster: Cluster, headroom: float = constants.HEADROOM) -> int:
     """What a plan may use of a device."""
-    return int(cluster.device.usable_bytes * constants.USABLE_FRACTION)
+    return int(cluster.device.usable_bytes * (1 - headroom))
 
 
 class Room:

@@ -17,6 +17,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
+from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
@@ -28,6 +29,7 @@ from tilemesh.plan.memory import RankMemory, Room, usable_bytes
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
+_HEADROOM = Range(0, 1, below=True)
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
 MOST_CUTS = 20_000
@@ -65,7 +67,10 @@ def predict(
 
 
 class Estimator:
-    """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's."""
+    """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's.
+
+    `headroom`: the fraction of a device's memory that a plan leaves free.
+    """
 
     def __init__(
         self,
@@ -75,8 +80,13 @@ class Estimator:
         rates: Rates | None = None,
         code: Code | None = None,
         graph: bool = True,
+<<<<<<< HEAD
         chunked_loss: bool = False,
+=======
+        headroom: float = constants.HEADROOM,
+>>>>>>> fd6f2f193a08d16a90dc7dab467400c05a2e5d2d
     ) -> None:
+        _HEADROOM.check("headroom", headroom)
         self.model = model
         self.cluster = cluster
         self.rates = rates
@@ -91,8 +101,14 @@ class Estimator:
                 f"add --set model.context={self.context}"
             )
         self.clock = Clock(model, cluster, self.context, rates, code)
+<<<<<<< HEAD
         self.room = Room(model, cluster, self.context, code, chunked_loss)
         self.usable_bytes = usable_bytes(cluster)
+=======
+        self.room = Room(model, cluster, self.context, code)
+        self.headroom = headroom
+        self.usable_bytes = usable_bytes(cluster, headroom)
+>>>>>>> fd6f2f193a08d16a90dc7dab467400c05a2e5d2d
         self._frames: dict[tuple[object, ...], Frame] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s

@@ -70,7 +70,7 @@ def _one_device(result: SearchResult) -> str:
     plan = result.best.plan
     alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
     need = Room(result.model, result.cluster, result.context, result.code).stage(alone, 0, (result.model.layers,))
-    have = usable_bytes(result.cluster)
+    have = usable_bytes(result.cluster, result.headroom)
     dominant = need.dominant
     if need.total_bytes <= have:
         others = "" if plan.world == 1 else ", so the others are for speed"

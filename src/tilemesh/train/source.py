@@ -20,7 +20,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import Corpus, batch
 from tilemesh.model.transformer import Transformer
-from tilemesh.parallel.laid import Laid, Regions
+from tilemesh.parallel.laid import CompiledRegions, Laid
 from tilemesh.parallel.mesh import Axis
 from tilemesh.train.config import TrainConfig
 
@@ -74,7 +74,7 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
     return Objective(compiled, laid.loss)
 
 
-def regions(laid: Laid) -> Regions:
+def regions(laid: Laid) -> CompiledRegions:
     """Every layer compiled for itself, and what follows the last one.
 
     Layers are the same code over other weights, which are its inputs: one is compiled, and the others find it. The
@@ -83,7 +83,7 @@ def regions(laid: Laid) -> Regions:
     assert isinstance(laid.module, Transformer)
     layers: list[Any] = [torch.compile(layer) for layer in laid.module.layers]
     head: Any = torch.compile(laid.head_loss)
-    return Regions(layers, head)
+    return CompiledRegions(layers, head)
 
 
 class TextSource:

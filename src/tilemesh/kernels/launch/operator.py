@@ -138,7 +138,7 @@ class _Operator:
         cast: whether these are values after autocast; a call that has yet to cast has no key.
         """
         found = signature(tensors)
-        if found is None or (self.options.casts and not cast and autocasts(_first(tensors))):
+        if found is None or (self.options.casts and not cast and _casts_now(tensors)):
             return None, []
         key, addresses = found
         asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
@@ -286,5 +286,7 @@ def _autograd_function(computation: Computation) -> Any:
     return Eager
 
 
-def _first(tensors: Tensors) -> Tensor:
-    return next(tensor for tensor in tensors if tensor is not None)
+def _casts_now(tensors: Tensors) -> bool:
+    """Whether autocast is on for these; where no tensor is given at all, the checks that follow say so."""
+    first = next((tensor for tensor in tensors if tensor is not None), None)
+    return first is not None and autocasts(first)
