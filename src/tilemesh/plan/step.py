@@ -80,11 +80,8 @@ class Estimator:
         rates: Rates | None = None,
         code: Code | None = None,
         graph: bool = True,
-<<<<<<< HEAD
         chunked_loss: bool = False,
-=======
         headroom: float = constants.HEADROOM,
->>>>>>> fd6f2f193a08d16a90dc7dab467400c05a2e5d2d
     ) -> None:
         _HEADROOM.check("headroom", headroom)
         self.model = model
@@ -101,14 +98,9 @@ class Estimator:
                 f"add --set model.context={self.context}"
             )
         self.clock = Clock(model, cluster, self.context, rates, code)
-<<<<<<< HEAD
         self.room = Room(model, cluster, self.context, code, chunked_loss)
-        self.usable_bytes = usable_bytes(cluster)
-=======
-        self.room = Room(model, cluster, self.context, code)
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
->>>>>>> fd6f2f193a08d16a90dc7dab467400c05a2e5d2d
         self._frames: dict[tuple[object, ...], Frame] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
