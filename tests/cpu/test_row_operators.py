@@ -19,7 +19,7 @@ from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import reference as losses
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
-from tilemesh.kernels.linear_cross_entropy import kernel as chunks
+from tilemesh.kernels.linear_cross_entropy import cost as chunks
 from tilemesh.kernels.norm import kernel as norm_kernels
 from tilemesh.kernels.norm import reference as norms
 from tilemesh.kernels.softmax import kernel as softmax_kernels
