@@ -145,7 +145,8 @@ def number(program: StepProgram) -> Numbered:
         latest: dict[object, int] = {}
         for index, action in enumerate(actions):
             near, far, made = _pass_events(program, rank, action, name)
-            _other_events(program, rank, index, action, name, latest, near, made)
+            if latest or not made:
+                _other_events(program, rank, index, action, name, latest, near, made)
             pair = action.pair and (action.pair.kind, action.pair.chunk, action.pair.slice)
             cost = samples((action.kind, action.chunk, action.slice, pair))
             if cost == len(actions_of_cost):

@@ -12,10 +12,11 @@ is written by hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.step.action import Action, StepProgram
+from tilemesh.core.step.action import Action, Kind, StepProgram
 from tilemesh.core.step.fill import fill
 from tilemesh.core.step.placement import vee
 from tilemesh.core.step.simulate import StepTimes
@@ -68,26 +69,55 @@ def vee_schedule(name: str, ranks: int, microbatches: int) -> StepProgram:
     return from_legs(name, ranks, microbatches, LEGS[name], StepTimes.even(2 * ranks, 1, 1, 1))
 
 
-def from_legs(
-    name: str, ranks: int, microbatches: int, legs: Legs, times: StepTimes, patience: float = 0.0
-) -> StepProgram:
+def from_legs(name: str, ranks: int, microbatches: int, legs: Legs, times: StepTimes) -> StepProgram:
     """The block of these legs, repeated; weight gradients where ranks would wait under these times."""
     block = find_block(ranks, legs)
     if block is None:
         raise UsageError(f"{name}: no block of legs {legs} fits {ranks} ranks")
-    orders, most = [], []
-    for rank, slots in enumerate(block):
+    bare = _repeated(name, microbatches, block, _PERIOD)
+    return fill(bare, times, [_held(slots) for slots in block])
+
+
+def stretched(
+    ranks: int, microbatches: int, stretch: tuple[float, ...], times: StepTimes, most_held: int, patience: float
+) -> StepProgram:
+    """A block in seconds instead of slots: a leg takes `stretch` times its pass and message per rank.
+
+    Passes of one rank may overlap in it; they are done in the order in which they would begin.
+    """
+    forward_s, input_s = times.forward_s[0], times.input_s[0]
+    passes_s = (forward_s, forward_s, input_s, input_s)
+    down, up, back, home = (
+        factor * (pass_s + times.transfer_s) for factor, pass_s in zip(stretch, passes_s, strict=True)
+    )
+    last = ranks - 1
+    turn = last * down + forward_s
+    turn_back = turn + last * up + forward_s
+    turn_home = turn_back + last * back + input_s
+    block = [
+        (rank * down, turn + (last - rank) * up, turn_back + rank * back, turn_home + (last - rank) * home)
+        for rank in range(ranks)
+    ]
+    bare = _repeated("search", microbatches, block, 2 * (forward_s + input_s + times.weight_s[0]))
+    return fill(bare, times, [most_held] * ranks, patience)
+
+
+def _repeated(
+    name: str, microbatches: int, block: Sequence[tuple[float, float, float, float]], period: float
+) -> StepProgram:
+    """F and I of every rank, ordered by when they begin if blocks follow one another."""
+    ranks = len(block)
+    orders = []
+    for rank, begins in enumerate(block):
         down, up = rank, 2 * ranks - 1 - rank
-        kinds = (("F", down), ("F", up), ("I", up), ("I", down))
+        kinds: tuple[tuple[Kind, int], ...] = (("F", down), ("F", up), ("I", up), ("I", down))
         timed = [
-            (slot + _PERIOD * m, Action(kind, chunk, m))  # type: ignore[arg-type]
+            (begin + period * m, leg, Action(kinds[leg][0], kinds[leg][1], m))
             for m in range(microbatches)
-            for slot, (kind, chunk) in zip(slots, kinds, strict=True)
+            for leg, begin in enumerate(begins)
         ]
-        orders.append(tuple(action for _, action in sorted(timed)))
-        most.append(_held(slots))
-    bare = StepProgram(name, vee(ranks), microbatches, tuple(orders))
-    return fill(bare, times, most, patience)
+        orders.append(tuple(action for _, _, action in sorted(timed)))
+    return StepProgram(name, vee(ranks), microbatches, tuple(orders))
 
 
 def find_block(ranks: int, legs: Legs) -> list[tuple[int, int, int, int]] | None:
