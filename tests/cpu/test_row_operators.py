@@ -242,7 +242,9 @@ def test_only_what_needs_a_gradient_gets_one():
     assert weight.grad is not None
 
 
-@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float32, "mean"), (torch.bfloat16, "sum")])
+@pytest.mark.parametrize(
+    ("dtype", "reduction"), [pytest.param(torch.float32, "mean", marks=pytest.mark.slow), (torch.bfloat16, "sum")]
+)
 def test_a_loss_without_logits_in_several_chunks(dtype, reduction, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 128 * 50 * torch.finfo(dtype).bits // 8)
     x, weight = normal(260, 8, dtype=dtype, grad=True), normal(50, 8, seed=1, dtype=dtype, grad=True)
