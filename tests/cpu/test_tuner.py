@@ -231,9 +231,9 @@ def test_a_wrong_last_row_is_seen_by_the_tuner_and_by_the_rows(monkeypatch, c_ki
     inputs = timed.sets[0]
     wrong(inputs.a, inputs.b, inputs.c, inputs.d, None)
     with pytest.raises(RunError, match="ours is wrong"):
-        _check(BENCH, problem, [inputs.given]).verify("ours", inputs.d, 0)
+        _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
     inputs.d[-1] -= 0.5
-    _check(BENCH, problem, [inputs.given]).verify("ours", inputs.d, 0)
+    _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
 
 
 def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path):
