@@ -132,6 +132,9 @@ def test_on_a_cpu_it_is_torchs_attention():
     q, k, v = (heads(2, 2, 9, 8, seed=seed, dtype=torch.float32) for seed in range(3))
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(attention(q, k, v, causal=True), expected)
+    torch.testing.assert_close(
+        attention(q, k, v, causal=True, scale=-3.0), reference.exact(q, k, v, causal=True, scale=-3.0).float()
+    )
     module = tm.kernels.SelfAttention(12, 4, kv_heads=2, causal=True, window=3)
     x = normal(2, 7, 12, dtype=torch.float32)
     q, k, v = (linear(x).unflatten(-1, (-1, 3)).transpose(1, 2) for linear in (module.fc_q, module.fc_k, module.fc_v))

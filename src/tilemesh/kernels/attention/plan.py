@@ -17,8 +17,12 @@ from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
 
 _KERNELS = "tilemesh.kernels.attention.kernel"
-_HOPPER = "tilemesh.kernels.attention.hopper"
-_ROWS = 64  # of a group of warps in hopper.py
+_HOPPER = {
+    "attend_hopper": "tilemesh.kernels.attention.hopper:attend_hopper",
+    "keys_back_hopper": "tilemesh.kernels.attention.hopper_back:keys_back_hopper",
+    "queries_back_hopper": "tilemesh.kernels.attention.hopper_back:queries_back_hopper",
+}
+_ROWS = 64  # of a group of warps in hopper.py and hopper_back.py; a program has two
 _LOG2_E = 1.4426950408889634
 _L2_BYTES = 24 << 20  # of keys and values that programs read at the same time
 _BOUNDS_BLOCK = 256
@@ -50,19 +54,16 @@ class Mask:
 
 @dataclass(frozen=True)
 class Ring:
-    """Of a kernel in hopper.py: rows of a tile that is streamed, stages of its ring, groups of warps, and whether they
-    take turns at the tensor cores."""
+    """Of a kernel for Hopper: rows of a tile that is streamed, and stages of its ring."""
 
     rows: int
     stages: int
-    groups: int = 2
-    turns: bool = False
 
 
 def ring_of(kernel: str, width: int) -> Ring:
     """Measured on an H200 (docs/kernels/LOG.md)."""
     if kernel == "attend":
-        return Ring(128, 2, turns=True)
+        return Ring(128, 2)
     if kernel == "keys_back":
         return Ring(64, 2) if width == 128 else Ring(128, 2)
     return Ring(64, 3)
@@ -126,7 +127,7 @@ def _constants(q: Place, chosen: Blocks, mask: Mask, packed: bool, interpreted: 
 
 
 def on_hopper(places: Mapping[str, Place], mask: Mask) -> bool:
-    """Whether the kernels in hopper.py take these tensors: 16-bit heads of 64 or 128, aligned for TMA."""
+    """Whether the kernels for Hopper take these tensors: 16-bit heads of 64 or 128, aligned for TMA."""
     q = places["q"]
     if q.dtype not in ("float16", "bfloat16") or q.shape[3] not in (64, 128) or mask.scale <= 0:
         return False
@@ -151,7 +152,7 @@ def _hopper_plan(
     name: str, places: Mapping[str, Place], streamed: tuple[str, ...], ring: Ring, programs: int,
     more: Mapping[str, Argument], constants: Mapping[str, object],
 ) -> LaunchPlan:  # fmt: skip
-    """A launch of a kernel in hopper.py. streamed: the tensors whose tiles go through rings."""
+    """A launch of a kernel for Hopper. streamed: the tensors whose tiles go through rings."""
     arguments: dict[str, Argument] = {"first": None, "last": None, **more}
     for tensor, place in places.items():
         if len(place.shape) == 4:
@@ -161,7 +162,7 @@ def _hopper_plan(
         else:
             arguments[tensor] = Pointer(tensor)
     constants = {**constants, "STAGES": ring.stages}
-    return LaunchPlan((Step(f"{_HOPPER}:{name}", (programs, 1), arguments, constants, warps=4, varying=_SIZES),))
+    return LaunchPlan((Step(_HOPPER[name], (programs, 1), arguments, constants, warps=4, varying=_SIZES),))
 
 
 def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
@@ -185,9 +186,8 @@ def forward_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool, 
     more["section"] = _section(batch * heads, k, heads // kv_heads)
     if multiprocessors and on_hopper(places, mask):
         ring = ring_of("attend", width)
-        fixed: dict[str, object] = {"BLOCK_N": ring.rows, "HEAD": width, "GROUPS": ring.groups, "TURNS": ring.turns}
-        fixed |= mask.constants("first" in places)
-        tiles = blocks(queries, ring.groups * _ROWS) * batch * heads
+        fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
+        tiles = blocks(queries, 2 * _ROWS) * batch * heads
         more["tiles"], programs = tiles, min(tiles, multiprocessors)
         return _hopper_plan("attend_hopper", places, ("k", "v"), ring, programs, more, fixed)
     chosen = blocks_of("attend", head_block(width), q.dtype, interpreted)
@@ -222,7 +222,7 @@ def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool
     if multiprocessors and on_hopper(places, mask):
         ring = ring_of("keys_back", width)
         fixed = {"BLOCK_M": ring.rows, "HEAD": width, **mask.constants("first" in places)}
-        programs = blocks(keys, ring.groups * _ROWS) * batch * kv_heads
+        programs = blocks(keys, 2 * _ROWS) * batch * kv_heads
         return _hopper_plan("keys_back_hopper", places, ("q", "grad"), ring, programs, more, fixed)
     chosen = blocks_of("keys_back", head_block(width), q.dtype, interpreted)
     more["E"] = width
@@ -245,7 +245,7 @@ def queries_back_plan(
     if multiprocessors and on_hopper(places, mask):
         ring = ring_of("queries_back", width)
         fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
-        programs = blocks(queries, ring.groups * _ROWS) * batch * heads
+        programs = blocks(queries, 2 * _ROWS) * batch * heads
         return _hopper_plan("queries_back_hopper", places, ("k", "v"), ring, programs, more, fixed)
     chosen = blocks_of("queries_back", head_block(width), q.dtype, interpreted)
     more["E"] = width
