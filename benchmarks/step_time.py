@@ -41,8 +41,8 @@ from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.gradients import GradientStep, LocalGradients, Parts
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import trained
-from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.local import local_machine
+from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig

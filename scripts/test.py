@@ -1,8 +1,8 @@
 """Run the tests in parts and end with one summary: the failures of all parts, then `N passed, N failed, N skipped`.
 
 `make test` runs the parts `units` (none of which sees a GPU), `gpu` where there is one, and `ranks` (tests that start
-processes of their own); each runs even when one before it failed. Units and ranks run two tests at a time: a test that
-starts ranks waits for them half of its time. It needs only pytest: on a machine where nothing can be installed,
+processes of their own); each runs even when one before it failed. Units run two tests at a time, ranks three: a test
+that starts ranks waits for them half of its time. It needs only pytest: on a machine where nothing can be installed,
 `python3 scripts/test.py --by-file -n 16 --logs FOLDER` runs the tests from source, each file in a process of its own.
 The totals come from the JUnit files that pytest writes.
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -28,12 +28,20 @@ PARTS = ("units", "gpu", "ranks", "setup", "failed")
 SETUP_TESTS = "tests/cpu/test_setup.py"
 RANK_TESTS = "tests/mpi"
 GPU_TESTS = ("tests/gpu", "tests/cpu/test_matmul_notebook.py")  # the notebook measures where it can
-# A class or a file stays in one process, whose ranks tests/mpi/started.py keeps, in the order of tests/mpi/conftest.py.
+# Files that take longest, in this order: they begin first, so that no core is left alone with one in the end.
+LONGEST = (
+    *(f"tests/mpi/test_{part}.py" for part in ("train_faults", "forward", "comm", "comm_faults", "launch")),
+    *(f"tests/mpi/test_{part}.py" for part in ("bench_train", "gate", "call", "backward", "train_fit")),
+    *(f"tests/cpu/test_{part}.py" for part in ("matmul", "train_run", "row_operators", "operators", "calibrate")),
+    *(f"tests/cpu/test_{part}.py" for part in ("matmul_gradient", "doctor", "model_kernels", "compiled_memory")),
+    *("tests/fuzz/test_fuzz.py", "tests/pure/test_schedules.py", "tests/report/test_report_pages.py"),
+)
+# A class or a file stays in one process, whose ranks tests/mpi/started.py keeps; tests/mpi/conftest.py joins some.
 BY_SCOPE = ("--dist", "loadscope", "--no-loadscope-reorder")
 NO_GPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Two jobs of as many ranks as cores: a rank of Open MPI that waits lets others run.
 SHARING = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-CORES_PER_RANK_TEST = 4  # how many cores a test that starts ranks is counted as, where files run side by side
+CORES_PER_RANK_TEST = 2  # how many cores a file that starts two to four ranks keeps busy, where files run side by side
 NO_TESTS = 5  # pytest's exit code when nothing was selected
 
 
@@ -119,16 +127,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def part_jobs(options: argparse.Namespace) -> list[Job]:
     """One job for each part, to run one after the other."""
     slow = ("-m", "slow or not slow") if options.all else ()
-    several = ("-n", str(options.n)) if find_spec("xdist") is not None and options.n > 1 else ()
+    is_several = find_spec("xdist") is not None and options.n > 1
+    units = ("-n", str(options.n)) if is_several else ()
+    ranks = ("-n", str(options.n * 3 // 2), *BY_SCOPE) if is_several else ()
+    rank_files = [str(path.relative_to(ROOT)) for path in longest_first((ROOT / RANK_TESTS).glob("test_*.py"))]
     jobs = {
-        "units": Job("units", (*several, *slow, "--ignore", RANK_TESTS, "--ignore", GPU_TESTS[0]), NO_GPU),
+        "units": Job("units", (*units, *slow, "--ignore", RANK_TESTS, "--ignore", GPU_TESTS[0]), NO_GPU),
         "gpu": Job("gpu", (*slow, *GPU_TESTS)),
-        "ranks": Job("ranks", (*several, *(BY_SCOPE if several else ()), *slow, RANK_TESTS), SHARING),
+        "ranks": Job("ranks", (*ranks, *slow, *rank_files), SHARING),
         "setup": Job("setup", ("-m", "slow", SETUP_TESTS)),
         # What failed in the last run of each part, slow or not, one after the other.
         "failed": Job("failed", ("--last-failed", "--last-failed-no-failures=none", "-m", "slow or not slow")),
     }
     return [jobs[part] for part in options.parts if part != "gpu" or has_gpu()]
+
+
+def longest_first(paths: Iterable[Path]) -> list[Path]:
+    order = {ROOT / name: number for number, name in enumerate(LONGEST)}
+    return sorted(paths, key=lambda path: (order.get(path, len(order)), path))
 
 
 def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
@@ -139,7 +155,7 @@ def file_jobs(options: argparse.Namespace) -> list[tuple[list[Job], int]]:
         names = [str(path.relative_to(ROOT)) for path in paths]
         return [Job(name, (*slow, name), environment) for name in names if name != SETUP_TESTS]
 
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = longest_first((ROOT / "tests").rglob("test_*.py"))
     ranks = [path for path in files if path.is_relative_to(ROOT / RANK_TESTS)]
     gpu = [path for path in files if path.is_relative_to(ROOT / "tests" / "gpu")]
     units = [path for path in files if path not in ranks and path not in gpu]

@@ -3,6 +3,7 @@ was given, and a word on what will be skipped."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from importlib.util import find_spec
@@ -31,6 +32,12 @@ def recording() -> tuple[Any, list[str]]:
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=record, bw_compiler=record), recorded
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection (one before each measurement, for example) need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.accuracy import excess, sum_error, unit
+from tilemesh.kernels.accuracy import excess, unit
+from tilemesh.kernels.adamw.bench import BENCH
+from tilemesh.kernels.adamw.reference import norm_bound
 
 pytest.importorskip("triton")
 
@@ -73,6 +77,23 @@ def test_masters_of_16_bit_parameters(dtype):
         assert torch.equal(parameter, master.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rows_check_sees_a_wrong_step(dtype):
+    problem = BENCH.form.problem("3x1500", {"dtype": dtype})
+
+    def interpreted(parameters, gradients, averages, squares, masters, **changed):
+        options = {"rate": 1e-3, "step": 10, "implementation": "interpret", **changed}
+        kernels.adamw(parameters, gradients, averages, squares, masters, **options)
+
+    def wrong(**changed):
+        return BENCH.wrong_in_place(problem, functools.partial(interpreted, **changed), torch.device("cpu"))
+
+    assert wrong() is None
+    assert BENCH.wrong_in_place(problem, BENCH.calls(problem)["eager"], torch.device("cpu")) is None
+    for changed in ({"rate": 1.01e-3}, {"step": 9}, {"divisor": 1.001}, {"weight_decay": 0.011}, {"eps": 1e-3}):
+        assert "tensor 0" in wrong(**changed), changed
+
+
 def test_scalars_on_the_device_and_a_divisor():
     found = []
     for rate, step, divisor in ((0.01, 7, 4.0), tuple(torch.tensor(x, dtype=torch.float64) for x in (0.01, 7, 4.0))):
@@ -104,7 +125,7 @@ def test_the_global_norm(how):
     exact = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
     found = kernels.global_norm(tensors, implementation=how)
     assert found.dtype == torch.float32
-    assert excess(found, exact, sum_error(exact, 9000, torch.float32)) is None
+    assert excess(found, exact, norm_bound(exact, torch.float32, sum(tensor.numel() for tensor in tensors))) is None
     assert torch.equal(found, kernels.global_norm(tensors, implementation=how))
     wide = [tensor.double() for tensor in tensors]
     torch.testing.assert_close(kernels.global_norm(wide, implementation=how), exact, rtol=1e-13, atol=0)

@@ -79,7 +79,7 @@ SETTINGS = [
     ("train.seed=99999999999999999999", "train.seed is '99999999999999999999', expected a whole number below 2**63"),
     ("train.seed=-1", "train.seed is -1: expected between 0 and"),
     # was found only inside ranks
-    ("plan.tp=3,plan.dp=1", "plan.tp is 3: 4 heads are not divisible by it; set plan.tp"),
+    ("plan.tp=3,plan.dp=1", "plan.tp is 3: 4 heads are not divisible by it; the nearest that can are 2 and 4"),
     ("plan.tp=64,plan.dp=1", "plan.tp is 64: 4 heads are not divisible by it"),
     ("plan.dp=4096,train.batch=4096", "a plan of 8192 ranks"),
     ("optimizer.epsilon=-1", "optimizer.epsilon is -1.0: expected 0 or more"),

@@ -67,6 +67,7 @@ def test_a_trial_that_crashes_is_a_finding_with_its_last_words(monkeypatch: pyte
     assert crashed.remedy == "mend it"
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_exchange_are_a_finding() -> None:
     failed = doctor._try_ranks("no-such-backend")
     assert failed.state == "fails"

@@ -6,11 +6,15 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tilemesh as tm
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.launch.tensors import dtype_name
 from tilemesh.kernels.matmul import reference
+from tilemesh.kernels.matmul.arguments import problem_of
+from tilemesh.kernels.matmul.op import _reads_slowly
 from tilemesh.kernels.matmul.problem import Problem, contiguous
 from tilemesh.kernels.matmul.run import matrix_of
 
@@ -118,3 +122,21 @@ def test_the_sum_is_kept_for_the_backward_pass():
     reference.fused_matmul(*plain, "gelu").sum().backward()
     for mine, theirs in zip(leaves, plain, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=3), st.booleans(), st.booleans(), st.integers(0, 9))
+@settings(max_examples=80, deadline=None)
+def test_a_backward_product_is_slow_where_the_problem_says_so(sizes, a_turned, b_turned, offset):
+    m, n, k = sizes
+
+    def matrix(rows, columns, turned, begin=0):
+        shape = (columns, rows) if turned else (rows, columns)
+        whole = torch.zeros(begin + rows * columns, dtype=torch.float16)[begin:].view(shape)
+        return whole.mT if turned else whole
+
+    x, y = matrix(m, k, a_turned, offset), matrix(k, n, b_turned)
+    problem = problem_of(x, y, None, torch.empty(m, n, dtype=torch.float16), activation="none")
+    assert _reads_slowly(x, y) or not problem.slow_operands  # never taken for quick where it is not
+    if min(m, n, k) > 1:  # a single row or column has a stride that nothing reads: counted slow, harmlessly
+        assert _reads_slowly(x, y) == bool(problem.slow_operands)
+    assert not _reads_slowly(x.float(), y.float())

@@ -19,7 +19,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.train.config import LoopConfig, TrainConfig
 
-INTERPRETED = ModelKernels(projections="auto", norms="interpret", loss="interpret")
+INTERPRETED = ModelKernels(projections="auto", embedding="interpret", norms="interpret", loss="interpret")
 SMALL = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "vocabulary": 37, "context": 4}
 GPT2 = preset("gpt2-124m").replace(**SMALL, kv_heads=4, dropout=0.0)
 LLAMA = preset("tinyllama-1.1b").replace(**SMALL, kv_heads=2)
@@ -80,7 +80,7 @@ def test_a_step_has_the_same_loss_and_gradients(case: str, recompute: str) -> No
 
 @pytest.mark.parametrize("case", ["gpt2 with dropout", "llama"])
 def test_compiled_as_one_graph(case: str) -> None:
-    config = CASES[case]
+    config = CASES[case].replace(layers=1)
     laid = make(config, INTERPRETED)
     compiled = torch.compile(laid.loss, backend="aot_eager", fullgraph=True)
     assert_equal(step(laid, config, compiled), step(make(config, PLAIN), config), 1e-10)
@@ -121,6 +121,6 @@ def test_who_decides() -> None:
 
     assert chosen("auto", "cpu") == chosen("torch", "cuda") == chosen("auto", "cuda", compile=True) == PLAIN
     assert chosen("tilemesh", "cpu") == chosen("tilemesh", "cuda", compile=True) == OURS
-    assert chosen("auto", "cuda") == ModelKernels(projections="auto", norms=TORCH, loss=TORCH)
+    assert chosen("auto", "cuda") == ModelKernels(projections="auto", embedding=TORCH, norms=TORCH, loss=TORCH)
     assert (PLAIN.words(), OURS.words()) == ("torch", "tilemesh")
-    assert chosen("auto", "cuda").words() == "projections tilemesh, norms torch, loss torch"
+    assert chosen("auto", "cuda").words() == "projections tilemesh, embedding torch, norms torch, loss torch"

@@ -176,6 +176,8 @@ def test_opcheck_fake_tensors_and_transforms():
         (lambda x, s, t: scale_shift(x, s, t.to("meta")), "different devices"),
         (lambda x, s, t: scale_shift(x, s[:2], t), r"scale \(2,\)"),
         (lambda x, s, t: scale_shift(x, s, None), "shift is None"),
+        (lambda x, s, t: scale_shift(None, None, None), "x is None"),
+        (lambda x, s, t: tm.kernels.attention(None, None, None), "is None: expected a torch.Tensor"),
         (lambda x, s, t: scale_shift(x, s), "missing: shift"),
         (lambda x, s, t: scale_shift(x, s, [1.0]), "shift is a list"),
         (lambda x, s, t: scale_shift(x.int(), s.int(), t.int()), "x int32"),
@@ -302,7 +304,9 @@ def test_every_operator_has_its_parts(name):
     ours, interpret = bench.calls(problem)["ours"], functools.partial(entry.load("public"), implementation="interpret")
     by_name = {key: value for key, value in getattr(problem, "options", {}).items() if key != "passes"}
     interpreted = interpret(*given, **by_name, **getattr(bench, "options", {}))
-    if interpreted is None:  # it works in place: a second call would go on from there, and its own tests compare it
+    if interpreted is None:  # it works in place: a second call would go on from there
+        assert bench.wrong_in_place(problem, ours, torch.device("cpu")) is None
+        assert bench.wrong_in_place(problem, lambda *given: None, torch.device("cpu")) is not None
         return
     torch.testing.assert_close(interpreted, ours(*given))
     first = interpreted[0] if isinstance(interpreted, tuple) else interpreted

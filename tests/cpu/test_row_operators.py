@@ -10,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional
+from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import reference as losses
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.program import Operand, compile_step
 from tilemesh.kernels.linear_cross_entropy import kernel as chunks
+from tilemesh.kernels.norm import kernel as norm_kernels
 from tilemesh.kernels.norm import reference as norms
 from tilemesh.kernels.softmax import kernel as softmax_kernels
 from tilemesh.kernels.softmax import reference as softmaxes
@@ -143,6 +147,92 @@ def test_gradients_of_vectors_repeat_bit_for_bit():
     assert all(torch.equal(first, again) for first, again in zip(found[0], found[1], strict=True))
     for mine, torchs in zip(found[0], found[2], strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("x", "grad", "columns"), [("float64", "float64", 4096), ("float32", "bfloat16", 8192)])
+def test_a_norms_backward_pass_fits_into_shared_memory(x, grad, columns):
+    """On an H200 that is not here; with three stages, float64 took 393,408 bytes of the 232,448 there are."""
+    kind, rows, limit = ("float64" if x == "float64" else "float32"), 500, 232_448
+    sizes = {"grad": grad, "grad_total": x, "x": x, "dx": grad} | ({} if x == grad else {"dtotal": x})
+    places = {name: Place((rows, columns), (columns, 1), dtype, True) for name, dtype in sizes.items()}
+    places |= {name: Place((rows,), (1,), kind, True) for name in ("root", "mean")}
+    places |= {"weight": Place((columns,), (1,), kind, True)}
+    places |= {"sums": Place((2, 132, columns), (132 * columns, columns, 1), kind, True)}
+    (step,) = norm_kernels.backward_plan(places, centred=True, programs=132, shared_bytes=limit).steps
+    operands = {name: Operand(place.dtype) for name, place in places.items()}
+    assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).metadata.shared <= limit
+
+
+@given(stage=st.integers(1, 2**22), shared=st.integers(0, 2**19))
+def test_stages_of_loads_fit_where_there_is_more_than_one(stage, shared):
+    stages = norm_kernels.backward_stages(stage, shared)
+    assert 1 <= stages <= 3
+    assert stages == 1 or (stages - 1) * stage < shared
+    assert stages == 3 or stages * stage > shared - 2**13  # another would not fit
+
+
+@pytest.mark.parametrize("is_double", [False, True])
+def test_a_block_of_the_norms_backward_pass(is_double):
+    for columns in (1 << power for power in range(16)):
+        rows, warps = norm_kernels.backward_config(columns, is_double)
+        assert 1 <= warps <= 32
+        assert warps & (warps - 1) == rows & (rows - 1) == 0
+        assert rows * columns // (32 * warps) <= 32
+
+
+def saved_bytes(function, *given):
+    """What autograd keeps, each storage once, without the arguments that are parameters."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = function(*given)
+    return sum(kept.values()), made
+
+
+def test_of_a_sum_and_its_norm_the_sum_alone_is_kept():
+    x, residual = normal(64, 128, dtype=torch.bfloat16, grad=True), normal(64, 128, dtype=torch.float32, grad=True)
+    weight = normal(128, dtype=torch.float32, grad=True)
+    size, _ = saved_bytes(lambda *t: kernels.add_rms_norm(*t, **INTERPRET), x, residual, weight)
+    assert size == 4 * (64 * 128 + 128 + 64)  # the sum in float32, the weight, a number per row
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nothing_was_computed_from_has_no_gradient(name, used):
+    function = getattr(kernels, name)
+    given = [normal(5, 6, grad=True), normal(5, 6, seed=1, grad=True), normal(6, seed=2, grad=True)]
+    found = []
+    for implementation in ("interpret", "interpret", "torch"):
+        made = function(*given, implementation=implementation)[used]
+        found.append(torch.autograd.grad(made.square().sum(), given, allow_unused=True))
+    for mine, again, torchs in zip(*found, strict=True):
+        if torchs is None:  # the weight has no part in the sum
+            torchs = torch.zeros_like(mine)
+        torch.testing.assert_close(mine, torchs)
+        assert torch.equal(mine, again)
+
+
+def test_second_derivatives_of_a_sum_whose_summands_were_not_kept():
+    x, residual = normal(2, 6, grad=True), normal(2, 6, seed=3, grad=True)
+    weight, bias = normal(6, seed=1, grad=True), normal(6, seed=2, grad=True)
+    twice = torch.autograd.gradgradcheck
+    assert twice(lambda *t: kernels.add_rms_norm(*t, **INTERPRET), (x, residual, weight))
+    assert twice(lambda *t: kernels.add_layer_norm(*t, **INTERPRET), (x, residual, weight, bias))
+
+
+def test_second_derivatives_where_one_argument_was_computed_from_another():
+    weight = normal(6, seed=1, grad=True)
+
+    def slope(implementation):
+        y = kernels.rms_norm(weight * normal(2, 6), weight, implementation=implementation)
+        (first,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), weight)
+
+    torch.testing.assert_close(slope("interpret"), slope("torch"))
 
 
 def test_only_what_needs_a_gradient_gets_one():

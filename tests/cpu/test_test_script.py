@@ -99,3 +99,10 @@ def test_a_part_that_cannot_even_begin_has_failed(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "0 passed, 1 failed, 0 skipped"
     assert "FAILED ranks - pytest ended with code 4" in lines
+
+
+def test_the_longest_files_are_there_and_begin_first(script: ModuleType, tmp_path: Path) -> None:
+    assert [name for name in script.LONGEST if not (ROOT / name).is_file()] == []
+    longest = tmp_path / script.LONGEST[0]
+    longest.write_text("")
+    assert script.longest_first((tmp_path / "tests").rglob("test_*.py"))[0] == longest

@@ -645,13 +645,21 @@ class TestMemory:
         assert kept[1] < kept[0] / 2
 
 
+@pytest.fixture(scope="module")
+def stopped(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped after step 8, whose checkpoint is not due: the one before it is of step 5."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    trained(made(text), folder, stop_after=8)
+    return folder
+
+
 class TestFaults:
     @pytest.mark.parametrize("how", ["truncated", "altered", "missing", "manifest"])
     def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-        self, text: str, whole: Path, tmp_path: Path, how: str
+        self, text: str, whole: Path, stopped: Path, tmp_path: Path, how: str
     ) -> None:
         folder = tmp_path / "run"
-        trained(made(text), folder, stop_after=8)
+        shutil.copytree(stopped, folder)
         newest = folder / CHECKPOINTS / "step-00000008"
         victim = newest / "shard-00001.safetensors"
         if how == "truncated":

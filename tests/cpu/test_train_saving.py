@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import tilemesh as tm
-from tilemesh.cli.main import app
+from tilemesh.cli.main import app, main
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.config import ModelConfig
@@ -291,6 +291,23 @@ def test_where_all_are_damaged_nothing_is_begun(run: Path) -> None:
         os.rename(path, path.with_name(f"damaged-{path.name}"))
     with pytest.raises(RunError, match=r"no checkpoint of .* is whole \(damaged-step-00000002, "):
         tm.train.fit(resume=run)
+
+
+def test_where_no_manifest_can_be_read_no_rank_is_started(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("tilemesh.launch.start.processes", refuse)
+    for _, path in checkpoints(run / CHECKPOINTS):
+        (path / MANIFEST_FILE).write_text("{}")
+    before = sorted(path.name for path in run.rglob("*"))
+    assert main(["train", "--resume", str(run)]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "is whole (step-00000006, step-00000004, step-00000002): stopped, and nothing was changed" in said.err
+    assert sorted(path.name for path in run.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

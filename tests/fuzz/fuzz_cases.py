@@ -357,15 +357,47 @@ def _edit_leaf(file: Path, edit: str) -> None:
 # ---- the environment, and ranks --------------------------------------------------------------------------------
 
 
+SHELL_VARIABLES = ("COLUMNS", "LINES", "XDG_CACHE_HOME", "HOME", "LANG", "RANK", "WORLD_SIZE", "TMPDIR", "NO_COLOR")
+HOSTILE_VARIABLES = ("nothing", "minus one", "superscript two", "a missing file")
+
+
 def environment_cases() -> Iterator[Case]:
-    """Variables that every shell may have."""
-    for variable in ("COLUMNS", "LINES", "XDG_CACHE_HOME", "HOME", "LANG", "RANK", "WORLD_SIZE", "TMPDIR", "NO_COLOR"):
-        for label in ("nothing", "minus one", "superscript two", "a missing file"):
+    """Variables that every shell may have, those that tilemesh reads, and each launcher's with one of them wrong."""
+    for variable in SHELL_VARIABLES:
+        for label in HOSTILE_VARIABLES:
             for name in ("plan", "report"):
-                environ = {variable: hostile.ALL[label]}
-                yield Case(
-                    f"environment: {variable} is {label} for {name}", BASES[name][0].words(name, {}), environ=environ
-                )
+                yield _with_environment(name, {variable: hostile.ALL[label]}, f"{variable} is {label}")
+    for variable in variables_read():
+        for name in ("launch", "train"):
+            for label in hostile.some(HOSTILE_VARIABLES, 2, variable + name):
+                yield _with_environment(name, {variable: hostile.ALL[label]}, f"{variable} is {label}")
+    from tilemesh.core.context import _DIALECTS
+
+    for number, (starter, names) in enumerate(_DIALECTS):
+        sound = dict(zip(names, ("0", "2", "0", "2"), strict=False))
+        for variable in names:
+            for label in hostile.some(HOSTILE_VARIABLES, 2, f"{starter}{variable}"):
+                said = f"{starter} ({number}) with {variable} {label}"
+                yield _with_environment("launch", sound | {variable: hostile.ALL[label]}, said)
+
+
+def _with_environment(name: str, environ: Mapping[str, str], said: str) -> Case:
+    changed = {"--transport": "mpi"} if name == "launch" else {}  # which looks at more of it than torch does
+    return Case(f"environment: {said} for {name}", BASES[name][0].words(name, changed), environ=environ)
+
+
+@functools.cache
+def variables_read() -> list[str]:
+    """The names of environment variables in tilemesh's own source, but those that every shell has."""
+    import re
+
+    import tilemesh
+    from tilemesh.launch.start import _HOSTS_VARIABLES
+
+    reads = re.compile(r'environ(?:\.get\(|\[)"([A-Z][A-Z_0-9]+)"|^[A-Z_]*VARIABLE = "([A-Z_]+)"', re.MULTILINE)
+    texts = [path.read_text(encoding="utf-8") for path in Path(tilemesh.__file__).parent.rglob("*.py")]
+    found = {name for text in texts for match in reads.findall(text) for name in match if name}
+    return sorted((found | {*_HOSTS_VARIABLES}) - {*SHELL_VARIABLES, "PYTHONPATH", "PATH"})
 
 
 def rank_cases() -> Iterator[Case]:

@@ -183,7 +183,8 @@ def _sound(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     for one in inspect.signature(function).parameters.values():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or one.name == "self":
             continue
-        if one.name in known:
+        takes_it = "Tensor" in str(one.annotation) or not name.startswith("kernels.")
+        if one.name in known and takes_it:
             made[one.name] = known[one.name]
         elif one.default is one.empty:
             made[one.name] = _by_annotation(str(one.annotation))
@@ -239,7 +240,14 @@ def _known(name: str) -> dict[str, Any]:
     if name.startswith("kernels."):
         import torch
 
-        return {word: torch.ones(4, 4) for word in "abx"} | {word: torch.ones(4) for word in ("scale", "shift")}
+        if name == "kernels.attention":
+            return {word: torch.ones(1, 2, 4, 64) for word in "qkv"}
+        square = {word: torch.ones(4, 4) for word in ("a", "b", "x", "residual", "gate", "logits", "table")}
+        line = {word: torch.ones(4) for word in ("scale", "shift", "weight", "bias")}
+        if name in ("kernels.linear_cross_entropy", "kernels.embedding"):
+            line["weight"] = torch.ones(4, 4)
+        half = {word: torch.ones(4, 2) for word in ("cos", "sin")}
+        return square | line | half | {word: torch.zeros(4, dtype=torch.long) for word in ("target", "tokens")}
     if name.startswith("model."):
         return {"model": _config().model, "config": _config().model}
     if name.startswith("runs."):

@@ -162,9 +162,10 @@ def _doors(starts_ranks: bool) -> None:
         return real_fit(config, *arguments, **{**options, "in_process": None})
 
     def processes(*arguments: Any, ranks: int, **options: Any) -> Any:
+        made = real_processes(*arguments, ranks=ranks, **options) if ranks <= MANY_RANKS else []  # starts nothing yet
         if not starts_ranks or ranks > MANY_RANKS:
             raise WorkBeginsError(f"{ranks} ranks")
-        return real_processes(*arguments, ranks=ranks, **options)
+        return made
 
     def measured(*arguments: Any, **options: Any) -> NoReturn:
         raise WorkBeginsError("measuring")
@@ -213,6 +214,8 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
         os.environ.update(case.environ)
         _doors(case.starts_ranks)
         if case.function:
+            # What a function raised may quote bytes that are no UTF-8, which a strict terminal cannot show.
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             print(fuzz_functions.call(case.function))
             code = 0
         else:

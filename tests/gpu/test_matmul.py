@@ -196,6 +196,25 @@ def test_gradients():
             assert wrong is None, f"d{name} {kind} {activation} {c_kind}: {wrong}"
 
 
+@pytest.mark.parametrize("shape", [(257, 131, 263), (64, 63, 64), (96, 128, 77)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_rows_that_start_anywhere(shape, dtype):
+    """Both products of the backward pass go where a forward one would: near the exact gradient as torch's own are."""
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(3)
+    a, b, c, upstream = (
+        torch.randn(size, device="cuda", dtype=dtype, generator=generator, requires_grad=True)
+        for size in ((m, k), (k, n), (m, n), (m, n))
+    )
+    ours = torch.autograd.grad(tm.kernels.fused_matmul(a, b, c, activation="none"), (a, b), upstream.detach())
+    plain = torch.autograd.grad(a @ b + c, (a, b), upstream.detach())
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (a, b)]
+    exact = torch.autograd.grad(exact_inputs[0] @ exact_inputs[1], exact_inputs, upstream.detach().double())
+    for got, theirs, wanted in zip(ours, plain, exact, strict=True):
+        rounding = torch.finfo(dtype).eps * wanted.abs().max().item()
+        assert (got - wanted).abs().max().item() <= 2 * (theirs - wanted).abs().max().item() + rounding
+
+
 def test_deterministic():
     a, b, c = inputs(64, 512, 4096, torch.float16)
     for kind in ("split", "persistent", "pointer", "auto"):

@@ -9,8 +9,9 @@ from tilemesh.comm import connect
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("hello", "messages", "collectives", "groups", "missing_wait", "minimal")
+OPTIONS = {"minimal": {"seconds": 0.001}}  # how long it measures each collective
 
 
 def pages() -> list[str]:
     comm = connect()
-    return [str(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](comm)) for name in NAMES]
+    return [str(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](comm, **OPTIONS.get(name, {}))) for name in NAMES]

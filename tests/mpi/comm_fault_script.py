@@ -19,6 +19,15 @@ def daydream() -> None:
     time.sleep(300)
 
 
+def told(comm: Communicator, *messages: tuple[int, int]) -> None:
+    """Messages from one rank to another, in order: who has got one knows how far its sender has come."""
+    for sender, receiver in messages:
+        if comm.rank == sender:
+            comm.send(np.zeros(1), receiver)
+        elif comm.rank == receiver:
+            comm.recv(np.zeros(1), sender)
+
+
 def work(comm: Communicator, rounds: int) -> None:
     """A mix of collectives, algorithms and sizes, the same on every rank."""
     draw = random.Random(7)
@@ -108,11 +117,14 @@ def main(behaviour: str, seed: int) -> None:
         comm.all_reduce(np.ones(10), algorithm="ring")
     elif behaviour in ("never", "never-native"):
         comm.all_gather(np.ones(3))
+        # The others begin to wait when rank 1 has nothing left but to dream, and at the same time.
+        told(comm, *((1, other) for other in range(comm.size) if other != 1), *([(2, 0)] if comm.size > 2 else []))
         if misbehaves:
             daydream()
         comm.all_reduce(np.ones(1024, np.float32), algorithm="ring" if behaviour == "never" else "native")
     elif behaviour == "elsewhere":  # in another collective of another group
         pairs = comm.split(comm.rank // 2)
+        told(comm, (0, 1))  # rank 0 waits longer, so that it is the one to speak
         if misbehaves and pairs is not None:
             pairs.barrier()
         comm.all_reduce(np.ones(3), algorithm="ring")

@@ -22,7 +22,7 @@ if transport == "mpi":
 
     rank = MPI.COMM_WORLD.rank
     meet = MPI.COMM_WORLD.Barrier
-elif transport == "torch" and behaviour not in ("well", "raise", "kill", "leave"):
+elif transport == "torch" and behaviour not in ("well", "kill", "leave"):
     # No torch where its connections play no part: importing it is most of what a short job costs.
     rank = int(os.environ["RANK"])
     meetings = itertools.count()

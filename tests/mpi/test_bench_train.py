@@ -57,7 +57,7 @@ def test_where_ours_does_not_start_that_is_the_error(tmp_path: Path) -> None:
         compare(config, peers=["eager"], transport="torch")
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_whoever_does_not_come_up_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import parallel_cases
 import torch
 
+from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.launch.start import find_mpiexec
@@ -120,23 +121,24 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
 
 
 @NEEDS_MPI
-def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path) -> None:
+def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, words = tmp_path / "gate.jsonl", ("--ranks", "2", "--transport", "mpi", "--models", "gpt")
-    done = command(*words, "--plant", "attention-no-sum", "--json", str(file))
-    assert done.returncode == 1
-    assert "1 of 1 FAIL" in done.stdout
-    assert "gpt: forward differs first at layers.0.attention;" in done.stdout
-    assert "8 cases: 4 FAIL" in done.stdout
+    assert main(["verify", *words, "--plant", "attention-no-sum", "--json", str(file)]) == 1
+    said = capfd.readouterr().out
+    assert "1 of 1 FAIL" in said
+    assert "gpt: forward differs first at layers.0.attention;" in said
+    assert "8 cases: 4 FAIL" in said
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["passed"] for line in lines].count(False) == 4
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
 
 
 @pytest.mark.parametrize("words", [("--plant", "nonsense"), ("--transport", "smoke"), ("--device", "tpu")])
-def test_wrong_words_are_refused_before_anything_starts(words: tuple[str, str]) -> None:
-    done = command("--ranks", "2", *words)
-    assert done.returncode == 2
-    assert f"'{words[1]}'" in done.stderr
+def test_wrong_words_are_refused_before_anything_starts(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--ranks", "2", *words]) == 2
+    assert f"'{words[1]}'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

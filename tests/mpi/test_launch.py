@@ -27,7 +27,7 @@ TRANSPORTS = [
     pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")),
     "torch",
 ]
-ENDS_WITHIN_S = 5.0
+ENDS_WITHIN_S = 30.0  # on a machine that others use as well; ranks that nobody ends wait for one another for good
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,9 @@ def job(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_meet_and_their_output_carries_their_number(transport: str) -> None:
-    outcome, said, _ = job(transport, "well")
+    outcome, said, _ = job(transport, "well", ranks=2)
     assert (outcome.failure, outcome.exit_code, outcome.attempts) == (None, 0, 1)
-    for rank in range(3):
+    for rank in range(2):
         assert said.of(rank, "out") == [f"hello from {rank}", f"goodbye from {rank}"]
 
 
@@ -77,6 +77,7 @@ DEATHS = {
     "kill": "was killed by SIGKILL",
     "leave": "left in the middle of the job",
 }
+OVER_GLOO = ("kill", "leave")  # whose ranks import torch, in rank_script.py
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -86,14 +87,15 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behaviour", ["exit", "vanish", "abort", "interrupt"])
+@pytest.mark.parametrize("behaviour", [behaviour for behaviour in DEATHS if behaviour not in OVER_GLOO])
 def test_a_rank_that_fails_among_gloos_connections(behaviour: str) -> None:
-    """The others raise as well, over connections that broke; the four that in `make test` do without torch."""
+    """The others raise as well, over connections that broke; those that in `make test` do without torch."""
     require_named("torch", "gloo", behaviour)
 
 
 def require_named(transport: str, met_by: str, behaviour: str) -> None:
     reason = DEATHS[behaviour]
+    ranks = 2 if transport == "torch" and behaviour in OVER_GLOO else 3
     hellos: list[float] = []
 
     def sink(rank: int, stream: str, line: bytes) -> None:
@@ -103,16 +105,17 @@ def require_named(transport: str, met_by: str, behaviour: str) -> None:
             errors.append(line.decode())
 
     errors: list[str] = []
-    outcome = launch([SCRIPT, met_by, behaviour], ranks=3, transport=transport, sink=sink)
+    outcome = launch([SCRIPT, met_by, behaviour], ranks=ranks, transport=transport, sink=sink)
     assert time.monotonic() - hellos[0] < ENDS_WITHIN_S
     assert outcome.exit_code == 1
     assert outcome.failure is not None
     assert outcome.failure.rank == 1
     assert reason in outcome.failure.reason
     assert outcome.failure.at == "step 7: misbehaving"
-    last_line = outcome.sentence(3)
+    last_line = outcome.sentence(ranks)
     assert re.match(
-        rf"rank 1 {re.escape(reason)}.*, at: step 7: misbehaving \(for [\d.]+ s\); job of 3 ranks ended", last_line
+        rf"rank 1 {re.escape(reason)}.*, at: step 7: misbehaving \(for [\d.]+ s\); job of {ranks} ranks ended",
+        last_line,
     )
     if behaviour == "raise":
         trace = [line for line in errors if "rank_script.py" in line or "ValueError" in line]
@@ -127,7 +130,7 @@ def test_what_a_failed_rank_had_started_ends_with_it(transport: str, tmp_path: P
     outcome, _, _ = job(transport, "child", str(tmp_path / "pid"))
     assert outcome.failure is not None
     child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_running(child), 5)
+    wait_until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -140,20 +143,27 @@ def test_a_failed_job_is_started_again(transport: str) -> None:
     assert "starting again (1 of 2)" in words[0]
 
 
+def pids_told(folder: Path, ranks: int) -> list[int]:
+    """What each rank wrote of itself, when all have."""
+    files = [folder / str(rank) for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("behaviour", "signals"), [("sleep", 1), ("stubborn", 2)])
 def test_ctrl_c_ends_every_rank(transport: str, behaviour: str, signals: int, tmp_path: Path) -> None:
     """As a user would: the command in a process of its own, SIGINT to it; a second one kills those who will not."""
     line = ["launch", "--ranks", "2", "--transport", transport, "--", SCRIPT, transport, behaviour, str(tmp_path)]
     process = subprocess.Popen([sys.executable, "-m", "tilemesh", *line], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
-    pids = [int((tmp_path / str(rank)).read_text() or 0) for rank in range(2)]
-    for _ in range(signals):
+    pids = pids_told(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert any("SIGINT: asking 2 ranks to stop" in told for told in iter(process.stderr.readline, ""))
+    if signals == 2:  # two at once would be one
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "SIGINT: asking 2 ranks to stop" in errors
     assert errors.strip().splitlines()[-1].startswith("tilemesh: interrupted after ")
     assert not any(is_running(pid) for pid in pids)
 
@@ -162,8 +172,7 @@ def test_ctrl_c_ends_every_rank(transport: str, behaviour: str, signals: int, tm
 def test_ranks_die_with_a_launcher_that_is_killed(transport: str, tmp_path: Path) -> None:
     line = ["launch", "--ranks", "2", "--transport", transport, "--", SCRIPT, transport, "sleep", str(tmp_path)]
     process = subprocess.Popen([sys.executable, "-m", "tilemesh", *line], stderr=subprocess.DEVNULL)
-    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
-    pids = [int((tmp_path / str(rank)).read_text() or 0) for rank in range(2)]
+    pids = pids_told(tmp_path, 2)
     process.kill()
     process.wait()
     wait_until(lambda: not any(is_running(pid) for pid in pids), ENDS_WITHIN_S)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tilemesh.comm.measure_fit import between
+from tilemesh.comm.measure_fit import SIZES, between
 from tilemesh.comm.runtime import fit as fits
+from tilemesh.comm.runtime.arena import SEGMENT_BYTES
 from tilemesh.comm.runtime.choose import Request, choose, explanation, predicted
 from tilemesh.comm.runtime.fit import Curve, Fit, stored_fit
 from tilemesh.comm.runtime.transport import Caps
@@ -207,6 +208,26 @@ def test_sizes_are_measured_closer_where_another_is_the_quickest() -> None:
     }
     assert between(measured) == [64]
     assert between({64: measured[16], 4096: measured[256]}) == [512]
+
+
+def test_a_fit_measures_both_sides_of_where_segments_begin() -> None:
+    """Between two fitted sizes far apart nobody would see that `flat` loses its lead on the step alone."""
+    assert any(SEGMENT_BYTES / 2 <= size <= SEGMENT_BYTES for size in SIZES)
+    assert any(SEGMENT_BYTES < size <= 2 * SEGMENT_BYTES for size in SIZES)
+    sizes = (256 << 10, 1 << 20, 4 << 20)
+    curves = {
+        f"all_gather/{name}": Curve(tuple(zip(sizes, (n * 1e-6 for n in seconds), strict=True)))
+        for name, seconds in {"native": (35, 103, 700), "flat": (27, 112, 560)}.items()
+    }
+    fit = replace(FIT, curves=FIT.curves | curves)
+    taken = {n: choose(Request("all_gather", n, "float32", "sum"), "auto", Library(), fit).algorithm for n in sizes}
+    assert taken == {256 << 10: "flat", 1 << 20: "native", 4 << 20: "flat"}
+    assert between(
+        {n: {name: curves[f"all_gather/{name}"].seconds(n) for name in ("native", "flat")} for n in sizes}
+    ) == [
+        512 << 10,
+        2 << 20,
+    ]
 
 
 def unfitted_names(collective: str, library: Library) -> list[str]:

@@ -12,8 +12,9 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import preset
 from tilemesh.plan.choose import SearchResult, search
 from tilemesh.plan.clock import host_step_s, kind_of
+from tilemesh.plan.prediction import Times
 from tilemesh.plan.space import Pins
-from tilemesh.plan.step import Estimator, Times, predict
+from tilemesh.plan.step import Estimator, predict
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.plan_page import TIMES, memory_parts
 

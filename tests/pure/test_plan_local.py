@@ -10,7 +10,8 @@ from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.model.config import preset
 from tilemesh.model.work.kept import loss_tensors
-from tilemesh.model.work.operations import Product, logit_columns
+from tilemesh.model.work.operations import Product
+from tilemesh.model.work.passes import logit_columns
 from tilemesh.model.work.task import Code, Task, default_code
 from tilemesh.plan.choose import NothingFitsError, search
 from tilemesh.plan.constants import HOPPER_TILES

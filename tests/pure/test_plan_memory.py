@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilemesh.core import pipeline
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
+from tilemesh.core.step.book import build
+from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.kept import kept_bytes, kept_tensors
 from tilemesh.model.work.task import Task
@@ -84,7 +86,7 @@ def test_22b_activations() -> None:
 def test_530b_activations() -> None:
     """Microbatches of one sequence; the first of 35 stages holds 139 passes of one-layer chunks: 105 (1 + 34/105)."""
     fields = {"pp": 35, "schedule": "interleaved", "interleave": 3, "accumulation": 280}
-    assert pipeline.in_flight("interleaved", 0, 35, 280, 3) == 139
+    assert pace.in_flight("interleaved", 0, 35, 280, 3) == 139
     plain = predict(M530B, parse_cluster("280xa100"), megatron(**fields))
     assert plain.memory.activations_bytes / GIB == pytest.approx(114.0, abs=0.05)
     both = megatron(**fields, sequence_parallel=True, recompute="selective")
@@ -174,7 +176,7 @@ def test_layers_in_flight_are_what_the_schedule_holds(pp: int, groups: int, v: i
     """Also where chunks differ in layers."""
     counts = tuple(data.draw(st.lists(st.integers(1, 5), min_size=pp * v, max_size=pp * v)))
     plan = ParallelPlan(pp=pp, schedule="interleaved", interleave=v, accumulation=groups * pp)
-    held = pipeline.peak_in_flight(pipeline.build("interleaved", pp, groups * pp, v), counts)
+    held = memory_peaks(build("interleaved", pp, groups * pp, v), StepBytes(kept=counts))
     for stage in range(pp):
         quick = layers_in_flight(plan, stage, counts)
         # The quick count takes the passes in order; with unequal chunks the true peak can lie elsewhere in the round.

@@ -14,11 +14,10 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.plan import choose
 from tilemesh.plan.choose import NothingFitsError, SearchResult, choose_batch, search
-from tilemesh.plan.page import frontier
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
-from tilemesh.report.plan_page import render
+from tilemesh.report.plan_page import frontier, render
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +238,14 @@ def test_the_page_stands_alone(result: SearchResult) -> None:
     assert page.count("<canvas") == 1
     assert "http:" not in page
     assert "https:" not in page
+
+
+def test_headroom_is_what_a_plan_leaves_free() -> None:
+    usual, roomy = (search("llama-3-8b", "8xh100", batch=64, headroom=free) for free in (0.05, 0.3))
+    assert usual.best.usable_bytes == search("llama-3-8b", "8xh100", batch=64).best.usable_bytes
+    assert roomy.best.usable_bytes == pytest.approx(usual.best.usable_bytes * 0.7 / 0.95, abs=1)
+    assert roomy.fitting < usual.fitting
+    assert all(found.memory.total_bytes <= roomy.best.usable_bytes for found in roomy.predictions)
+    assert roomy.estimator().usable_bytes == roomy.best.usable_bytes
+    with pytest.raises(UsageError, match="headroom is 1: expected at least 0 and below 1"):
+        search("llama-3-8b", "8xh100", batch=64, headroom=1)

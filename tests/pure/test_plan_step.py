@@ -11,9 +11,10 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.work.weights import count_parameters
+from tilemesh.model.work.weights import count_parameters, why_not
 from tilemesh.plan.choose import search
 from tilemesh.plan.constants import MATMUL_FRACTION
+from tilemesh.plan.prediction import pins_to_train, trainable
 from tilemesh.plan.space import Pins, candidates
 from tilemesh.plan.step import Estimator, predict
 
@@ -140,3 +141,19 @@ def test_a_layout_that_cannot_be_says_why(fields: dict[str, Any], words: str) ->
 def test_a_context_longer_than_learned_positions_is_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.context=4096"):
         Estimator(preset("gpt3-175b"), parse_cluster("8xh100"), 4096)
+
+
+def test_a_tp_that_cannot_be_names_the_nearest_that_can() -> None:
+    model = preset("llama-2-7b")  # 32 heads, an MLP of 11,008 = 2^8 x 43
+    plans = {tp: why_not(model, ParallelPlan(tp=tp)) for tp in (3, 12, 64)}
+    assert plans[3] == "tp is 3: 32 heads are not divisible by it; the nearest that can are 2 and 4"
+    assert (plans[12] or "").endswith("the nearest that can are 8 and 16")
+    assert (plans[64] or "").endswith("the nearest that can is 32")
+    assert why_not(model, ParallelPlan(tp=8)) is None
+
+
+def test_what_cannot_be_run_is_said_once() -> None:
+    plan = ParallelPlan(dp=2, pp=2, zero=3, recompute="selective", attention="materialized")
+    assert trainable(plan) == "not yet: pp, zero3, selective, materialized"
+    assert pins_to_train(plan) == "pp=1,zero=0,recompute=full,attention=fused"
+    assert trainable(ParallelPlan(dp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full")) == "yes"

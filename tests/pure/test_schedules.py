@@ -52,15 +52,15 @@ def roots(collective: str, ranks: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-def test_every_schedule_is_proved_for_1_to_33_ranks_and_some_more(collective: str, algorithm: str) -> None:
-    for ranks in (*range(1, 34), 48, 63, 64):
+def test_every_schedule_is_proved_for_1_to_17_ranks_and_some_more(collective: str, algorithm: str) -> None:
+    for ranks in (*range(1, 18), 24, 31, 32, 33, 64):
         prove(collective, algorithm, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-def test_every_schedule_is_proved_for_34_to_64_ranks(collective: str, algorithm: str) -> None:
-    for ranks in range(34, 65):
+def test_every_schedule_is_proved_for_18_to_64_ranks(collective: str, algorithm: str) -> None:
+    for ranks in range(18, 65):
         prove(collective, algorithm, ranks)
 
 
@@ -78,7 +78,7 @@ def test_every_schedule_is_proved_with_other_roots_nodes_and_segments(collective
 
 @pytest.mark.parametrize(("collective", "algorithm"), [pair for pair in PAIRS if pair != ("all_to_all", "naive")])
 def test_some_schedules_beyond_64_ranks_are_proved(collective: str, algorithm: str) -> None:
-    check(build(collective, algorithm, BEYOND[PAIRS.index((collective, algorithm)) % len(BEYOND)], segments=2))
+    check(build(collective, algorithm, BEYOND[PAIRS.index((collective, algorithm)) % 2], segments=2))
 
 
 @pytest.mark.slow

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import UsageError
-from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_count
+from tilemesh.core.units import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_fraction,
+)
 
 
 @pytest.mark.parametrize(
@@ -175,3 +183,10 @@ def test_a_printed_duration_never_shows_a_thousand_or_an_exponent(s: float) -> N
     number, unit = format_seconds(s).split()
     assert "e" not in number
     assert float(number) < 1000 or unit == "d"
+
+
+def test_a_fraction_as_percent_or_number() -> None:
+    assert [parse_fraction(text) for text in ("5%", "0.05", " 12.5 % ", "1", "0")] == [0.05, 0.05, 0.125, 1.0, 0.0]
+    for wrong in ("five", "-1", "5 GB", "%", "5%%", ""):
+        with pytest.raises(UsageError, match=r"such as 5% or 0\.05"):
+            parse_fraction(wrong)

@@ -27,7 +27,7 @@ from tilemesh.kernels.tuning.search import Tried
 from tilemesh.kernels.tuning.tuner import Tuned
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
-from tilemesh.plan.expected import expected_memory
+from tilemesh.plan.grade import expected_memory
 from tilemesh.report import memory_part, run, serve
 from tilemesh.runs.folder import write_environment
 

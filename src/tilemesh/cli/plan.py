@@ -26,6 +26,9 @@ def plan(
         str | None,
         typer.Option("--code", metavar="NAME", help="What runs it: fused (Megatron's), compiled or eager (torch)."),
     ] = None,
+    headroom: Annotated[
+        str | None, typer.Option(metavar="N%", help="Memory of each device to leave free; 5% if not given.")
+    ] = None,
     save: Annotated[str | None, typer.Option(metavar="PLAN.toml", help="Write the best plan.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic: formulas and numbers.")] = False,
     grade: Annotated[
@@ -33,10 +36,38 @@ def plan(
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Every figure by name; - for stdout.")] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the trade-off and the pipeline.")] = None,
+    draw: Annotated[
+        str | None,
+        typer.Option(metavar="SCHEDULE", help="Draw a pipeline schedule: zb-v, 1f1b, ..., search, or a CSV file."),
+    ] = None,
+    stages: Annotated[int | None, typer.Option(metavar="N", help="Of the drawing: ranks. [default: 4]")] = None,
+    microbatches: Annotated[int | None, typer.Option(metavar="N", help="Of the drawing. [default: 8]")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(metavar="N", help="Of the drawing: chunks per rank, where it is open.")
+    ] = None,
+    slices: Annotated[int | None, typer.Option(metavar="N", help="Of terapipe: slices of a sequence.")] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(metavar="F,I,W[,T]", help="Seconds of the passes and of a transfer. [default: 1,1,1,0]"),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="N", help="Of search: activations kept, in microbatches. [default: stages]")
+    ] = None,
+    svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the drawing as an SVG.")] = None,
+    csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write its actions in torch's format.")] = None,
 ) -> None:
     """Predict step time and memory, choose a layout for a cluster, and say why."""
     # Late: `tilemesh --help` needs none of it.
+    from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
     from tilemesh.cli.plan_run import PlanQuestion, run
+
+    drawn = DrawQuestion(draw or "", stages, microbatches, chunks, slices, times, memory, svg, csv, json, html)
+    others: dict[str, object] = {"MODEL": model, "--cluster": cluster, "--batch": batch, "--batch-tokens": batch_tokens}
+    others |= {"--context": context, "--fix": fix, "--set": sets, "--code": code, "--save": save, "--grade": grade}
+    if draw is not None:
+        draw_step(drawn, [name for name, value in (others | {"--explain": explain or None}).items() if value])
+        return
+    require_draw(drawn)
 
     asked = PlanQuestion(
         model=model,
@@ -47,6 +78,7 @@ def plan(
         fix=tuple(fix or ()),
         sets=tuple(sets or ()),
         code=code,
+        headroom=headroom,
         save=save,
         explain=explain,
         grade=tuple(grade or ()),

@@ -23,19 +23,26 @@ from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
-from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count
+from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count, parse_fraction
 from tilemesh.measure.machine import this_machine
 from tilemesh.model.config import PRESETS, ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
-from tilemesh.plan.capability import pins_to_train, trainable
-from tilemesh.plan.choose import DEFAULT_BATCH_TOKENS, NothingFitsError, SearchResult, choose_batch, search
+from tilemesh.plan.choose import (
+    DEFAULT_BATCH_TOKENS,
+    NothingFitsError,
+    SearchResult,
+    choose_batch,
+    plan_figures,
+    search,
+)
+from tilemesh.plan.constants import HEADROOM
 from tilemesh.plan.explain import ExplainedPart, model_sections, parameter_section, states_section, zero_section
 from tilemesh.plan.explain_plan import plan_sections, roofline_section
-from tilemesh.plan.figures import figures, plan_figures
 from tilemesh.plan.local import is_local, local_machine
+from tilemesh.plan.prediction import Prediction, pins_to_train, trainable
 from tilemesh.plan.space import Pins
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
 from tilemesh.report.html import write
 from tilemesh.report.plan_page import render
@@ -56,6 +63,7 @@ class PlanQuestion:
     fix: tuple[str, ...]
     sets: tuple[str, ...]
     code: str | None
+    headroom: str | None
     save: str | None
     explain: bool
     grade: tuple[str, ...]
@@ -75,7 +83,7 @@ def run(asked: PlanQuestion) -> None:
         raise UsageError("MODEL is missing: expected a preset or a TOML file, such as tilemesh plan llama-3-70b")
     model = load_model(asked.model, asked.sets)
     if asked.cluster is None:
-        for name in ("fix", "save", "json", "html", "code"):
+        for name in ("fix", "save", "json", "html", "code", "headroom"):
             if getattr(asked, name):
                 raise UsageError(f"--{name} is about a plan, which needs --cluster, such as --cluster 64xh100")
         _explain_model(console, asked, asked.model, model)
@@ -98,12 +106,12 @@ def run(asked: PlanQuestion) -> None:
         write(render(result, asked.model, reasons), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
-        _write_json((figures(result, place) | _origin() for place in range(len(result.predictions))), asked.json)
+        _write_json((result.figures(place) | _origin() for place in range(len(result.predictions))), asked.json)
 
 
 def _grade(asked: PlanQuestion, console: Console) -> None:
     """Runs beside their predictions; everything else on the command line is about a plan."""
-    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "save", "html")
+    others = ("model", "cluster", "batch", "batch_tokens", "context", "fix", "sets", "code", "headroom", "save", "html")
     given = [name for name in others if getattr(asked, name) not in (None, ())]
     if given:
         shown = "MODEL" if given[0] == "model" else "--set" if given[0] == "sets" else f"--{given[0].replace('_', '-')}"
@@ -128,6 +136,7 @@ def _search(asked: PlanQuestion, model: ModelConfig, cluster: str) -> SearchResu
             pins=pins,
             rates=None if local is None else local.rates,
             code=cast(Code | None, asked.code),
+            headroom=HEADROOM if asked.headroom is None else parse_fraction(asked.headroom),
         )
     except NothingFitsError as error:
         if asked.json is not None:

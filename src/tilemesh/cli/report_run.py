@@ -8,7 +8,7 @@ from pathlib import Path
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.row import read_rows
-from tilemesh.plan.expected import expected_memory
+from tilemesh.plan.grade import expected_memory
 from tilemesh.report import compare_page, run, run_page, serve
 from tilemesh.report.html import write
 from tilemesh.report.kind_page import Beside

@@ -1,9 +1,9 @@
 """How a model is laid on ranks and a step is cut in time: one parallel plan, as data.
 
 The one idea: the planner makes it, a file keeps it, training runs it, and none of them knows the others. It has two
-halves, where things lie (`Placement`) and how a step is computed (`StepSettings`), and shows the fields of both as its
-own. It is checked for what holds for any model (a combination that cannot be); what depends on a model (heads divisible
-by tp, pp at most the layers) is checked where the model is known: `why_not` in `model/work/weights.py`.
+halves, where things lie (`ModelPlacement`) and how a step is computed (`StepSettings`), and shows the fields of both as
+its own. It is checked for what holds for any model (a combination that cannot be); what depends on a model (heads
+divisible by tp, pp at most the layers) is checked where the model is known: `why_not` in `model/work/weights.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ holds is lost to held-out text and samples."""
 
 
 @dataclass(frozen=True, order=True)
-class Placement:
+class ModelPlacement:
     """Where a model and its states lie: the axes of the mesh, and what is cut along each."""
 
     dp: int = 1
@@ -111,11 +111,11 @@ class StepSettings:
 
 
 @dataclass(frozen=True, order=True)
-class ParallelPlan(StepSettings, Placement):
+class ParallelPlan(StepSettings, ModelPlacement):
     """One layout: a placement and the settings of a step, with the fields of both."""
 
     def __post_init__(self) -> None:
-        Placement.__post_init__(self)
+        ModelPlacement.__post_init__(self)
         StepSettings.__post_init__(self)
         if self.interleave > 1 and self.schedule != "interleaved":
             raise UsageError(

@@ -54,6 +54,15 @@ def parse_count(text: str) -> int:
     return count
 
 
+def parse_fraction(text: str) -> float:
+    """A fraction from "5%" or "0.05"."""
+    is_percent = text.strip().endswith("%")
+    number, unit = _split(text.strip().removesuffix("%"), "fraction", "such as 5% or 0.05")
+    if unit:
+        raise UsageError(f"fraction {shown(text)} has no known unit: write it such as 5% or 0.05")
+    return float(number / 100) if is_percent else float(number)
+
+
 def format_bytes(n: float) -> str:
     """A memory size: 67108864 is "64 MiB"."""
     n = _as_float(n)

@@ -15,6 +15,7 @@ from tilemesh.kernels.registry import public_functions
 
 _OTHERS = {
     "FusedLinear": "tilemesh.kernels.modules:FusedLinear",
+    "FusedEmbedding": "tilemesh.kernels.modules:FusedEmbedding",
     "SelfAttention": "tilemesh.kernels.modules:SelfAttention",
     "Config": "tilemesh.kernels.matmul.config:Config",
     "AdamW": "tilemesh.kernels.adamw.reference:AdamW",

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.attention.reference import attention
+from tilemesh.kernels.embedding.reference import embedding
+from tilemesh.kernels.launch.operator import IMPLEMENTATIONS as OPERATOR_IMPLEMENTATIONS
 from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
 from tilemesh.kernels.matmul.op import fused_matmul
 
@@ -52,6 +54,34 @@ class FusedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class FusedEmbedding(nn.Embedding):
+    """`nn.Embedding` whose gradient repeats bit for bit, and that can add a table of positions in the same pass."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        if implementation not in OPERATOR_IMPLEMENTATIONS:
+            raise unknown("implementation", str(implementation), OPERATOR_IMPLEMENTATIONS)
+        self.implementation = implementation
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  (the name nn.Embedding uses)
+        positions: Tensor | None = None,
+        start: int = 0,
+    ) -> Tensor:
+        """weight[input], plus positions[start : start + T] where a table of positions is given."""
+        y: Tensor = embedding(input, self.weight, positions, start=start, implementation=self.implementation)
+        return y
 
 
 class SelfAttention(nn.Module):

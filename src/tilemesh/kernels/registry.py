@@ -54,6 +54,7 @@ _MATMUL = "tilemesh.kernels.matmul"
 _ATTENTION = "tilemesh.kernels.attention"
 _NORM = "tilemesh.kernels.norm"
 _GATED = "tilemesh.kernels.gated"
+_ADAMW = "tilemesh.kernels.adamw"
 _OPERATORS = (
     OperatorEntry(
         "matmul",
@@ -72,6 +73,7 @@ _OPERATORS = (
     folder("add_layer_norm", _NORM),
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
+    folder("embedding"),
     OperatorEntry(
         "attention",
         public=f"{_ATTENTION}.reference:attention",
@@ -83,7 +85,14 @@ _OPERATORS = (
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
-    folder("adamw"),
+    OperatorEntry(
+        "adamw",
+        public=f"{_ADAMW}.reference:adamw",
+        reference=f"{_ADAMW}.reference:adamw",
+        cost=f"{_ADAMW}.cost:cost",
+        form=f"{_ADAMW}.cost:FORM",
+        bench=f"{_ADAMW}.bench:BENCH",
+    ),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}
 

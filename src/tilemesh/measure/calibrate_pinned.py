@@ -7,6 +7,7 @@ has the memory to itself, which a rank never has.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -90,6 +91,8 @@ def main(core: int, seconds: float) -> None:
     from tilemesh.measure.calibrate_operators import operator_figures
     from tilemesh.measure.timing import reason_of
 
+    gc.collect()
+    gc.freeze()  # each figure begins with a collection, which need not look at all that was imported
     print("ready", flush=True)
     sys.stdin.readline()
     found: dict[str, object] = {}

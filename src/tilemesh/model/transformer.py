@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
-from tilemesh.model.kernels import STANDARD, ModelKernels
+from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import make_projection
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
@@ -188,7 +190,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder as `ModelConfig` describes it. On the meta device it has shapes and no memory."""
+    """A decoder as `ModelConfig` describes it, or a part of one. On the meta device it has shapes and no memory."""
 
     def __init__(
         self,
@@ -198,22 +200,31 @@ class Transformer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         kernels: ModelKernels = STANDARD,
+        part: ModelPart | None = None,
     ) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
+        self.part = whole_part(config) if part is None else part
+        """Which layers it has, and whether it takes tokens and gives logits; activations otherwise."""
+        self.part.check(config)
         # Everything begins without memory: weights are then written once, by `initialize`, not first by torch's init.
-        self.token_embedding = Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
+        self.token_embedding = None
+        if self.part.embedding or (self.part.head and config.tied):
+            self.token_embedding = Embedding(config.vocabulary, config.width, device="meta", dtype=dtype)
         self.position_embedding = None
-        if config.positions == "learned":
+        if self.part.embedding and config.positions == "learned":
             self.position_embedding = Embedding(config.context, config.width, device="meta", dtype=dtype)
         self.embedding_dropout = Dropout(config.dropout, 0, Site.EMBEDDING)
-        self.layers = nn.ModuleList(Layer(config, index, dtype, kernels) for index in range(config.layers))
-        self.final_norm = _norm(config, dtype, kernels) if config.norm_place == "pre" else None
+        self.layers = nn.ModuleList()
+        for index in self.part.layers:  # under the number that it has in the whole model
+            self.layers.add_module(str(index), Layer(config, index, dtype, kernels))
+        has_norm = self.part.head and config.norm_place == "pre"
+        self.final_norm = _norm(config, dtype, kernels) if has_norm else None
         self.align_vocabulary = 1
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
         self.output = None
-        if not config.tied:
+        if self.part.head and not config.tied:
             self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
@@ -224,6 +235,7 @@ class Transformer(nn.Module):
         self,
         tokens_BT: Tensor,
         *,
+        x_BTD: Tensor | None = None,
         cache: KeyValueCache | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
@@ -231,13 +243,21 @@ class Transformer(nn.Module):
         """Logits (B, T, V). With a cache the tokens attend to those already in it and stand where it says.
 
         Training with dropout wants `dropout_seed`, another each step: `fold_seed(seed, step)`; and where the batch is a
-        part of a larger one, `place`.
+        part of a larger one, `place`. A part of a model without the embedding takes `x_BTD`, the activations that the
+        part before it gave; one without the head gives such activations.
         """
         now = self.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
-        stream = ResidualStream(self.embed(tokens_BT, now))
+        stream = ResidualStream(self.enter(tokens_BT, x_BTD, now))
         for layer in self.layers:
             stream = layer(stream, now)
-        return self.head(stream)
+        return self.head(stream) if self.part.head else added(stream)
+
+    def enter(self, tokens_BT: Tensor, x_BTD: Tensor | None, now: Pass) -> Tensor:
+        """What the first layer here is given: embedded tokens, or the activations of the part before."""
+        if (x_BTD is None) is not self.part.embedding:
+            wanted = "tokens alone" if self.part.embedding else "x_BTD, the activations of the part before it"
+            raise UsageError(f"layers {self.part.begin} to {self.part.end} of a model: expected {wanted}")
+        return self.embed(tokens_BT, now) if x_BTD is None else x_BTD
 
     def prepare(
         self,
@@ -268,7 +288,8 @@ class Transformer(nn.Module):
             )
         rotary = None
         if config.positions == "rotary":
-            wide = self.token_embedding.weight.dtype == torch.float64
+            held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
+            wide = held.dtype == torch.float64
             dtype = torch.float64 if wide else torch.float32
             if cache is None:
                 rotary = rotary_table(torch.arange(place.token, end, device=tokens_BT.device), config, dtype)
@@ -278,8 +299,17 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
         """Tokens to activations: what comes before the first layer."""
-        x_BTD: Tensor = self.token_embedding(tokens_BT)
-        if self.position_embedding is not None:
+        assert self.token_embedding is not None
+        # A table that is cut over ranks is another module, which sees to its own part.
+        fused = self.kernels.embedding != TORCH and type(self.token_embedding) is Embedding and now.cache is None
+        x_BTD: Tensor
+        if fused:
+            positions = None if self.position_embedding is None else self.position_embedding.weight
+            options = {"start": now.place.token, "implementation": self.kernels.embedding}
+            x_BTD = embedding(tokens_BT, self.token_embedding.weight, positions, **options)
+        else:
+            x_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None and not fused:
             if now.cache is None:
                 start = now.place.token
                 x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
@@ -314,7 +344,9 @@ class Transformer(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """Of the output projection (V, D): its own, or the embedding's table."""
-        return (self.token_embedding if self.output is None else self.output).weight
+        module = self.token_embedding if self.output is None else self.output
+        assert module is not None
+        return module.weight
 
     def fused_loss_sum(self, x_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss_sum(self.project(x_BTD), targets_BT)`, without ever holding the logits of all tokens.

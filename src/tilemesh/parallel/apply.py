@@ -7,6 +7,7 @@ a user's own module comes with a map of the same kind, and nothing else differs.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
@@ -16,11 +17,13 @@ from torch import nn
 from tilemesh.core.axes import BATCH
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.runnable import lacks
 from tilemesh.core.shard import Shard, share
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.transformer import Transformer
-from tilemesh.model.work.weights import Weight, embedding_weights, layer_weights, output_weight, why_not
+from tilemesh.model.work.weights import Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
@@ -53,7 +56,9 @@ def lay(
     `gradients`: "bucketed" in pieces of about `bucket_bytes`, "naive", or "local" for one process, whose steps have
     `tokens` targets each (see `gradients.py`); or what makes another implementation.
     """
-    kinds = transformer_splits(model.config) if isinstance(model, Transformer) and splits is None else splits
+    kinds = (
+        transformer_splits(model.config, model.part) if isinstance(model, Transformer) and splits is None else splits
+    )
     if kinds is None:
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)
@@ -85,12 +90,17 @@ def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | No
     raise unknown("gradients", way, ("bucketed", "naive", "local"))
 
 
-def transformer_splits(config: ModelConfig) -> Splits:
-    """How our Transformer is split: heads and the MLP's hidden features over tp, tables by the vocabulary."""
-    regions = {"layers.*.attention": Region(divides=("heads", "kv_heads")), "layers.*.mlp": Region()}
-    layers = {f"layers.*.{weight.name}": _split(weight) for weight in layer_weights(config)}
-    ends = {weight.name: _split(weight) for weight in (*embedding_weights(config), output_weight(config))}
-    return {**regions, **{name: split for name, split in (layers | ends).items() if not isinstance(split, Whole)}}
+def transformer_splits(config: ModelConfig, part: ModelPart | None = None) -> Splits:
+    """How our Transformer, or a part of it, is split: heads and the MLP's hidden features over tp, tables by the
+    vocabulary."""
+    part = whole_part(config) if part is None else part
+    splits: dict[str, str | Split] = {}
+    if part.layers:
+        splits = {"layers.*.attention": Region(divides=("heads", "kv_heads")), "layers.*.mlp": Region()}
+    for weight in part.weights(config):
+        if weight.split != "whole":
+            splits[re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)] = _split(weight)
+    return splits
 
 
 def _split(weight: Weight) -> Split:
@@ -113,20 +123,24 @@ def _agree(model: nn.Module, mesh: Mesh, plan: ParallelPlan, kinds: Splits) -> N
 
 
 def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+    """The plan is one that exists for this model, that can be run, and that the mesh was made for."""
     sizes = {name: size for name, size in mesh.shape if size > 1}
-    wanted = {name: size for name, size in plan.axes.items() if size > 1}
+    # A part of a model lies on the ranks of its own stage.
+    of_a_stage = isinstance(model, Transformer) and model.part != whole_part(model.config)
+    wanted = {name: size for name, size in plan.axes.items() if size > 1 and not (of_a_stage and name == "pp")}
     for name, size in {**wanted, **sizes}.items():
         if name not in ("dp", "tp"):
             raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
     if sizes != wanted:
         shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
-    if plan.zero > 1:
-        raise UsageError(f"zero is {plan.zero}: gradients and weights are whole in each replica; set zero to 0 or 1")
+    for lack in lacks(plan):
+        if not (of_a_stage and lack.name == "pp"):
+            raise UsageError(f"{lack.given}: {lack.why}; set {lack.instead}")
     if isinstance(model, Transformer):
         reason = why_not(model.config, plan)
         if reason:
-            raise UsageError(f"{reason}; set another tp")
+            raise UsageError(reason)
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
 
@@ -134,11 +148,10 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
 def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
     """The split of every module that has one. A pattern that matches nothing is a mistake."""
     names = [name for name, _ in model.named_modules() if name]
-    optional = {"output"} if isinstance(model, Transformer) else set()
     found: dict[str, Split] = {}
     for pattern, kind in kinds.items():
         hits = [name for name in names if fnmatchcase(name, pattern)]
-        if not hits and pattern not in optional:
+        if not hits:
             raise unknown("module", pattern, names[:20], near=names)
         for name in hits:
             found[name] = split_of(kind)

@@ -153,7 +153,8 @@ def settle(
         for gradient in gradients:
             gradient.mul_(factor)
     else:
-        divisor = torch.tensor(1 / factor, dtype=torch.float32, device=gradients[0].device)
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        divisor = torch.tensor(1 / factor, dtype=wide, device=gradients[0].device)
     return GradientStep(loss, tokens, norm, divisor)
 
 

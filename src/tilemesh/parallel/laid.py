@@ -18,6 +18,7 @@ from tilemesh.core.shard import Shard, share
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.dropout import ORIGIN, DropoutPlace
 from tilemesh.model.kernels import TORCH
+from tilemesh.model.part import whole_part
 from tilemesh.model.transformer import Pass, ResidualStream, Transformer, added, draw, loss_sum
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.gradients import Gradients, loss_shard
@@ -67,16 +68,18 @@ class Laid:
         tokens_BT: Tensor,
         targets_BT: Tensor,
         *,
+        x_BTD: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
         `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
+        `x_BTD`: for the last part of a model, what `activations` of the part before it gave.
         """
         model, is_whole = self._transformer(), self.mesh.tp.size == 1
         with self.autocast():
-            x_BTD = self._activations(model, tokens_BT, dropout_seed, place)
+            x_BTD = self._to_project(model, self._stream(model, tokens_BT, x_BTD, dropout_seed, place))
             if is_whole and model.kernels.loss != TORCH:
                 return model.fused_loss_sum(x_BTD, targets_BT)
             logits_BTV = model.project(x_BTD)
@@ -92,7 +95,8 @@ class Laid:
         self.seams.sequence = False  # one new token cannot be cut over ranks
         try:
             with torch.no_grad(), self.autocast():
-                logits_BTV = model.project(self._activations(model, tokens_BT, None, ORIGIN, cache))
+                stream = self._stream(model, tokens_BT, None, None, ORIGIN, cache)
+                logits_BTV = model.project(self._to_project(model, stream))
         finally:
             model.train(was_training)
             self.seams.sequence = sequence
@@ -100,28 +104,49 @@ class Laid:
             return logits_BTV
         return self.seams.join_features(logits_BTV, model.config.vocabulary)
 
+    def activations(
+        self,
+        tokens_BT: Tensor,
+        *,
+        x_BTD: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
+        place: DropoutPlace = ORIGIN,
+    ) -> Tensor:
+        """What a part of a model without the head gives to the part after it; with sequence parallelism, of this rank's
+        tokens. As `loss` otherwise: all parts are given the same tokens, which say how many there are and where."""
+        model = self._transformer()
+        with self.autocast():
+            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place))
+
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""
         dtype = _AUTOCAST.get(self.plan.precision)
         device = next(self.module.parameters()).device.type
         return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
-    def _activations(
+    def _stream(
         self,
         model: Transformer,
         tokens_BT: Tensor,
+        x_BTD: Tensor | None,
         dropout_seed: int | Tensor | None,
         place: DropoutPlace,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """What the output projection is given."""
+    ) -> ResidualStream:
+        """What the last layer here gives."""
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
         if self.seams.sequence:
             self.seams.tokens = tokens_BT.shape[1]
             before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-        x_BTD = model.normalize(self._through_layers(model, ResidualStream(model.embed(tokens_BT, now)), now))
+        return self._through_layers(model, ResidualStream(model.enter(tokens_BT, x_BTD, now)), now)
+
+    def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
+        """What the output projection is given."""
+        if not model.part.head:
+            raise UsageError("a part of a model without its head has no logits: call activations, and give them on")
+        x_BTD = model.normalize(stream)
         if model.output is None and self.mesh.tp.size > 1:  # tied: there is no module to enter at
             x_BTD = self.seams.enter(x_BTD)
         return x_BTD
@@ -220,7 +245,7 @@ class Laid:
         if state is None:
             return "load without a state: give one on every rank, or name the rank that has it with root="
         given = set(state)  # asking a lazy mapping whether it has a name would read the tensor
-        for name in given - self.shards.keys():
+        for name in given - self.shards.keys() - self._elsewhere():
             return str(unknown("parameter", name, list(self.shards)[:4], near=self.shards))
         for name, mine in self.shards.items():
             if name not in given:
@@ -228,6 +253,13 @@ class Laid:
             if shapes and tuple(state[name].shape) != mine.whole:
                 return f"{name}: the whole array has shape {tuple(state[name].shape)}, expected {mine.whole}"
         return ""
+
+    def _elsewhere(self) -> set[str]:
+        """Parameters that the model has and this part of it has not."""
+        if not isinstance(self.module, Transformer) or self.module.part == whole_part(self.module.config):
+            return set()
+        weights = whole_part(self.module.config).weights(self.module.config)
+        return {f"{weight.name}.{kind}" for weight in weights for kind in ("weight", "bias")} - self.shards.keys()
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""

@@ -47,6 +47,7 @@ class Mesh:
             )
         self._groups: dict[Blocks, Communicator] = {}
         self._alone = connect("alone")
+        self._stage: Mesh | None = None
         self.axes: dict[str, Axis] = {}
         for name, _ in self.shape:
             self.axes[name] = self._axis(name)
@@ -138,8 +139,22 @@ class Mesh:
             label = label.rpartition("/")[0]
         return named.get(label, "")
 
+    def stage(self) -> Mesh:
+        """The ranks that stand with this one on pp, as a mesh: what a stage of a pipeline is laid on.
+
+        Made once and kept; this mesh itself where pp is 1. A collective call.
+        """
+        if self.pp.size == 1:
+            return self
+        if self._stage is None:
+            sizes = {name: size for name, size in self.shape if name != "pp"}
+            self._stage = Mesh(self.group(*sizes), **sizes)
+        return self._stage
+
     def close(self) -> None:
         """Give the groups back (a collective call); `comm` stays."""
+        if self._stage is not None:
+            self._stage.close()
         for group in (*self._groups.values(), self._alone):
             group.close()
 

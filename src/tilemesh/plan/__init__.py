@@ -10,7 +10,7 @@ _WHERE = {
     "SearchResult": "choose",
     "Pins": "space",
     "Estimator": "step",
-    "Prediction": "step",
+    "Prediction": "prediction",
     "predict": "step",
 }
 

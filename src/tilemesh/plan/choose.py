@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.hardware import DEVICES, GPUS_PER_NODE, Cluster, make_node, parse_cluster
@@ -20,9 +21,11 @@ from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.constants import HEADROOM
 from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.prediction import Prediction, prediction_figures
 from tilemesh.plan.space import Pins, candidates, default_precision, why_nothing
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 
 SHOWN = 10
 DEFAULT_BATCH_TOKENS = 1_000_000
@@ -60,6 +63,7 @@ class SearchResult:
     rates: Rates | None = None
     """What was measured of a device, where the search was told."""
     code: Code | None = None
+    headroom: float = HEADROOM
 
     @property
     def fitting(self) -> int:
@@ -69,9 +73,25 @@ class SearchResult:
     def best(self) -> Prediction:
         return self.predictions[0]
 
+    def figures(self, place: int) -> dict[str, Any]:
+        """The plan at that place, 0 being the best, with what was asked."""
+        return plan_figures(self.model, self.cluster.name, self.pins, place, self.predictions[place])
+
     def estimator(self) -> Estimator:
         """The cost model that these figures come from."""
-        return Estimator(self.model, self.cluster, self.context, self.rates, self.code)
+        return Estimator(self.model, self.cluster, self.context, self.rates, self.code, headroom=self.headroom)
+
+
+def plan_figures(model: ModelConfig, cluster: str, pins: Pins, place: int, found: Prediction) -> dict[str, Any]:
+    """One layout with what was asked; also for one that does not fit."""
+    case = {
+        "model": config.to_dict(model),
+        "cluster": cluster,
+        "context": found.tokens // found.plan.batch,
+        "batch": found.plan.batch,
+        "fixed": pins.describe(),
+    }
+    return {"name": "plan", "place": place, "case": case, **prediction_figures(found)}
 
 
 class NothingFitsError(RunError):
@@ -93,16 +113,17 @@ def search(
     shown: int = SHOWN,
     rates: Rates | None = None,
     code: Code | None = None,
+    headroom: float = HEADROOM,
 ) -> SearchResult:
     """The fastest layouts that fit, their pipelines simulated. `batch` is in sequences; `rates` and `code` as in
-    `predict`.
+    `predict`; `headroom` is the fraction of a device's memory that stays free.
 
     UsageError when no layout can exist; NothingFitsError when none fits.
     """
     model = preset(model) if isinstance(model, str) else model
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     pins = pins or Pins()
-    estimator = Estimator(model, cluster, context, rates, code)
+    estimator = Estimator(model, cluster, context, rates, code, headroom=headroom)
     batch = choose_batch(batch, batch_tokens, estimator.context)
     considered, least, ranked = _look(estimator, batch, pins)
     if least is None:
@@ -114,7 +135,7 @@ def search(
     kept = [found for found in predictions if found.fits] or predictions
     kept.sort(key=lambda found: (found.step_time_s, found.memory.total_bytes))
     return SearchResult(
-        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code
+        model, cluster, estimator.context, batch, pins, tuple(kept), considered, tuple(ranked), rates, code, headroom
     )
 
 
@@ -201,7 +222,9 @@ def gpus_enough(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, Para
     for cluster in (estimator.cluster, *_larger(estimator.cluster)):
         if states > cluster.world * estimator.usable_bytes:
             continue  # however they are split, some rank holds too much
-        bigger = Estimator(estimator.model, cluster, estimator.context, estimator.rates, estimator.code)
+        bigger = Estimator(
+            estimator.model, cluster, estimator.context, estimator.rates, estimator.code, headroom=estimator.headroom
+        )
         for group in candidates(bigger, batch, free):
             if bigger.fits(group[-1]):  # the one that recomputes most
                 return cluster.world, group[-1]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tilemesh.kernels.adamw import cost as adamw
+
 # ---- matmul ----------------------------------------------------------------------------------------------------
 
 MATMUL_FRACTION: Mapping[str, float] = {
@@ -108,22 +110,29 @@ MULTI_TENSOR_FRACTION = 0.80
 4.23 TB/s, with 124 M and with 1.1 G parameters: fused AdamW 3.52 and 3.40, dividing on its way 3.26 (1.1 G), scaling
 3.53 and 3.63, norm 3.09 and 3.50 TB/s; a whole update 0.83 and 0.78 of a copy."""
 
+_ADAM = {dtype: adamw.cost(1, 1, dtype).bytes_moved for dtype in ("float32", "float64")}
+"""What AdamW itself moves for a parameter, by our operator's own count: 28 and 56 bytes."""
+
 OPTIMIZER_BYTES: Mapping[str, int] = {
-    # COUNTED: gradients' norm 4, scaled 8, Adam reads them 4 and reads and writes weights and two moments 24.
-    "fp32": 40,
-    "bf16": 40,
+    # COUNTED: gradients' norm 4, scaled 8, and Adam.
+    "fp32": 12 + _ADAM["float32"],
+    "bf16": 12 + _ADAM["float32"],
     # ... and taking the loss scale out, 8.
-    "fp16": 48,
+    "fp16": 20 + _ADAM["float32"],
     # COUNTED as Megatron does it, each in its own kernel, gradients accumulated in fp32: cleared 4, first added 10,
-    # scaled and checked 8, norm 4, clipped 8, Adam 28, weights copied to 16 bits 6.
-    "bf16-master": 68,
-    "fp64": 80,
+    # scaled and checked 8, norm 4, clipped 8, Adam, weights copied to 16 bits 6.
+    "bf16-master": 40 + _ADAM["float32"],
+    "fp64": 24 + _ADAM["float64"],
 }
 """Bytes read and written for one parameter in a step."""
 
-DIVIDED_BYTES: Mapping[str, int] = {"fp32": 36, "bf16": 36, "fp64": 72}
+DIVIDED_BYTES: Mapping[str, int] = {
+    "fp32": 8 + _ADAM["float32"],
+    "bf16": 8 + _ADAM["float32"],
+    "fp64": 16 + _ADAM["float64"],
+}
 """The same for our code on one GPU alone, where the optimiser divides by what clipping asks for on its way. COUNTED:
-norm 4, Adam reads gradients 4 and writes them back 4, reads and writes weights and two moments 24."""
+norm 4, Adam, which also writes the gradients back, 4."""
 
 ACCUMULATE_BYTES: Mapping[str, int] = {
     # COUNTED: torch adds a microbatch's gradients to those before: two read, one written.
@@ -141,8 +150,9 @@ RESERVED_BYTES: Mapping[str, int] = {"gpu": 3 * 2**29, "cpu": 205 * 2**20, "rank
 loads with its first step, and beside other ranks also what passing messages takes; MEASURED on nine layouts of the tiny
 preset: alone 199 and 212 MiB more than the tensors, with others 210 to 248, 226 on average."""
 
-USABLE_FRACTION = 0.95
-"""Of what the driver reports, what a plan may use; an allocator's fragments take the rest. ASSUMED."""
+HEADROOM = 0.05
+"""Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's
+fragments take some of it. ASSUMED."""
 
 # ---- links -----------------------------------------------------------------------------------------------------
 

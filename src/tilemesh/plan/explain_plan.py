@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from tilemesh.core import pipeline
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
-from tilemesh.model.work.operations import Product, layer_work, recomputed_flops
+from tilemesh.model.work.operations import layer_work, recomputed_flops
 from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.memory import STATE_BYTES, layers_in_flight
+from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
-from tilemesh.plan.step import Estimator, Prediction
+from tilemesh.plan.step import Estimator
 
 
 def plan_sections(result: SearchResult) -> list[ExplainedPart]:
@@ -123,7 +124,7 @@ def bubble_section(best: Prediction) -> ExplainedPart:
         )
     ]
     if p > 1:
-        held = [pipeline.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        held = [pace.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
         rows.append(
             ExplainedFigure(
                 "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"
@@ -256,10 +257,9 @@ def roofline_section(estimator: Estimator, plan: ParallelPlan) -> ExplainedPart:
         if isinstance(op, MemoryPass):
             side, intensity, shape = "memory", "0 (moves bytes only)", f"{op.nbytes:,} B"
         else:
-            nbytes = op.cost.bytes_moved if isinstance(op, Product) else op.nbytes
-            value = op.flops / nbytes
-            side = "compute" if value >= ridge else "memory"
-            intensity, shape = f"{value:.0f} FLOP/B", f"{op.flops:.3g} FLOP / {nbytes:.3g} B"
+            cost = op.cost
+            side = "compute" if cost.intensity >= ridge else "memory"
+            intensity, shape = f"{cost.intensity:.0f} FLOP/B", f"{cost.flops:.3g} FLOP / {cost.bytes_moved:.3g} B"
         rows.append(ExplainedFigure(op.name, shape, intensity, f"{side}, {format_seconds(speed.op_s(op))}"))
     peak, rate = format_rate(device.peak(dtype), "FLOP/s"), format_rate(device.memory_bytes_per_s, "B/s")
     return ExplainedPart(

@@ -7,6 +7,7 @@ made now, from the same model, layout and calibration, without looking at the me
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ from typing import Any, cast
 from tilemesh.core import config
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.hardware import Cluster
+from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.memory import state_bytes
-from tilemesh.plan.step import Prediction, predict
+from tilemesh.plan.prediction import Prediction
+from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.names import CONFIG
+from tilemesh.runs.values import number, section
 
 BOUNDS = {"step time": 0.15, "peak memory": 0.05}
 """What a prediction is meant to keep to; everything else is meant to be exact."""
@@ -248,3 +252,31 @@ def _sample(value: object) -> tuple[float | None, tuple[float, float, int] | Non
         spread = None if p20 is None or p80 is None else (p20, p80, int(_number(value.get("n")) or 0))
         return median, spread
     return _number(value), None
+
+
+# ---- of a run's folder -------------------------------------------------------------------------------------------
+
+
+def expected_memory(
+    settings: Mapping[str, Any], predicted: Mapping[str, Any], summary: Mapping[str, Any]
+) -> dict[str, float]:
+    """Bytes per rank by kind: what was predicted before the run, else counted from its configuration.
+
+    On a GPU these are the bytes that torch allocates, as a run measures them, without what the context and the
+    libraries reserve. Nothing where the configuration is not one that can be counted.
+    """
+    told: Mapping[str, object] = section(predicted, "memory")
+    if not told:
+        try:
+            model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
+            plan = config.from_dict(ParallelPlan, dict(section(settings, "plan")), CONFIG)
+            context = section(settings, "train").get("context") or model.context
+            name = str(summary.get("cluster", "")).partition("x")[2]
+            device = device_for(name) if name != "local" else None
+            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
+            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
+            return {}
+    kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
+    unseen = ("total", "usable") if summary.get("device") in (None, "cpu") else ("total", "usable", "reserved")
+    return {kind: size for kind, size in kinds.items() if size > 0 and kind not in unseen}

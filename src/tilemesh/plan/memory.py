@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tilemesh.core import pipeline
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_tensors
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
@@ -138,9 +138,9 @@ def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> 
 # ---- a layout ----------------------------------------------------------------------------------------------------
 
 
-def usable_bytes(cluster: Cluster) -> int:
+def usable_bytes(cluster: Cluster, headroom: float = constants.HEADROOM) -> int:
     """What a plan may use of a device."""
-    return int(cluster.device.usable_bytes * constants.USABLE_FRACTION)
+    return int(cluster.device.usable_bytes * (1 - headroom))
 
 
 class Room:
@@ -230,7 +230,7 @@ def layers_in_flight(plan: ParallelPlan, stage: int, counts: tuple[int, ...]) ->
     """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
     if plan.pp == 1:
         return counts[0]
-    passes = pipeline.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
+    passes = pace.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
     if plan.interleave == 1:
         return passes * counts[stage]
     # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.

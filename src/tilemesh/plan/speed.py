@@ -72,10 +72,11 @@ class Speed:
         awkward = unaligned(op.n, size) or unaligned(op.k, size)
         if awkward and self.processors and not self.pads:
             fraction = min(fraction, constants.UNALIGNED_FRACTION)
-        compute = op.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
+        cost = op.cost
+        compute = cost.flops / (self.flops_per_s * fraction * narrow_fraction(self.narrow[op.backward], op))
         # Parts of a split product are written in fp32 and read again to be summed.
         partial = 2 * 4 * splits * op.batch * op.m * op.n / self.stream_bytes_per_s if splits > 1 else 0.0
-        return self._with_launches(max(compute + partial, op.cost.bytes_moved / self.stream_bytes_per_s), 1)
+        return self._with_launches(max(compute + partial, cost.bytes_moved / self.stream_bytes_per_s), 1)
 
     def op_s(self, op: Operation) -> float:
         if isinstance(op, Product):
@@ -84,8 +85,9 @@ class Speed:
             rate = self.kinds_bytes_per_s.get(op.kind, self.elementwise_bytes_per_s)
             moving = op.nbytes / (rate * constants.PASS_FRACTION[self.waits][op.kind])
             return self._with_launches(moving + op.exponentials / self.exponentials_per_s, op.launches)
-        compute = op.flops / self.attention.rate(op.backward, op.head_width, op.keys)
-        return self._with_launches(max(compute, op.nbytes / self.stream_bytes_per_s), 1)
+        cost = op.cost
+        compute = cost.flops / self.attention.rate(op.backward, op.head_width, op.keys)
+        return self._with_launches(max(compute, cost.bytes_moved / self.stream_bytes_per_s), 1)
 
     def _with_launches(self, busy_s: float, launches: int) -> float:
         return busy_s + launches * self.launch_s if self.waits else max(busy_s, launches * self.launch_s)

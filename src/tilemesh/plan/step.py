@@ -3,20 +3,22 @@
 The one idea: a step is the slowest stage's passes, the bubble around them, what of the gradient exchange does not hide
 behind them, and the optimiser. `Estimator` answers for one model on one cluster. `rank` is its quick answer for the
 search, in closed form; `predict` the full one, with the pipeline's schedule simulated and the stages cut by dynamic
-programming.
+programming: the embedding rides on the first chunk and the head on the last, so equal layers do not make equal chunks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+import math
 from typing import NamedTuple
 
-from tilemesh.core import pipeline
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
+from tilemesh.core.ranges import Range
+from tilemesh.core.step import pace
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
@@ -24,89 +26,14 @@ from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
 from tilemesh.plan.memory import RankMemory, Room, usable_bytes
+from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
-from tilemesh.plan.stages import cut, spread
 
+_HEADROOM = Range(0, 1, below=True)
 MOST_PASSES = 60_000
 """Pipelines beyond this (deeper than about 70 stages) are timed in closed form: simulating ten would take seconds."""
 MOST_CUTS = 20_000
 """Layers times chunks beyond which stages are cut the quick way, which is as good for equal layers."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Where a step's seconds go, seen from the slowest stage."""
-
-    compute_s: float
-    recompute_s: float
-    tp_s: float
-    """Tensor-parallel exchanges."""
-    pp_s: float
-    """Sending to the next stage."""
-    bubble_s: float
-    """Waiting for the pipeline to fill and drain, and for slower stages."""
-    dp_s: float
-    """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
-    optimizer_s: float
-    host_s: float = 0.0
-    """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
-
-    @property
-    def total_s(self) -> float:
-        return float(sum(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    @property
-    def exposed_s(self) -> float:
-        """Communication that nothing hides."""
-        return self.tp_s + self.pp_s + self.dp_s
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Everything the cost model says of one layout."""
-
-    plan: ParallelPlan
-    step_time_s: float
-    tokens: int
-    model_flops: int
-    hardware_flops: int
-    peak_flops_per_s: float
-    """Of all ranks together."""
-    memory: RankMemory
-    usable_bytes: int
-    """What a rank's device has for it."""
-    times: Times
-    traffic: dict[str, float]
-    """Bytes one rank sends in a step, by axis of the mesh."""
-    bubble_fraction: float
-    """Of the schedule itself, as if all stages took equally long."""
-    chunk_layers: tuple[int, ...]
-    """Layers of each chunk; chunk c lies on stage c % pp."""
-    exchanges: dict[str, dict[str, int]]
-    """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
-
-    @property
-    def settled_plan(self) -> ParallelPlan:
-        """The plan with the cut that was predicted: what a file should say, so that it is what runs."""
-        return self.plan if self.plan.pp == 1 else dataclasses.replace(self.plan, chunk_layers=self.chunk_layers)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_time_s
-
-    @property
-    def mfu(self) -> float:
-        """Of the peak, what the FLOPs that had to be done make up."""
-        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
-
-    @property
-    def hfu(self) -> float:
-        """Of the peak, what all FLOPs done make up, recomputed ones too."""
-        return self.hardware_flops / (self.step_time_s * self.peak_flops_per_s)
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.total_bytes <= self.usable_bytes
 
 
 class Frame(NamedTuple):
@@ -139,7 +66,10 @@ def predict(
 
 
 class Estimator:
-    """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's."""
+    """The cost model for one model on one cluster; `rates`, where measured, go before the datasheet's.
+
+    `headroom`: the fraction of a device's memory that a plan leaves free.
+    """
 
     def __init__(
         self,
@@ -149,7 +79,9 @@ class Estimator:
         rates: Rates | None = None,
         code: Code | None = None,
         graph: bool = True,
+        headroom: float = constants.HEADROOM,
     ) -> None:
+        _HEADROOM.check("headroom", headroom)
         self.model = model
         self.cluster = cluster
         self.rates = rates
@@ -165,7 +97,8 @@ class Estimator:
             )
         self.clock = Clock(model, cluster, self.context, rates, code)
         self.room = Room(model, cluster, self.context, code)
-        self.usable_bytes = usable_bytes(cluster)
+        self.headroom = headroom
+        self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
@@ -207,7 +140,7 @@ class Estimator:
             usable_bytes=self.usable_bytes,
             times=times,
             traffic=self._traffic(plan, frame),
-            bubble_fraction=pipeline.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
+            bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
             exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.stages[0]),
         )
@@ -311,11 +244,11 @@ class Estimator:
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
         """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
         layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
-        if pipeline.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
+        if pace.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
             pipe_s = _closed_form_s(plan, chunks)
         else:
             times = (chunks.forward_s, chunks.backward_s)
-            pipe_s = pipeline.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
+            pipe_s = pace.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
         stage, busy_s = _busiest(chunks, plan.pp)
         first, last = stage == 0, stage == plan.pp - 1
         count = frame.stages[stage]
@@ -368,3 +301,69 @@ def _busiest(chunks: Chunks, stages: int) -> tuple[int, float]:
     """The stage whose passes of one microbatch take longest, and how long."""
     busy = [sum(chunks.forward_s[stage::stages]) + sum(chunks.backward_s[stage::stages]) for stage in range(stages)]
     return busy.index(max(busy)), max(busy)
+
+
+# ---- where a model is cut ------------------------------------------------------------------------------------------
+
+_REACH = 2  # how far from the even share a chunk may lie, beside what head and embedding weigh
+
+
+@functools.cache
+def cut(layer_costs: tuple[float, ...], chunks: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Layers of each chunk: the least possible maximum of cost, and among those the most even, by dynamic programming.
+
+    Of equals the one with less in front, where a pipeline holds the most microbatches. `first` and `last` are what the
+    first and the last chunk cost besides their layers.
+    """
+    layers = len(layer_costs)
+    before = [0.0]
+    for cost in layer_costs:
+        before.append(before[-1] + cost)
+    mean = before[-1] / layers
+    reach = _REACH + math.ceil(max(first, last) / mean) + math.ceil((max(layer_costs) - min(layer_costs)) / mean)
+    least, most = max(1, layers // chunks - reach), -(-layers // chunks) + reach
+    # best[i]: (maximum, sum of squares, layers of each chunk so far) of i layers in the chunks so far.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for chunk in range(chunks):
+        extra = (first if chunk == 0 else 0.0) + (last if chunk == chunks - 1 else 0.0)
+        left = chunks - chunk - 1
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (top, squares, counts) in best.items():
+            for end in range(start + least, min(start + most, layers - left) + 1):
+                if end + left * most < layers:
+                    continue
+                cost = before[end] - before[start] + extra
+                candidate = (max(top, cost), squares + cost * cost, (*counts, end - start))
+                if end not in reached or candidate < reached[end]:
+                    reached[end] = candidate
+        best = reached
+    return best[layers][2]
+
+
+@functools.cache
+def spread(layers: int, chunks: int, first: float, last: float) -> tuple[int, ...]:
+    """The same for layers that all cost 1: the smallest maximum under which all find room, then filled evenly."""
+    if chunks == 1:
+        return (layers,)
+    share = layers // chunks
+    wholes = range(share, share + 3)
+    for top in sorted({w + extra for w in wholes for extra in (0.0, first, last)} | {share + math.ceil(last) + 1.0}):
+        room = [_fits(top, first), *([math.floor(top)] * (chunks - 2)), _fits(top, last)]
+        if min(room) >= 1 and sum(room) >= layers:
+            break
+    else:  # a head heavier than everything else: one layer beside it, the rest shared
+        room = [share + 1] * (chunks - 1) + [1]
+        while sum(room) < layers:
+            room[room.index(min(room[:-1]))] += 1
+    excess = sum(room) - layers
+    extras = [first, *([0.0] * (chunks - 2)), last]
+    while excess:
+        # Take from the costliest that can give one; the first of equals, so that the same question has one answer.
+        giver = max((i for i in range(chunks) if room[i] > 1), key=lambda i: (room[i] + extras[i], -i))
+        room[giver] -= 1
+        excess -= 1
+    return tuple(room)
+
+
+def _fits(top: float, extra: float) -> int:
+    return math.floor(top - extra + 1e-9)

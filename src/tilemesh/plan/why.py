@@ -13,7 +13,7 @@ from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.plan import memory
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import Room, usable_bytes
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 
 EQUAL = 0.02  # closer than this, two times are equal
 SHORT_LAYER_S = 3e-3
@@ -70,7 +70,7 @@ def _one_device(result: SearchResult) -> str:
     plan = result.best.plan
     alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
     need = Room(result.model, result.cluster, result.context, result.code).stage(alone, 0, (result.model.layers,))
-    have = usable_bytes(result.cluster)
+    have = usable_bytes(result.cluster, result.headroom)
     dominant = need.dominant
     if need.total_bytes <= have:
         others = "" if plan.world == 1 else ", so the others are for speed"

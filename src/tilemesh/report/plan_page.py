@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.simulate import Slot, StepTimes, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
-from tilemesh.plan.page import frontier, simulated
-from tilemesh.plan.step import Prediction
+from tilemesh.plan.prediction import Prediction
 from tilemesh.report import timeline
 from tilemesh.report.bars import Bar, BarPart, bars
 from tilemesh.report.draw import Dots, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure, grid
@@ -16,6 +18,10 @@ from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rows import percent
 
 MOST_POINTS = 2000
+ROUNDS = (3, 2, 1)
+"""Microbatches drawn, in multiples of the stages: filling, the steady state and draining ..."""
+MOST_SLOTS = 6000
+"""... and fewer where a browser would drag."""
 TIMES = {
     "compute_s": ("compute", 0), "recompute_s": ("recomputation", 5), "tp_s": ("tensor-parallel exchange", 1),
     "pp_s": ("between stages", 3), "bubble_s": ("bubble", 6), "dp_s": ("gradient exchange", 7),
@@ -94,6 +100,16 @@ def _table(result: SearchResult) -> Html:
         for one in result.predictions
     ]  # fmt: skip
     return grid(PageTable(head, rows))
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of points (time, memory) that no other beats in both, by time."""
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    kept: list[int] = []
+    for i in order:
+        if not kept or points[i][1] < points[kept[-1]][1]:
+            kept.append(i)
+    return kept
 
 
 def trade_off(result: SearchResult) -> Html:
@@ -176,6 +192,20 @@ def _memory(result: SearchResult) -> Html:
     return figure("Memory per rank", words, bars(items, most=float(usable), kinds=kinds), table)
 
 
+def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tuple[Slot, ...], float]:
+    """The schedule's first microbatches, every pass with its stage, beginning and end, and the seconds of all."""
+    plan = best.plan
+    per_round = 2 * plan.pp * plan.pp * plan.interleave
+    rounds = next((count for count in ROUNDS if count * per_round <= MOST_SLOTS), ROUNDS[-1])
+    few = min(plan.accumulation, rounds * plan.pp)
+    estimator = result.estimator()
+    chunks = estimator.chunk_times(plan)
+    schedule = build(plan.schedule, plan.pp, few, plan.interleave)
+    times = StepTimes(chunks.forward_s, chunks.backward_s, [0.0] * len(chunks.backward_s))
+    found = simulate(schedule, times, keep_slots=True)
+    return schedule, found.slots, found.total_s
+
+
 def pipeline_lanes(result: SearchResult) -> Html:
     """Passes of the first microbatches over the stages, as simulated."""
     found = next((one for one in result.predictions if one.plan.pp > 1), None)
@@ -185,8 +215,8 @@ def pipeline_lanes(result: SearchResult) -> Html:
     schedule, slots, total = simulated(result, found)
     stages: list[list[timeline.LanePiece]] = [[] for _ in range(plan.pp)]
     for slot in sorted(slots, key=lambda one: one.start_s):
-        kind = "forward" if slot.action.forward else "backward"
-        stages[slot.stage].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
+        kind = "forward" if slot.action.kind == "F" else "backward"
+        stages[slot.rank].append(timeline.LanePiece(slot.start_s, slot.end_s, str(slot.action), kind))
     lanes = [timeline.Lane(f"stage {stage}", pieces) for stage, pieces in enumerate(stages)]
     busy = [sum(piece.ended_s - piece.began_s for piece in pieces) for pieces in stages]
     rows = [[f"stage {stage}", format_seconds(one), format_seconds(total - one)] for stage, one in enumerate(busy)]

@@ -9,15 +9,16 @@ is a run's folder or a rank. Sections that others use too (model, data, plan) ch
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
-from tilemesh.core.errors import Argument, UsageError
+from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
+from tilemesh.core.runnable import lacks
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
@@ -27,7 +28,7 @@ from tilemesh.model.families import read_config
 from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
-from tilemesh.runs.names import CHECKPOINTS, CONFIG
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run, unlike
 
 _COUNT = Range(1)
@@ -91,20 +92,14 @@ def check_values(made: TrainConfig) -> None:
 
 def _check_plan(made: TrainConfig) -> None:
     plan = made.plan
-    if plan.zero:
+    for lack in lacks(plan):
         raise UsageError(
-            f"plan.zero is {plan.zero}: optimiser states are whole in each replica; set plan.zero=0, or make the "
-            "plan with `tilemesh plan … --fix zero=0`"
-        )
-    if plan.pp > 1:
-        raise UsageError(f"plan.pp is {plan.pp}: training has no pipeline; set plan.pp=1, or plan with --fix pp=1")
-    if plan.recompute == "selective":
-        raise UsageError(
-            "plan.recompute is selective: attention here keeps no scores; use none, full or train.recompute_every"
+            f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}, or make the plan with `tilemesh plan … --fix "
+            f"{lack.instead}`"
         )
     reason = why_not(made.model, plan)
     if reason:
-        raise UsageError(f"plan.{reason}; set plan.tp (or the mesh's tp) to a number that divides it")
+        raise UsageError(f"plan.{reason}")
 
 
 def check_machine(made: TrainConfig) -> None:
@@ -182,11 +177,29 @@ def check_written_model(manifest: Manifest, model: ModelConfig, run: str | Path)
 
 
 def _check_checkpoints(run: Path, made: TrainConfig) -> None:
-    """Refuse a configuration that was edited into another model's; which checkpoints are sound, the ranks find out."""
-    for _, path in checkpoints(run / CHECKPOINTS):
-        with contextlib.suppress(DamagedError):
+    """Refuse a configuration that was edited into another model's, and a run without one manifest that can be read.
+
+    Whether the tensors are what was written, the ranks find out, each its share.
+    """
+    folder, broken = run / CHECKPOINTS, []
+    for _, path in checkpoints(folder):
+        try:
             check_written_model(Manifest.read(path), made.model, run)
             return
+        except DamagedError:
+            broken.append(path.name)
+    broken += sorted(path.name for path in folder.glob(f"{DAMAGED}*"))
+    if broken:
+        raise nothing_whole(run, broken)
+
+
+def nothing_whole(run: Path, broken: Sequence[str]) -> RunError:
+    """For a run that cannot go on: beginning again at step 1 is for its user to decide."""
+    return RunError(
+        f"no checkpoint of {run} is whole ({', '.join(broken)}): stopped, and nothing was changed. "
+        f"To train it again from step 1, begin a new run with `tilemesh train {run / CONFIG} --out FOLDER`, or "
+        f"remove {run / CHECKPOINTS} and resume"
+    )
 
 
 def check_job(

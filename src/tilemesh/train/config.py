@@ -17,7 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kernels import OURS, PLAIN, STANDARD, ModelKernels
+from tilemesh.model.kernels import OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -71,9 +71,9 @@ class LoopConfig:
     """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
     leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Who computes projections with their activations, norms with the addition before them, and the loss from the last
-    activations; auto: tilemesh's kernels for projections on a GPU unless under torch.compile (which fuses activations
-    with their neighbours), torch for everything else."""
+    """Who computes projections with their activations, norms with the addition before them, the loss from the last
+    activations, and on a GPU AdamW's steps; auto: on a GPU tilemesh's kernels for AdamW, and for projections unless
+    under torch.compile (which fuses activations with their neighbours); torch for everything else."""
     recompute_every: int | Literal["sqrt"] | None = None
     """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -148,6 +148,10 @@ class TrainConfig:
         # Norms and loss of ours join `auto` when rows of a whole training step on a GPU show that they are faster.
         fuses = self.train.kernels == "auto" and device == "cuda" and not self.train.compile
         return STANDARD if fuses else PLAIN
+
+    def optimizer_kernels_on(self, device: str) -> str:
+        """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
+        return TORCH if self.train.kernels == "torch" or device != "cuda" else "auto"
 
     @property
     def may_replay(self) -> bool:

@@ -2,9 +2,9 @@
 
 The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
-they are all of a layer's, is not asked. torch's own functions do the arithmetic (`update.py`; fused into one kernel
-where torch has that). With 16-bit weights (`bf16-master`) a float32 copy of each is what is stepped, one parameter at a
-time, so that no second copy of all gradients exists.
+they are all of a layer's, is not asked. The arithmetic is done by torch's own functions (`update.py`; fused into one
+kernel where torch has that) or by tilemesh's kernels (`stepping.py`). With 16-bit weights (`bf16-master`) a float32
+copy of each is what is stepped; torch steps one parameter at a time then, without a second copy of all gradients.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
 from tilemesh.core.shard import Shard
+from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.stepping import KernelUpdate, is_stepped_by_kernels
 from tilemesh.train.update import UpdateGroup
 
 _KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -57,13 +59,14 @@ def _multiplies(short: str) -> bool:
 class Optimizer:
     """Steps parameters. `tensors` is everything a checkpoint has to keep of them."""
 
-    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str) -> None:
+    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str, kernels: str = TORCH) -> None:
+        """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator."""
         self.config = config
         self.shards = {name: shard for name, (_, shard) in held.items()}
         self.kinds = _KINDS[config.name] if config.name == "adamw" or config.momentum else ()
         self.parameters = {name: tensor for name, (tensor, _) in held.items()}
         self.has_masters = precision == "bf16-master"
-        self.stepped: dict[str, nn.Parameter] = dict(self.parameters)
+        self.stepped: dict[str, nn.Parameter] = self.parameters
         if self.has_masters:
             self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
         self.steps = 0
@@ -75,7 +78,12 @@ class Optimizer:
             return UpdateGroup(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
 
         ways = {name: decays(self.shards[name].whole) for name in self.stepped}
-        if self.has_masters:
+        self._groups: list[UpdateGroup] = []
+        self._kernels: KernelUpdate | None = None
+        if is_stepped_by_kernels(kernels, config, self.stepped):
+            decay = {name: config.weight_decay if has_decay else 0.0 for name, has_decay in ways.items()}
+            self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
+        elif self.has_masters:
             # One group per parameter: its float32 gradient lives only while it is stepped.
             self._groups = [group({name: value}, ways[name]) for name, value in self.stepped.items()]
         else:
@@ -84,9 +92,14 @@ class Optimizer:
         self._group_of = {name: found for found in self._groups for name in found.parameters}
 
     @property
+    def is_ours(self) -> bool:
+        """Whether tilemesh's kernels step the parameters; gradients that ranks have summed are then left undivided."""
+        return self._kernels is not None
+
+    @property
     def divides(self) -> bool:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return not self.has_masters and self.is_capturable
+        return self.is_ours or (not self.has_masters and self.is_capturable)
 
     @property
     def is_capturable(self) -> bool:
@@ -106,6 +119,9 @@ class Optimizer:
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
         """Move the parameters along their gradients, divided by `divisor` where one is given, at this rate."""
+        if self._kernels is not None:
+            self._kernels.step(rate, divisor)
+            return
         if not self.has_masters:
             for group in self._groups:
                 group.step(rate, divisor)
@@ -128,12 +144,14 @@ class Optimizer:
         if self.steps:
             for kind in self.kinds:
                 for name in self.stepped:
-                    yield f"{kind}:{name}", self.shards[name], self._group_of[name].state[name][kind]
+                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
         if self.has_masters:
             yield from self.stepped.values()
+        if self._kernels is not None:
+            yield from self._kernels.kept()
         for group in self._groups:
             for state in group.state.values():
                 yield from state.values()
@@ -153,15 +171,24 @@ class Optimizer:
         self.steps = steps
         if not steps:
             return
+        states = {}
         for name, value in self.stepped.items():
-            state = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
-            for kind, found in state.items():
+            states[name] = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
+            for kind, found in states[name].items():
                 if found.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
+        if self._kernels is not None:
+            self._kernels.put(steps, states)
+            return
+        for name, state in states.items():
             group = self._group_of[name]
             if self.config.name == "adamw":
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=group.step_device(value))
+                device = group.step_device(self.stepped[name])
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
             group.state[name] = state
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        return self._group_of[name].state[name] if self._kernels is None else self._kernels.state(name)
 
 
 def decays(whole: Sequence[int]) -> bool:

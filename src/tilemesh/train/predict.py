@@ -15,8 +15,8 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.task import Code
-from tilemesh.plan.figures import prediction_figures
 from tilemesh.plan.local import local_machine
+from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
 from tilemesh.train.config import TrainConfig
 

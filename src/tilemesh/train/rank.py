@@ -132,7 +132,8 @@ def train_here(
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
-    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision)
+    stepped_by = config.optimizer_kernels_on(device.type)
+    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision, stepped_by)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,

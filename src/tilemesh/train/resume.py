@@ -23,9 +23,9 @@ from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.metrics import RESUMED
-from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
+from tilemesh.runs.names import CHECKPOINTS, DAMAGED
 from tilemesh.runs.reader import Reader
-from tilemesh.train.check import check_written_model
+from tilemesh.train.check import check_written_model, nothing_whole
 from tilemesh.train.config import unlike
 
 if TYPE_CHECKING:
@@ -104,11 +104,7 @@ def sound_checkpoint(run: Path, comm: Communicator, say: Say) -> Path | None:
         broken.append(name)
     broken += json.loads(tell(comm, json.dumps(sorted(path.name for path in folder.glob(f"{DAMAGED}*")))))
     if broken:
-        raise RunError(
-            f"no checkpoint of {run} is whole ({', '.join(broken)}): stopped, and nothing was changed. "
-            f"To train it again from step 1, begin a new run with `tilemesh train {run / CONFIG} --out FOLDER`, or "
-            f"remove {folder} and resume"
-        )
+        raise nothing_whole(run, broken)
     return None
 
 

@@ -87,11 +87,12 @@ class Stepper:
         if self.device.type == "cuda":
             self._fetch_ahead(number)  # while the GPU is still at it
         with recorder.span("gradients"):
-            done = self.gradients.finish(config.optimizer.clip or None)
+            divide = not self.optimizer.is_ours
+            done = self.gradients.finish(config.optimizer.clip or None, divide=divide)
         overflowed = not math.isfinite(done.norm)
         with recorder.span("optimizer"):
             if not overflowed:
-                self.optimizer.step(self._rate(number))
+                self.optimizer.step(self._rate(number), done.divisor)
             self.scale.update(overflowed)
             self._count_gradients()
             self.gradients.clear()

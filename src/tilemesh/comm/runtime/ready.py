@@ -23,7 +23,7 @@ from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.ready_views import along_axis_0, with_views
 from tilemesh.comm.runtime.shared import ByLast
 from tilemesh.comm.runtime.transport import ReadyCall
-from tilemesh.comm.schedules.book import is_shared
+from tilemesh.comm.schedules.book import is_direct, is_shared
 
 
 def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
@@ -32,7 +32,8 @@ def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
         return None
     along = along_axis_0(call, x)
     ready = None if along is None else _of_arrays(group, *along, choice)
-    return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape))
+    by_place = choice.direct is not None or is_direct(choice.algorithm)
+    return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape), by_place)
 
 
 def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:

@@ -19,6 +19,8 @@ from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.memory import fits, flattened, opened
 from tilemesh.comm.runtime.transport import Array, ReadyCall
 
+_KEPT = 64  # arrays of one call: more addresses than autograd uses for one shape in a step
+
 
 def along_axis_0(call: Call, x: Any) -> tuple[Call, Array] | None:
     """The call as `ready.py` sees it, with an array like the one that each call will bring; None: a tensor on CUDA."""
@@ -33,11 +35,14 @@ def along_axis_0(call: Call, x: Any) -> tuple[Call, Array] | None:
     return inner, flattened(opened(x)[0], call.axis).reshape(shape)
 
 
-def with_views(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCall:
-    """A ready call of numpy arrays along axis 0, for what this call was given: an array or a tensor of that shape."""
+def with_views(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: bool) -> ReadyCall:
+    """A ready call of numpy arrays along axis 0, for what this call was given: an array or a tensor of that shape.
+
+    `by_place`: whether the call asks where its arrays lie in shared memory, and remembers it for an array it knows.
+    """
     if call.axis:
         inner = _along(inner, call.axis, given, call.shape, call.like.carrier)
-    return _of_tensors(inner, call, given) if call.like.is_torch else inner
+    return _of_tensors(inner, call, given, by_place) if call.like.is_torch else inner
 
 
 def _moved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
@@ -63,14 +68,20 @@ def _along(inner: ReadyCall, axis: int, given: tuple[int, ...], result: tuple[in
     return ready
 
 
-def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCall:
+def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: bool) -> ReadyCall:
     """A tensor as an array over its address. That is all a call needs while its caller holds the tensor, and takes a
-    tenth of the time of `tensor.detach().numpy()`, which would cost as much as the rest of a small call."""
+    tenth of the time of `tensor.detach().numpy()`, which would cost as much as the rest of a small call.
+
+    torch's allocator gives the same few addresses again and again, so arrays are kept by address, and the call inside
+    knows them again. Not where it would also know where they lie: another tensor may have the address by then, in
+    shared memory or not.
+    """
     import torch
 
-    tensor, parameter, strided, ndarray = torch.Tensor, torch.nn.Parameter, torch.strided, np.ndarray
+    tensor, parameter, strided = torch.Tensor, torch.nn.Parameter, torch.strided
     carrier, result, dtype, empty = call.like.carrier, call.shape, getattr(torch, call.like.dtype), torch.empty
-    here, there = _memory(given, carrier), _memory(result, carrier)
+    kept = 0 if by_place else _KEPT
+    here, there = _arrays(given, carrier, kept), _arrays(result, carrier, kept)
     is_complex = carrier.kind == "c"
 
     def is_plain(x: Any) -> bool:
@@ -91,13 +102,26 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...]) -> ReadyCa
             array, target = here(x.data_ptr()), there(out.data_ptr())
         except RuntimeError:  # a tensor of torch.func, which has no memory of its own
             return NotImplemented
-        made = inner(ndarray(given, carrier, array), ndarray(result, carrier, target))
+        made = inner(array, target)
         return out if made is not NotImplemented else made
 
     return ready
 
 
-def _memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Callable[[int], Any]:
-    """What makes a buffer of so many bytes at an address."""
-    make: Callable[[int], Any] = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address
-    return make
+def _arrays(shape: tuple[int, ...], dtype: np.dtype[Any], most: int) -> Callable[[int], Array]:
+    """What makes an array at an address, and keeps up to so many of them to give them again."""
+    memory: Callable[[int], Any] = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address
+    kept: dict[int, Array] = {}
+
+    def at(address: int) -> Array:
+        try:
+            return kept[address]
+        except KeyError:
+            made: Array = np.ndarray(shape, dtype, memory(address))
+            if most:
+                if len(kept) == most:
+                    kept.clear()
+                kept[address] = made
+            return made
+
+    return at

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
+from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, WARPS
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
-
-BLOCK, WARPS = 1024, 8  # measured on an H200: 0.98 of the copy limit; 2048 0.9, 4096 0.7
-NORM_BLOCK = 8192
 
 
 @triton.jit
@@ -66,9 +64,11 @@ def update(
         value = tl.load(master + at, mask=inside, other=0.0)
     else:
         value = tl.load(parameter + at, mask=inside, other=0.0).to(kind)
-    value -= (rate * decay).to(kind) * value
-    first = beta1.to(kind) * first + (1.0 - beta1).to(kind) * slope
-    second = beta2.to(kind) * second + (1.0 - beta2).to(kind) * slope * slope
+    # Which product of a sum of two is fused with the addition is said, not left to the compiler: results are then the
+    # same in all forms of this kernel.
+    value = tl.fma(-(rate * decay).to(kind), value, value)
+    first = tl.fma(beta1.to(kind), first, (1.0 - beta1).to(kind) * slope)
+    second = tl.fma(beta2.to(kind), second, (1.0 - beta2).to(kind) * (slope * slope))
     value -= step * first / (tl.sqrt(second) / root + eps.to(kind))
     tl.store(average + at, first, mask=inside)
     tl.store(square + at, second, mask=inside)
@@ -128,7 +128,8 @@ def correct_plan(places: Mapping[str, Place], *, log_beta1: float, log_beta2: fl
 def squares_plan(places: Mapping[str, Place], *, aligned: bool) -> LaunchPlan:
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     constants = {"BLOCK": NORM_BLOCK, "ALIGNED": aligned, "WIDE": places["like"].dtype == "float64"}
-    return LaunchPlan((Step(f"{__name__}:squares", (places["owners"].shape[0], 1), arguments, constants, warps=8),))
+    grid = (places["owners"].shape[0], 1)
+    return LaunchPlan((Step(f"{__name__}:squares", grid, arguments, constants, warps=NORM_WARPS),))
 
 
 def norm_plan(places: Mapping[str, Place]) -> LaunchPlan:

@@ -9,24 +9,19 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.hardware import Device
 from tilemesh.core.ranges import Range
 from tilemesh.kernels import context
-from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.adamw.cost import FORM
-from tilemesh.kernels.adamw.table import BlockTable, is_aligned
-from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench
-from tilemesh.kernels.bench.problems import SizedProblem
+from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
+from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, BlockTable, is_aligned
 from tilemesh.kernels.launch import call
 from tilemesh.kernels.launch.operator import IMPLEMENTATIONS
 from tilemesh.kernels.launch.tensors import FLOATS, check_device, check_tensors, dtype_name
-from tilemesh.kernels.rates import pass_s
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -70,6 +65,7 @@ class AdamW:
         self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), [*map(float, decays)]
         self.how = _how(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
+        self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
 
     @torch.no_grad()
     def step(
@@ -80,7 +76,10 @@ class AdamW:
         step: how many steps there are with this one, from 1. rate, step and divisor may be tensors of one element on
         the parameters' device: nothing then waits for the device, and the call can be captured as a CUDA graph.
         """
-        _check_lists({"parameters": self.parameters, "gradients": gradients})
+        seen = tuple([(type(g), g.dtype, g.shape, g.device) for g in gradients if g is not None])
+        if seen not in self._seen:  # a training loop gives the same ones at each step
+            _check_lists({"parameters": self.parameters, "gradients": gradients})
+            self._seen.add(seen)
         for name, value in (("rate", rate), ("step", step), ("divisor", divisor)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(f"{name} has shape {tuple(value.shape)}: expected a number or a tensor of one element")
@@ -132,8 +131,6 @@ class AdamW:
         return made
 
     def _grouped(self, gradients: Sequence[Tensor]) -> list[_Group]:
-        from tilemesh.kernels.adamw import kernel
-
         lists = [self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs, *([self.masters] if self.masters else [])]
         kinds = tuple(
             [(tensors[0].dtype, tensors[1].dtype, is_aligned(*tensors)) for tensors in zip(*lists, strict=True)]
@@ -149,7 +146,7 @@ class AdamW:
                         *((self.parameters[at].numel(), self.decays[at]) for at in members), strict=True
                     )
                     device = self.parameters[0].device
-                    made.append(_Group(members, kind, BlockTable(sizes, kernel.BLOCK, device, decays)))
+                    made.append(_Group(members, kind, BlockTable(sizes, BLOCK, device, decays)))
             self._groups[kinds] = made
         return self._groups[kinds]
 
@@ -227,7 +224,7 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     from tilemesh.kernels.adamw import kernel
 
     launch = call.interpreted if how == "interpret" else call.compiled
-    tables = _norm_tables(tensors, kernel.NORM_BLOCK)
+    tables = _norm_tables(tensors, NORM_BLOCK)
     device = tensors[0].device
     partial = torch.empty(sum(table.blocks for *_, table in tables), dtype=kind, device=device)
     begin = 0
@@ -240,6 +237,43 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     norm = torch.empty(1, dtype=kind, device=device)
     launch(kernel.norm_plan, {"partial": partial, "norm": norm}, written=("norm",))
     return norm[0]
+
+
+def norm_bound(norm: Tensor, dtype: torch.dtype, elements: int) -> Tensor:
+    """How far `global_norm` of so many elements of this dtype may be from the exact norm.
+
+    A sum of squares, none of which is negative, is off by at most one unit for each addition that a term goes through:
+    those of its thread and of the tree over threads, in the dtype's accumulator, then the same over blocks in float64.
+    A root halves what its argument is off by.
+    """
+    u, blocks = unit(accumulator(dtype)), -(-elements // NORM_BLOCK)
+    threads = 32 * NORM_WARPS
+    additions = NORM_BLOCK // threads + threads.bit_length()
+    last = blocks // 4096 + 8 + 10
+    return norm.double() * ((1 + additions) * u + last * unit(torch.float64)) / 2 + rounding_error(
+        norm.double(), accumulator(dtype)
+    )
+
+
+def exact_step(
+    value: Tensor, gradient: Tensor, average: Tensor, square: Tensor, *, rate: float, step: int, divisor: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A value after one step, in float64, and how far a step in float32 (float64 for float64) may be from it.
+
+    Each of a dozen operations rounds once, a division twice. What the averages are summed from may cancel in the first;
+    the second has terms of one sign.
+    """
+    u, (beta1, beta2) = unit(accumulator(value.dtype)), betas
+    value, gradient, average, square = (tensor.double() for tensor in (value, gradient, average, square))
+    slope = gradient / divisor
+    first, second = beta1 * average + (1 - beta1) * slope, beta2 * square + (1 - beta2) * slope * slope
+    per_first = rate / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
+    decayed = value - rate * weight_decay * value
+    terms = beta1 * average.abs() + (1 - beta1) * slope.abs()
+    bound = u * (3 * value.abs() + per_first * (6 * terms + 24 * first.abs()))
+    made = decayed - per_first * first
+    return made, 1.01 * (bound + u * made.abs())
 
 
 def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int], torch.dtype, bool, BlockTable]]:
@@ -295,61 +329,3 @@ def _check_numbers(betas: tuple[float, float], eps: float, decays: Sequence[floa
     _NOT_NEGATIVE.check("eps", eps)
     if len(decays) != count or not all(decay in _NOT_NEGATIVE for decay in decays):
         raise UsageError(f"weight_decay has {len(decays)} values: expected one number, or {count}, of 0 or more")
-
-
-class _Bench(OperatorBench[SizedProblem]):
-    """Beside torch's fused step. Calls work in place and return nothing: tests compare them, rows do not."""
-
-    name, form = "adamw", FORM
-    compile_modes: ClassVar[dict[str, str | None]] = {}
-
-    def __init__(self) -> None:
-        self._kept: dict[int, AdamW] = {}
-
-    def arguments(self, problem: SizedProblem, device: torch.device, seed: int) -> Arguments:
-        tensors, elements = problem.sizes
-        dtype = getattr(torch, problem.dtype)
-        generator, kind = torch.Generator(device).manual_seed(seed), accumulator(dtype)
-
-        def drawn() -> list[Tensor]:
-            return [torch.randn(elements, generator=generator, device=device, dtype=kind) for _ in range(tensors)]
-
-        values, gradients = drawn(), [gradient.to(dtype) for gradient in drawn()]
-        averages, squares = drawn(), [square.square() for square in drawn()]
-        masters = values if dtype != kind else None
-        return [value.to(dtype) for value in values], gradients, averages, squares, masters
-
-    def calls(self, problem: SizedProblem) -> dict[str, Any]:
-        counted: dict[torch.device, list[Tensor]] = {}
-
-        def ours(*given: Any) -> None:
-            parameters, gradients, averages, squares, masters = given
-            key = parameters[0].data_ptr()
-            if key not in self._kept or self._kept[key].parameters[0] is not parameters[0]:
-                self._kept[key] = AdamW(parameters, averages, squares, masters=masters)
-            self._kept[key].step(gradients, rate=1e-3, step=10)
-
-        def eager(*given: Any) -> None:
-            parameters, gradients, averages, squares, masters = given
-            device = parameters[0].device
-            if device not in counted:
-                counted[device] = [torch.full((), 10.0, device=device) for _ in parameters]
-            stepped = parameters if masters is None else masters
-            slopes = gradients if masters is None else [gradient.to(masters[0].dtype) for gradient in gradients]
-            torch._fused_adamw_(
-                stepped, slopes, averages, squares, [], counted[device], lr=1e-3, beta1=0.9, beta2=0.999,
-                weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            if masters is not None:
-                torch._foreach_copy_(parameters, masters)
-
-        return {OURS: ours, EAGER: eager}
-
-    def wrong(self, problem: SizedProblem, arguments: Arguments, result: Tensor) -> str | None:
-        return None
-
-    def predict_s(self, problem: SizedProblem, device: torch.device, figures: Device) -> float:
-        return pass_s(FORM.cost(problem), figures)
-
-
-BENCH = _Bench()

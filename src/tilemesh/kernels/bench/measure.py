@@ -88,7 +88,7 @@ def _rows(
     calls = _calls(bench, problem, sets, compiled)
     rows = []
     for figure, timer in on.timers.items():
-        check = _check(bench, problem, sets) if figure == "kernel" else None
+        check = _check(bench, problem, sets, on.device) if figure == "kernel" else None
         result = compare(calls, timer=timer, repeats=repeats, sets=len(sets), seconds=SECONDS, check=check)
         ours = result.get(OURS)
         if ours is None:
@@ -125,8 +125,9 @@ def _calls(
     return {name: on_sets(bench.timed(problem, function)) for name, function in plain.items()}
 
 
-def _check(bench: OperatorBench[Any], problem: Any, sets: Sequence[Arguments]) -> Check:
+def _check(bench: OperatorBench[Any], problem: Any, sets: Sequence[Arguments], device: torch.device) -> Check:
     """Every candidate that computes the same is compared with float64; results are filled with NaN in between."""
+    functions = bench.calls(problem)
 
     def poison(name: str, result: object) -> None:
         for tensor in result if isinstance(result, tuple) else (result,):
@@ -135,7 +136,12 @@ def _check(bench: OperatorBench[Any], problem: Any, sets: Sequence[Arguments]) -
 
     def verify(name: str, result: object, index: int) -> None:
         result = result[0] if isinstance(result, tuple) else result
-        if name in bench.no_peers or not isinstance(result, Tensor):
+        if name in bench.no_peers:
+            return
+        if not isinstance(result, Tensor):
+            wrong = bench.wrong_in_place(problem, functions[name], device) if name in functions else None
+            if wrong:
+                raise RunError(f"{name} is wrong: {wrong}")
             return
         wrong = bench.wrong(problem, sets[index], result)
         if wrong or not bool(result.isfinite().all()):

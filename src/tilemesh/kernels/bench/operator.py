@@ -48,6 +48,10 @@ class OperatorBench(ABC, Generic[ProblemT]):
     def wrong(self, problem: ProblemT, arguments: Arguments, result: Tensor) -> str | None:
         """What is wrong with a result, or None."""
 
+    def wrong_in_place(self, problem: ProblemT, function: Callable[..., object], device: torch.device) -> str | None:
+        """The same of a call that returns nothing and changes what it is given."""
+        return "it returned nothing"
+
     @abstractmethod
     def predict_s(self, problem: ProblemT, device: torch.device, figures: Device) -> float:
         """Seconds of kernel time that ours should take."""

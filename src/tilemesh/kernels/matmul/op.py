@@ -37,8 +37,10 @@ from tilemesh.kernels.matmul.arguments import (
 )
 from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.config import Config, decode, encode
-from tilemesh.kernels.matmul.problem import Problem
+from tilemesh.kernels.matmul.problem import LIBRARY_GROUP_BYTES, Problem
 from tilemesh.kernels.matmul.run import Runner, prepare
+
+LIBRARY_GROUP = LIBRARY_GROUP_BYTES // 2  # elements of 16 bits
 
 
 def fused_matmul(
@@ -282,10 +284,25 @@ def _summed_kind(c_shape: torch.Size, shape: torch.Size) -> str:
 
 
 def _product(x: Tensor, y: Tensor, implementation: str) -> Tensor:
-    """A plain product: the vendor's under `auto`, the forced kernel where one was forced and takes any layout."""
-    if implementation in ("auto", "library", "torch", "pingpong") or 0 in (*x.shape, *y.shape):
+    """A plain product: the forced kernel where one was forced and takes any layout; under `auto` the vendor's.
+
+    Where the vendor reads 16-bit rows that start anywhere at a quarter of its speed, `auto` chooses as in a forward.
+    """
+    if implementation in ("library", "torch", "pingpong") or 0 in (*x.shape, *y.shape):
+        return x @ y
+    if implementation == "auto" and not (x.is_cuda and _reads_slowly(x, y)):
         return x @ y
     return _eager(x, y, None, "none", None, implementation, None, False)[0]
+
+
+def _reads_slowly(x: Tensor, y: Tensor) -> bool:
+    """`Problem.slow_operands` of a 16-bit product, without making a problem of it: this runs in every backward."""
+    if x.dtype is not torch.float16 and x.dtype is not torch.bfloat16:
+        return False
+    leading = x.stride(0) if x.stride(1) == 1 else x.stride(1)
+    leading_y = y.stride(0) if y.stride(1) == 1 else y.stride(1)
+    apart = (x.shape[1] | y.shape[1] | leading | leading_y) % LIBRARY_GROUP != 0
+    return apart or (x.data_ptr() | y.data_ptr()) % LIBRARY_GROUP_BYTES != 0
 
 
 # ---- the traced operator ---------------------------------------------------------------------------------------

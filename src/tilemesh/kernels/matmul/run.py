@@ -120,8 +120,15 @@ class TilesRunner(Launched):
         self.launch(addresses)
 
 
+BLOCK_ALIGNMENT = 128  # elements: where one of several buffers in one allocation may begin
+
+
 class _Padded:
-    """The library on aligned copies: a launch, the vendor's matmul, a launch."""
+    """The library on aligned copies: a launch, the vendor's matmul, a launch.
+
+    The copies and the product lie in one allocation, fresh at each call so that streams do not race for it: three
+    allocations took longer than the rest of the call's own work.
+    """
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
         self.device, self.plan = device, padded_plan(problem)
@@ -129,13 +136,39 @@ class _Padded:
         has_c, keep = problem.c is not None, problem.keep
         self.before = Launched(self.plan.before, operands, ["a", "b", *self.plan.buffers], device)
         self.after = Launched(self.plan.after, operands, ["product", *"c" * has_c, "d", *"z" * keep], device)
+        self.dtype, begins, self.elements = getattr(torch, problem.dtype), {}, 0
+        for name, buffer in self.plan.buffers.items():
+            begins[name] = self.elements
+            self.elements += -(-buffer.elements // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        self.bytes_in = [begin * problem.element_bytes for begin in begins.values()]
+        self.product_bytes_in = begins["product"] * problem.element_bytes
+        self.views = [_view_in_block(view, begins) for view in (self.plan.a, self.plan.b, self.plan.out)]
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, z: Tensor | None) -> None:
-        scratch = scratch_of(self.plan.buffers, self.device)
-        self.before.launch([a.data_ptr(), b.data_ptr(), *(buffer.data_ptr() for buffer in scratch.values())])
-        multiply(self.plan, {"a": a, "b": b, **scratch})
-        given = (scratch["product"], c, d, z)
-        self.after.launch([tensor.data_ptr() for tensor in given if tensor is not None])
+        block = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+        address = block.data_ptr()
+        self.before.launch([a.data_ptr(), b.data_ptr(), *[address + begin for begin in self.bytes_in]])
+        left, right, product = self.views
+        torch.mm(
+            a if left is None else block.as_strided(*left),
+            b if right is None else block.as_strided(*right),
+            out=block if product is None else block.as_strided(*product),
+        )
+        addresses = [address + self.product_bytes_in]
+        if c is not None:
+            addresses.append(c.data_ptr())
+        addresses.append(d.data_ptr())
+        if z is not None:
+            addresses.append(z.data_ptr())
+        self.after.launch(addresses)
+
+
+def _view_in_block(view: View, begins: Mapping[str, int]) -> tuple[tuple[int, int], tuple[int, int], int] | None:
+    """What `as_strided` takes to see a buffer of the block as a matrix; None for a tensor that was given."""
+    if view.of not in begins:
+        return None
+    matrix = view.matrix
+    return (matrix.rows, matrix.columns), (matrix.row_stride, matrix.column_stride), begins[view.of]
 
 
 def multiply(plan: PaddedPlan, tensors: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemesh.core.cost import short_dtype
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
@@ -22,6 +23,8 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, b
 from tilemesh.kernels.rows import by_rows
 
 _PROGRAMS_INTERPRETED = 3  # of the backward pass, where there is no GPU to fill
+_STAGES = 3  # of loads in flight in the backward pass (measured on an H200: 46 µs instead of 54 with one)
+_ROOM_FOR_SUMS = 4096  # bytes of shared memory
 
 
 @triton.jit
@@ -148,16 +151,18 @@ def forward_plan(places: Mapping[str, Place], *, eps: float, centred: bool) -> L
     return LaunchPlan((step,))
 
 
-def backward_plan(places: Mapping[str, Place], *, centred: bool, programs: int) -> LaunchPlan:
+def backward_plan(places: Mapping[str, Place], *, centred: bool, programs: int, shared_bytes: int = 0) -> LaunchPlan:
     m, n = places["x"].shape
     columns = triton.next_power_of_2(n)
-    rows, warps = _backward_config(columns)
     is_double = places["x"].dtype == "float64"
+    rows, warps = backward_config(columns, is_double)
     arguments = _pointers(places, ("grad", "grad_total", "x", "weight", "root", "mean", "dx", "dtotal", "sums"))
     arguments |= {"M": m, "N": n, "P": programs, "s_v": programs * n, "w_n": 0}
     arguments |= _strides(places, g="grad", h="grad_total", x="x", d="dx", e="dtotal")
     arguments |= _strides({"weight": places["weight"]} if "weight" in places else {}, w="weight")
-    constants = {"ROWS": rows, "COLUMNS": columns, "CENTRED": centred, "STAGES": 3, "WIDE": is_double}
+    loaded = sum(short_dtype(places[name].dtype)[1] for name in ("grad", "grad_total", "x") if name in places)
+    stages = backward_stages(rows * columns * loaded, shared_bytes)
+    constants = {"ROWS": rows, "COLUMNS": columns, "CENTRED": centred, "STAGES": stages, "WIDE": is_double}
     wide = any(place.wide for place in places.values())
     step = Step(f"{__name__}:backward_pass", (programs, 1), arguments, constants, warps=warps, wide=wide)
     if "dweight" not in places and "dbias" not in places:
@@ -175,18 +180,38 @@ def _forward_config(columns: int) -> tuple[int, int]:
     return rows, max(1, rows * wide // 1024)
 
 
-def _backward_config(columns: int) -> tuple[int, int]:
-    """Rows and warps of a program: about 32 elements per thread, which were the fastest on an H200 from 768 columns."""
+def backward_config(columns: int, is_double: bool) -> tuple[int, int]:
+    """Rows and warps of a program, for a power of two of columns.
+
+    About 32 elements per thread, which were the fastest on an H200 from 768 columns; 16 of twice the size in float64,
+    so that the sums kept on the way fit into registers.
+    """
+    if is_double:
+        return max(1, 2048 // columns), max(4, min(32, columns // 512))
     warps = 4 if columns <= 1024 else 8 if columns <= 8192 else columns // 1024
     return max(1, warps * 1024 // columns), warps
 
 
-def _programs(device: torch.device, rows: int, columns: int) -> int:
-    tall, warps = _backward_config(triton.next_power_of_2(columns))
-    most = _PROGRAMS_INTERPRETED
+def backward_stages(stage_bytes: int, shared_bytes: int) -> int:
+    """Groups of rows whose loads are in flight at once: three, or as many as shared memory holds.
+
+    stage_bytes: of the tensors that are loaded for one group; the group in work is in registers, those after it wait in
+    shared memory. Some room is left for what sums over a row take.
+    """
+    room = max(0, shared_bytes - _ROOM_FOR_SUMS)
+    return min(_STAGES, 1 + room // max(stage_bytes, 1))
+
+
+def _programs(device: torch.device, rows: int, columns: int, is_double: bool) -> tuple[int, int]:
+    """Programs of the backward pass, and the bytes of shared memory each may take."""
+    tall, warps = backward_config(triton.next_power_of_2(columns), is_double)
+    most, shared_bytes = _PROGRAMS_INTERPRETED, 0
     if device.type == "cuda":
-        most = gpu_of(device_index(device)).multiprocessors * (2 if warps == 4 else 1)
-    return min(most, blocks(rows, tall))
+        gpu = gpu_of(device_index(device))
+        most, shared_bytes = gpu.multiprocessors * (2 if warps == 4 else 1), gpu.shared_bytes
+    if warps == 4:
+        shared_bytes //= 2  # two programs share a multiprocessor
+    return min(most, blocks(rows, tall)), shared_bytes
 
 
 class Norm:
@@ -217,36 +242,42 @@ class Norm:
         return (y, *kept) if total is None else (y, total, *kept)
 
     def backward(
-        self, launch: Any, gradients: tuple[Tensor, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
+        self, launch: Any, gradients: tuple[Any, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
+        """With an addition, x and residual are empty: the sum that was kept has their place."""
         x, residual, weight, bias, _ = self._split(arguments)
         total = x
         if self.adds:
-            _, total, *kept = kept  # type: ignore[assignment]
-        columns = x.shape[-1]
+            total, *kept = kept  # type: ignore[assignment]
+        columns, device = total.shape[-1], total.device
         flat = by_rows(total)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # A result that nothing was computed from has no gradient; the norm's is the rare one.
+        grad = torch.zeros(total.shape, dtype=x.dtype, device=device) if gradients[0] is None else gradients[0]
+        dx = torch.empty(total.shape, dtype=x.dtype, device=device)
         dtotal = None
         if residual is not None and residual.dtype != x.dtype:
-            dtotal = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+            dtotal = torch.empty(total.shape, dtype=residual.dtype, device=device)
         dweight, dbias = (
-            None if vector is None else torch.empty(columns, dtype=vector.dtype, device=x.device)
+            None if vector is None else torch.empty(columns, dtype=vector.dtype, device=device)
             for vector in (weight, bias)
         )
-        programs = _programs(x.device, flat.shape[0], columns)
-        sums = torch.empty(1 + self.centred, programs, columns, dtype=accumulator(x.dtype), device=x.device)
+        kind = accumulator(x.dtype)
+        programs, shared_bytes = _programs(device, flat.shape[0], columns, total.dtype == torch.float64)
+        sums = torch.empty(1 + self.centred, programs, columns, dtype=kind, device=device)
         given = {
-            "grad": by_rows(gradients[0]), "x": flat, "root": kept[0].view(-1), "weight": weight,
+            "grad": by_rows(grad), "x": flat, "root": kept[0].view(-1), "weight": weight,
             "dx": by_rows(dx), "sums": sums, "dweight": dweight, "dbias": dbias,
         }  # fmt: skip
         given |= {"mean": kept[1].view(-1)} if self.centred else {}
-        if self.adds:
+        if self.adds and gradients[1] is not None:
             given |= {"grad_total": by_rows(gradients[1])}
         if dtotal is not None:
             given |= {"dtotal": by_rows(dtotal)}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         written = tuple(name for name in ("dx", "sums", "dweight", "dbias", "dtotal") if name in there)
-        launch(backward_plan, there, written=written, centred=self.centred, programs=programs)
+        launch(
+            backward_plan, there, written=written, centred=self.centred, programs=programs, shared_bytes=shared_bytes
+        )
         made: list[Tensor | None] = [dx]
         if self.adds:
             made.append(dx if dtotal is None else dtotal)

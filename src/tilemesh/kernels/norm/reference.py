@@ -6,6 +6,9 @@ written once instead of twice. The stream may be float32 beside a 16-bit x (auto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -70,6 +73,14 @@ def inverse_root(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=accumulator(x.dtype))
 
 
+def from_sum(values: list[Any], kept: Sequence[Tensor]) -> list[Any]:
+    """Arguments of an addition that has the same sum: zeros in the place of x, the sum in that of the residual."""
+    x, _, *rest = values
+    total = kept[0]
+    zeros = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=total.requires_grad)
+    return [zeros.expand(total.shape), total, *rest]
+
+
 @operator(kernel=f"{KERNEL}:RMS_NORM", check=check_rms, kept=(inverse_root,), own_dtype=("weight",), served=served)
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * weight over the last dimension.
@@ -96,9 +107,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     kernel=f"{KERNEL}:ADD_RMS_NORM",
     check=check_add_rms,
     kept=(inverse_root,),
-    keeps_results=True,
+    keeps_results=(1,),
     own_dtype=("residual", "weight"),
     served=served,
+    forgets=("x", "residual"),
+    restored=from_sum,
+    partial=True,
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
@@ -112,9 +126,12 @@ def add_rms_norm(
     kernel=f"{KERNEL}:ADD_LAYER_NORM",
     check=check_add_layer,
     kept=(inverse_root, inverse_root),
-    keeps_results=True,
+    keeps_results=(1,),
     own_dtype=("residual", "weight", "bias"),
     served=served,
+    forgets=("x", "residual"),
+    restored=from_sum,
+    partial=True,
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5

@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilemesh.core.cost import LONG_DTYPES, Cost
+from tilemesh.kernels.attention import cost as attention
 from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
-from tilemesh.model.config import VOCABULARY_MULTIPLE, ModelConfig
+from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
 from tilemesh.model.work.kept import Kept, kept_tensors, loss_tensors
-from tilemesh.model.work.passes import HeadShape, LayerShape, MemoryPass, embedding_passes, head_passes, layer_passes
-from tilemesh.model.work.task import ALIGNED, Task, unaligned
+from tilemesh.model.work.passes import (
+    MemoryPass,
+    embedding_passes,
+    head_passes,
+    joins_qkv,
+    layer_passes,
+    logit_columns,
+)
+from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import Weight, layer_weights, output_weight
 
 
@@ -39,37 +47,26 @@ class Product(NamedTuple):
         """FLOPs, and bytes where each operand is read once and the result written once."""
         return product_cost(self.batch, self.m, self.n, self.k, LONG_DTYPES[self.dtype])
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k
-
 
 class FusedAttention(NamedTuple):
     """Scores, softmax and values in one kernel; queries are the last of the keys and see none after themselves."""
 
     name: str
+    sequences: int
     heads: int
-    """Of all sequences, as are the heads of keys and values."""
     kv_heads: int
     queries: int
     keys: int
     head_width: int
-    size: int
-    """Bytes of an element."""
+    dtype: str
     backward: bool = False
 
     @property
-    def flops(self) -> int:
-        """Without the masked pairs, half of the square where there are as many keys as queries."""
-        forward = 4 * self.heads * self.head_width * self.queries * (2 * self.keys - self.queries) // 2
-        # Backward makes the scores again and then four more products where forward has two.
-        return 5 * forward // 2 if self.backward else forward
-
-    @property
-    def nbytes(self) -> int:
-        """Queries and results, keys and values; backward also their gradients."""
-        once = 2 * (self.heads * self.queries + self.kv_heads * self.keys) * self.head_width * self.size
-        return 2 * once if self.backward else once
+    def cost(self) -> Cost:
+        """FLOPs of the pairs that are not masked, about half of the square where there are as many keys as queries."""
+        seen = attention.pairs(self.queries, self.keys, causal=True)
+        sizes = (self.sequences, self.heads, self.kv_heads, self.queries, self.head_width, LONG_DTYPES[self.dtype])
+        return attention.cost(*sizes, keys=self.keys, seen=seen, backward=self.backward)
 
 
 Operation = Product | MemoryPass | FusedAttention
@@ -94,7 +91,7 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
     """One layer."""
     products = _products(model, task)
     scores, scores_back = _attention(model, task)
-    passes, passes_back = layer_passes(model, _layer_shape(model, task), task.code)
+    passes, passes_back = layer_passes(model, task)
     return PartWork(
         forward=(*products, *passes, *scores),
         backward=(*passes_back, *_gradients(products), *scores_back),
@@ -107,7 +104,7 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
 def _products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
     """With the layer's matrices. Hand-fused code makes q, k and v in one product, and a gate with what it opens; our
     Transformer keeps both apart, but for q, k and v that are not turned, where the whole layer is compiled."""
-    joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if _joins_qkv(model, task) else (), "eager": ()}
+    joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}
     made: list[Product] = []
     matrices = [weight for weight in layer_weights(model) if weight.split != "whole"]
     for (block, _), group in itertools.groupby(matrices, key=lambda weight: (weight.block, weight.split)):
@@ -130,37 +127,14 @@ def _gradients(products: tuple[Product, ...]) -> Iterator[Product]:
         yield op._replace(name=f"{op.name}, weight gradient", m=op.k, k=op.m, backward=True)
 
 
-def _joins_qkv(model: ModelConfig, task: Task) -> bool:
-    return task.tp == 1 and model.positions != "rotary"
-
-
-def _layer_shape(model: ModelConfig, task: Task) -> LayerShape:
-    shapes = {weight.name: weight.shape(task.tp) for weight in layer_weights(model) if weight.split != "whole"}
-    hidden = shapes["mlp.fc_in"][0]
-    return LayerShape(
-        sequences=task.sequences,
-        tokens=task.tokens,
-        width=model.width,
-        own=shapes["attention.fc_q"][0],
-        kv=shapes["attention.fc_k"][0],
-        hidden=hidden,
-        first=model.mlp_inputs * hidden,
-        dtype=task.dtype,
-        size=task.size,
-        stream=task.stream,
-        split=task.split,
-        weights=sum(outputs * inputs for outputs, inputs in shapes.values()),
-        joins_qkv=_joins_qkv(model, task),
-    )
-
-
 def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
     """Scores and their product with the values, forward and backward."""
-    heads, kv_heads = task.sequences * model.heads // task.tp, task.sequences * max(1, model.kv_heads // task.tp)
     queries, keys, d, size = task.queries, task.keys, model.head_width, task.size
     if task.attention == "fused":
-        forward = FusedAttention("fused attention", heads, kv_heads, queries, keys, d, size)
+        own = (task.sequences, model.heads // task.tp, max(1, model.kv_heads // task.tp))
+        forward = FusedAttention("fused attention", *own, queries, keys, d, task.dtype)
         return (forward,), (forward._replace(backward=True),)
+    heads = task.sequences * model.heads // task.tp
     square = heads * queries * keys
     drop = (MemoryPass("dropout of scores", 2 * square * size + square),) if model.dropout else ()
     products = (
@@ -184,46 +158,20 @@ def _attention(model: ModelConfig, task: Task) -> tuple[tuple[Operation, ...], t
 
 def embedding_work(model: ModelConfig, task: Task) -> PartWork:
     """Looking rows up, on the first stage."""
-    nbytes = task.tokens * model.width * task.size
-    forward, backward = embedding_passes(nbytes, nbytes // task.split)
+    forward, backward = embedding_passes(model, task)
     return PartWork(tuple(forward), tuple(backward), (), tuple(embedding_exchanges(model, task)))
 
 
 def head_work(model: ModelConfig, task: Task) -> PartWork:
     """Final norm, logits and loss, on the last stage."""
-    rows = output_weight(model).shape(task.tp)[0]
-    columns = logit_columns(model, task)
-    shape = HeadShape(
-        tokens=task.tokens,
-        width=model.width,
-        rows=rows,
-        columns=columns,
-        local=task.tokens * model.width // task.split,
-        dtype=task.dtype,
-        size=task.size,
-        autocast=task.stream != task.size,
-        # Alone, our Transformer computes logits in rows of aligned length.
-        odd=unaligned(rows, task.size) and task.tp > 1,
-    )
-    passes, passes_back = head_passes(model, shape, task.code)
-    logits = (Product("logits", 1, task.tokens, columns, model.width, task.dtype),)
+    passes, passes_back = head_passes(model, task)
+    logits = (Product("logits", 1, task.tokens, logit_columns(model, task), model.width, task.dtype),)
     return PartWork(
         forward=(*passes, *logits),
         backward=(*passes_back, *_gradients(logits)),
         kept=loss_tensors(model, task),
         exchanges=tuple(head_exchanges(model, task)),
     )
-
-
-def logit_columns(model: ModelConfig, task: Task) -> int:
-    """Columns of the product that makes a rank's logits: our code rounds them up where tensor cores gain by it."""
-    columns = output_weight(model).shape(task.tp)[0]
-    if task.code == "fused" or not task.gpu or task.dtype == "fp64":
-        return columns
-    if task.tp == 1:
-        return columns + -columns % VOCABULARY_MULTIPLE
-    # Split over ranks the weight stays as it is; torch.compile pads what it must.
-    return columns + -columns % ALIGNED if task.code == "compiled" and unaligned(columns, task.size) else columns
 
 
 # ---- FLOPs of the whole model ----------------------------------------------------------------------------------
@@ -264,7 +212,7 @@ def forward_flops(model: ModelConfig, sequences: int, queries: int, keys: int | 
     output = output_weight(model)
     return ForwardFlops(
         projections=model.layers * blocks["attention"],
-        scores=model.layers * sum(op.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
+        scores=model.layers * sum(op.cost.flops for op in _attention(model, task)[0] if isinstance(op, Product)),
         mlp=model.layers * blocks["mlp"],
         logits=2 * task.tokens * output.outputs * output.inputs,
     )

@@ -235,4 +235,12 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"{groups}: {plan.accumulation} a replica is no multiple of {plan.pp}"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
-    return why_not_tp(model, plan.tp)
+    reason = why_not_tp(model, plan.tp)
+    return reason and f"{reason}; {_nearest_tp(model, plan.tp)}"
+
+
+def _nearest_tp(model: ModelConfig, tp: int) -> str:
+    """What works instead of a tp that does not."""
+    less = next(near for near in range(min(tp, model.heads), 0, -1) if why_not_tp(model, near) is None)
+    more = next((near for near in range(tp + 1, model.heads + 1) if why_not_tp(model, near) is None), None)
+    return f"the nearest that can are {less} and {more}" if more else f"the nearest that can is {less}"

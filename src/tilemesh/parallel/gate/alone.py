@@ -25,6 +25,7 @@ from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel.gate.cases import MAX_NORM, RATE, ROWS, STEPS, TOKENS
 
 SEED = 11
+MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,27 @@ def dropout_seed(step: int) -> int:
     return fold_seed(SEED, step)
 
 
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # Not Adam: it divides by the gradient's own size, so where the true gradient is 0 (the bias of keys) it would
-    # turn a rounding error of 1e-18 into a full step.
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+class Momentum:
+    """Gradient descent with momentum, as `torch.optim.SGD` has it, whose making imports all that compiles.
+
+    Not Adam: it divides by the gradient's own size, so where the true gradient is 0 (the bias of keys) it would turn a
+    rounding error of 1e-18 into a full step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.velocities: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            if number in self.velocities:
+                self.velocities[number].mul_(MOMENTUM).add_(parameter.grad)
+            else:
+                self.velocities[number] = parameter.grad.clone()
+            parameter.add_(self.velocities[number], alpha=-RATE)
 
 
 def train(
@@ -79,7 +97,7 @@ def train(
     model.load_state_dict(start(config, precision))
     if parts > 1:
         _cut_products(model, parts)
-    steps = optimizer(model)
+    optimizer = Momentum(model)
     losses, norms, gradients = [], [], []
     for step in range(STEPS):
         total, count = _accumulate(model, precision, step, pieces, device)
@@ -90,8 +108,8 @@ def train(
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         losses.append(total / count)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        steps.step()
-        steps.zero_grad()
+        optimizer.step()
+        model.zero_grad()
     return GateTrace(losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 

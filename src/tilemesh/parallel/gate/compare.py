@@ -107,7 +107,7 @@ class Gate:
         """The layout's training, whole, on rank 0 of the mesh."""
         laid = self.laid(case, mesh)
         config = MODELS[case.model]
-        optimizer = alone.optimizer(laid.module)
+        optimizer = alone.Momentum(laid.module)
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))

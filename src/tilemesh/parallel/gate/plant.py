@@ -86,7 +86,8 @@ def _region_without_sum(laid: Laid) -> None:
 def _loss_without_sum(laid: Laid) -> None:
     def loss(tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         model = laid._transformer()
-        logits_BTV = model.project(laid._activations(model, tokens_BT, options["dropout_seed"], options["place"]))
+        stream = laid._stream(model, tokens_BT, None, options["dropout_seed"], options["place"])
+        logits_BTV = model.project(laid._to_project(model, stream))
         return vocabulary_loss(logits_BTV, targets_BT, _deaf(laid), model.config.vocabulary)
 
     laid.loss = loss  # type: ignore[method-assign]

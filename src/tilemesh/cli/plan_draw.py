@@ -1,0 +1,172 @@
+"""What `tilemesh plan --draw` does: makes or reads a schedule, proves it, times it, and draws it with its memory."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tilemesh
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.step import draw
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.check import check
+from tilemesh.core.step.memory import memory_curve
+from tilemesh.core.step.search import PassTimes, search
+from tilemesh.core.step.simulate import Timeline, simulate
+from tilemesh.core.step.text import from_csv, to_csv
+from tilemesh.report.html import write
+from tilemesh.report.step_page import render
+
+PIPE_WIDTH = 160  # a pipe has no width of its own
+MOST_PASSES = 40_000  # ranks x microbatches x chunks: beyond that making and proving takes minutes
+
+
+@dataclass(frozen=True)
+class DrawQuestion:
+    """What the command line said, as it was said."""
+
+    draw: str
+    stages: int | None
+    microbatches: int | None
+    chunks: int | None
+    slices: int | None
+    times: str | None
+    memory: float | None
+    svg: str | None
+    csv: str | None
+    json: str | None
+    html: str | None
+
+
+def require_draw(asked: DrawQuestion) -> None:
+    """Without --draw its options mean nothing."""
+    for name in ("stages", "microbatches", "chunks", "slices", "times", "memory", "svg", "csv"):
+        if getattr(asked, name) is not None:
+            raise UsageError(f"--{name} is about a drawing: say which schedule, such as --draw zb-v")
+
+
+def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
+    if others:
+        raise UsageError(f"--draw is about a schedule alone: leave {others[0]} out")
+    check_targets(svg=asked.svg, csv=asked.csv, json=asked.json, html=asked.html)
+    given = _times(asked.times)
+    program = _program(asked, given)
+    check(program)
+    timeline = simulate(program, given.times(program), keep_slots=True)
+    curves = draw.curves(program, timeline, memory_curve(program, given.sizes(program)))
+    words = _words(program, timeline, curves, given)
+    people = sys.stderr if asked.json == "-" else sys.stdout
+    print(words, file=people)
+    print(draw.text(program, timeline, curves, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), file=people)
+    if asked.svg is not None:
+        _write(asked.svg, draw.svg(program, timeline, curves, words.splitlines()[0]))
+    if asked.csv is not None:
+        _write(asked.csv, to_csv(program))
+    if asked.html is not None:
+        write(render(program, timeline, curves, words), asked.html)
+    if asked.json is not None:
+        _write_json(asked.json, _figures(program, timeline, curves, given))
+
+
+def _times(text: str | None) -> PassTimes:
+    if text is None:
+        return PassTimes()
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    is_sound = len(values) in (3, 4) and all(0 <= value < float("inf") for value in values) and sum(values[:3]) > 0
+    if not is_sound:
+        raise UsageError(f"--times {text}: expected seconds of F, I, W and of a transfer, such as 1,1,1,0.1")
+    return PassTimes(*values)
+
+
+def _program(asked: DrawQuestion, given: PassTimes) -> StepProgram:
+    name = asked.draw
+    if name.endswith(".csv"):
+        for option in ("stages", "microbatches", "chunks", "slices"):
+            if getattr(asked, option) is not None:
+                raise UsageError(f"--{option} with a file of actions: it says so itself; leave it out")
+        try:
+            return from_csv(Path(name).read_text(encoding="utf-8"), Path(name).stem)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--draw {name}: the file cannot be read: {error}") from None
+    stages = 4 if asked.stages is None else asked.stages
+    microbatches = 8 if asked.microbatches is None else asked.microbatches
+    size = stages * microbatches * (asked.chunks or 1) * (asked.slices or 1)
+    if size > MOST_PASSES:
+        raise UsageError(f"{size} passes are too many to draw: expected at most {MOST_PASSES}")
+    if name == "search":
+        for word, value in (("stages", stages), ("microbatches", microbatches)):
+            if value < 1:
+                raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
+        return search(stages, microbatches, given, stages if asked.memory is None else asked.memory)
+    if asked.memory is not None:
+        raise UsageError("--memory is a limit for --draw search: the other schedules keep what they keep")
+    if name not in SCHEDULES:
+        raise unknown("pipeline schedule", name, (*SCHEDULES, "search"))
+    return build(name, stages, microbatches, asked.chunks, asked.slices or (4 if name == "terapipe" else 1))
+
+
+def _words(program: StepProgram, timeline: Timeline, curves: Sequence[draw.Curve], given: PassTimes) -> str:
+    per_rank = max(len(held) for held in program.placement.held)
+    peaks = [max(value for _, value in curve) for curve in curves]
+    return (
+        f"{program.name}: {program.ranks} stages, {program.microbatches} microbatches, {per_rank} "
+        f"chunk{'s' if per_rank > 1 else ''} per rank ({program.placement.name})\n"
+        f"step {timeline.total_s:g} with F {given.forward_s:g}, I {given.input_s:g}, W {given.weight_s:g}, "
+        f"transfer {given.transfer_s:g}; bubble {timeline.bubble:.1%} of all ranks' time, "
+        f"{timeline.bubble_rate:.1%} between a rank's first and last pass\n"
+        f"activations kept, in microbatches of a rank's part of the model, until their weight gradient: at most "
+        f"{max(peaks):g} (by rank: {', '.join(f'{peak:g}' for peak in peaks)})"
+    )
+
+
+def _figures(
+    program: StepProgram, timeline: Timeline, curves: Sequence[draw.Curve], given: PassTimes
+) -> dict[str, object]:
+    return {
+        "schedule": program.name,
+        "stages": program.ranks,
+        "microbatches": program.microbatches,
+        "chunks": program.chunks,
+        "slices": program.slices,
+        "placement": program.placement.directions,
+        "times_s": {
+            "forward": given.forward_s,
+            "input": given.input_s,
+            "weight": given.weight_s,
+            "transfer": given.transfer_s,
+        },
+        "step_s": timeline.total_s,
+        "bubble": timeline.bubble,
+        "bubble_rate": timeline.bubble_rate,
+        "busy_s": timeline.busy_s,
+        "peak_microbatches": [max(value for _, value in curve) for curve in curves],
+        "actions": [[str(action) for action in actions] for actions in program.actions],
+        "versions": {"tilemesh": tilemesh.__version__},
+        "command": shlex.join(["tilemesh", *sys.argv[1:]]),
+    }
+
+
+def _write_json(path: str, found: dict[str, object]) -> None:
+    text = jsonlib.dumps(found, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        _write(path, text)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None

@@ -1,0 +1,37 @@
+"""What of a parallel plan this version cannot run: one list, from which what is built is taken out.
+
+The planner's "train" column, training's refusals and the laying of a model on a mesh all read it, so that they agree.
+What cannot exist for a model at all is `why_not` in `model/work/weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tilemesh.core.plan import ParallelPlan
+
+
+class Lack(NamedTuple):
+    """One thing that a plan asks for and that cannot be run."""
+
+    name: str
+    """In a word, for a table: "pp", "zero2"."""
+    given: str
+    """What the plan says: "pp is 4"."""
+    why: str
+    instead: str
+    """What to set in its place: "pp=1"."""
+
+
+def lacks(plan: ParallelPlan) -> Iterator[Lack]:
+    """All that keeps this plan from being run; nothing where it can be."""
+    if plan.pp > 1:
+        yield Lack("pp", f"pp is {plan.pp}", "training has no pipeline", "pp=1")
+    if plan.zero:
+        why = "optimiser states, gradients and weights are whole in each replica"
+        yield Lack(f"zero{plan.zero}", f"zero is {plan.zero}", why, "zero=0")
+    if plan.recompute == "selective":
+        yield Lack("selective", "recompute is selective", "attention here keeps no scores", "recompute=full")
+    if plan.attention == "materialized":
+        yield Lack("materialized", "attention is materialized", "attention here is one fused kernel", "attention=fused")

@@ -1,0 +1,175 @@
+"""What a rank does at one point of a training step, and the list of such actions for every rank.
+
+The one idea: whoever designs a schedule writes only computing actions (F, B, I, W, FB) and a placement of chunks on
+ranks. Passes (`passes.py`) add everything that moves data; checking, timing, drawing and running read the lists and
+know nothing of how they were made.
+
+A model is cut into chunks of consecutive layers. Chunk c reads the output of chunk c-1. Each chunk runs F, and B or
+I and W, once for every microbatch and every slice of its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from tilemesh.core.step.placement import ChunkPlacement
+
+Kind = Literal[
+    "F",  # forward pass
+    "B",  # whole backward pass: I and W in one
+    "I",  # gradient of the input, from the gradient of the output
+    "W",  # gradient of the weights, with what I left for it
+    "FB",  # F of one chunk and B of `pair` as one action that may overlap them
+    "SEND",  # the chunk's output to the next chunk, or the gradient of its input to the chunk before
+    "RECV",  # the chunk's input, or the gradient of its output; the buffer is taken here, F, B or I waits for it
+    "GATHER",  # makes weights whole that are cut over ranks (ZeRO-3)
+    "FREE",  # gives gathered weights back
+    "REDUCE",  # sums the gradients of a chunk over the ranks that have parts of it; scatters them under ZeRO
+    "UPDATE",  # optimizer step of a chunk: makes `version` of its weights
+    "RECOMPUTE",  # forward pass again, for activations that F did not keep
+    "OUT",  # moves activations, weights or optimizer states to the host's memory ...
+    "IN",  # ... and back
+]
+Payload = Literal["", "activation", "gradient", "weights", "states"]
+"""What SEND, RECV, GATHER, FREE, OUT and IN move. An activation that is sent is a chunk's output, one that is moved out
+is all that the chunk keeps for backward."""
+
+COMPUTE: tuple[Kind, ...] = ("F", "B", "I", "W", "FB", "RECOMPUTE")
+PASSES: tuple[Kind, ...] = ("F", "B", "I", "W", "FB")
+WORDS: dict[tuple[Kind, Payload], str] = {
+    ("F", ""): "F", ("B", ""): "B", ("I", ""): "I", ("W", ""): "W", ("RECOMPUTE", ""): "RECOMPUTE",
+    ("SEND", "activation"): "SEND_F", ("RECV", "activation"): "RECV_F",
+    ("SEND", "gradient"): "SEND_B", ("RECV", "gradient"): "RECV_B",
+    ("GATHER", "weights"): "UNSHARD", ("FREE", "weights"): "RESHARD", ("REDUCE", "gradient"): "REDUCE_GRAD",
+    ("UPDATE", "weights"): "UPDATE",
+    ("OUT", "activation"): "OUT", ("IN", "activation"): "IN",
+    ("OUT", "weights"): "OUT_WEIGHTS", ("IN", "weights"): "IN_WEIGHTS",
+    ("OUT", "states"): "OUT_STATES", ("IN", "states"): "IN_STATES",
+}  # fmt: skip
+"""How an action is written: torch's words, where it has one."""
+EVERY = -1
+"""The microbatch of an action that is about no single one."""
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int = EVERY
+    slice: int = 0
+    version: int = 0
+    """Of the weights: that a pass reads, a GATHER makes whole, an UPDATE makes. The step begins with version 0."""
+    of: Payload = ""
+    pair: Action | None = None
+    """The backward pass of an FB."""
+
+    def __str__(self) -> str:
+        """As in torch's lists: `3SEND_F1` is chunk 3 sending its output for microbatch 1 (`text.py` reads them)."""
+        if self.kind == "FB":
+            return f"({';'.join(str(part) for part in parts(self))})OVERLAP_F_B"
+        microbatch = "" if self.microbatch == EVERY else str(self.microbatch)
+        piece = f".{self.slice}" if self.slice else ""
+        version = f"@{self.version}" if self.version else ""
+        return f"{self.chunk}{WORDS[self.kind, self.of]}{microbatch}{piece}{version}"
+
+
+class PassDone(NamedTuple):
+    """Something that has happened once a pass is done: F, I (B makes it too) or W (B too)."""
+
+    kind: Literal["F", "I", "W"]
+    chunk: int
+    microbatch: int
+    slice: int
+
+
+def parts(action: Action) -> tuple[Action, ...]:
+    """The passes an action consists of: two of FB, one of the others, none of an action that is no pass."""
+    if action.kind == "FB":
+        assert action.pair is not None
+        return action._replace(kind="F", pair=None), action.pair
+    return (action,) if action.kind in PASSES else ()
+
+
+def makes(part: Action) -> tuple[PassDone, ...]:
+    """What has happened after F, B, I or W."""
+    where = (part.chunk, part.microbatch, part.slice)
+    if part.kind == "F":
+        return (PassDone("F", *where),)
+    if part.kind == "B":
+        return (PassDone("I", *where), PassDone("W", *where))
+    return (PassDone("I" if part.kind == "I" else "W", *where),)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The actions of every rank, in order."""
+
+    name: str
+    placement: ChunkPlacement
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    slices: int = 1
+    """Pieces of a sequence that pass through the chunks one after the other (TeraPipe)."""
+    versions: int = 1
+    """Versions of a chunk's weights that a rank holds at once: an UPDATE overwrites the oldest."""
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def chunks(self) -> int:
+        return self.placement.chunks
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """Kinds of actions that occur."""
+        return frozenset(action.kind for actions in self.actions for action in actions)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int, int]]:
+        """Chunk, microbatch and slice of the forward passes that keep their input alone."""
+        return frozenset(
+            (action.chunk, action.microbatch, action.slice)
+            for actions in self.actions
+            for action in actions
+            if action.kind == "RECOMPUTE"
+        )
+
+    def needs(self, part: Action) -> tuple[PassDone, ...]:
+        """What has to have happened before F, B, I or W; an event of another rank reaches this one as a message.
+
+        Slices of a sequence go forward in order, since a later one attends to the keys of those before it, and
+        backward in the opposite order, since those keys' gradients come from the later ones.
+        """
+        kind, chunk, microbatch, piece = part.kind, part.chunk, part.microbatch, part.slice
+        if kind == "W":
+            return (PassDone("I", chunk, microbatch, piece),)
+        found = []
+        if kind == "F":
+            if chunk:
+                found.append(PassDone("F", chunk - 1, microbatch, piece))
+            if piece:
+                found.append(PassDone("F", chunk, microbatch, piece - 1))
+            return tuple(found)
+        found.append(PassDone("F", chunk, microbatch, piece))
+        if chunk < self.chunks - 1:
+            found.append(PassDone("I", chunk + 1, microbatch, piece))
+        if piece < self.slices - 1:
+            found.append(PassDone("I", chunk, microbatch, piece + 1))
+        return tuple(found)
+
+    def messages(self, part: Action) -> tuple[tuple[Action, Action, int], ...]:
+        """What a pass sends to another rank: the SEND, the RECV that takes it, and the receiver."""
+        forward = part.kind == "F"
+        chunk = part.chunk + (1 if forward else -1)
+        if part.kind == "W" or not 0 <= chunk < self.chunks:
+            return ()
+        receiver = self.placement.rank(chunk, part.microbatch)
+        if receiver == self.placement.rank(part.chunk, part.microbatch):
+            return ()
+        send = part._replace(kind="SEND", version=0, of="activation" if forward else "gradient")
+        return ((send, send._replace(kind="RECV", chunk=chunk), receiver),)

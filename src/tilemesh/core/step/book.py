@@ -1,0 +1,52 @@
+"""Every schedule by its name: what it is called with, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.schedules import breadth_first, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
+from tilemesh.core.step.slices import terapipe
+from tilemesh.core.step.two_ways import chimera, dual_pipe, dual_pipe_v
+from tilemesh.core.step.vees import vee_schedule, zb_v
+
+_Maker = Callable[[int, int], StepProgram]
+
+_ONE_CHUNK: dict[str, _Maker] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+_SEVERAL_CHUNKS = {"interleaved": interleaved, "breadth-first": breadth_first}
+_TWO_CHUNKS: dict[str, _Maker] = {
+    "zb-v": zb_v,
+    "v-half": lambda ranks, microbatches: vee_schedule("v-half", ranks, microbatches),
+    "v-min": lambda ranks, microbatches: vee_schedule("v-min", ranks, microbatches),
+    "dualpipe-v": dual_pipe_v,
+}
+_BOTH_WAYS: dict[str, _Maker] = {"dualpipe": dual_pipe, "chimera": chimera}
+
+SCHEDULES = (*_ONE_CHUNK, *_SEVERAL_CHUNKS, *_TWO_CHUNKS, *_BOTH_WAYS, "terapipe")
+
+
+def build(name: str, stages: int, microbatches: int, per_rank: int | None = None, slices: int = 1) -> StepProgram:
+    """The schedule of that name on so many ranks.
+
+    `per_rank`: chunks per rank, for the schedules that leave it open (default 2 there). `slices`: of each sequence,
+    for terapipe.
+    """
+    if name not in SCHEDULES:
+        raise unknown("pipeline schedule", name, SCHEDULES)
+    for word, value in (("stages", stages), ("microbatches", microbatches), ("chunks", per_rank), ("slices", slices)):
+        if value is not None and value < 1:
+            raise UsageError(f"a pipeline with {value} {word}: expected at least 1")
+    if slices > 1 and name != "terapipe":
+        raise UsageError(f"schedule {name} does not cut sequences, and {slices} slices were asked for: use terapipe")
+    if name in _SEVERAL_CHUNKS:
+        return _SEVERAL_CHUNKS[name](stages, microbatches, 2 if per_rank is None else per_rank)
+    fixed = 2 if name in _TWO_CHUNKS or name in _BOTH_WAYS else 1
+    if per_rank not in (None, fixed):
+        raise UsageError(
+            f"schedule {name} has {fixed} chunk{'s' if fixed > 1 else ''} per rank, {per_rank} were asked for: "
+            "use interleaved or breadth-first"
+        )
+    if name == "terapipe":
+        return terapipe(stages, microbatches, slices)
+    return (_ONE_CHUNK | _TWO_CHUNKS | _BOTH_WAYS)[name](stages, microbatches)

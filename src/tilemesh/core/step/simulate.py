@@ -1,0 +1,294 @@
+"""A step on a clock: when each action begins and ends, and how long every rank waits.
+
+A rank computes one action after the other. Everything that moves data begins when the list reaches it and runs beside
+computing: messages without limit, collectives one after the other, copies to and from the host one after the other.
+A message delays whoever waits for it and occupies nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.step.action import EVERY, Action, PassDone, StepProgram, makes, parts
+
+_NOT_YET = float("-inf")
+_COMPUTE, _EXCHANGE, _COPY, _WIRE = range(4)
+_LANES = {"GATHER": _EXCHANGE, "REDUCE": _EXCHANGE, "OUT": _COPY, "IN": _COPY, "SEND": _WIRE, "RECV": _WIRE}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the actions, by chunk where it matters."""
+
+    forward_s: Sequence[float]
+    input_s: Sequence[float]
+    """Of I. B takes I and W together."""
+    weight_s: Sequence[float]
+    transfer_s: float = 0.0
+    """From the end of a pass on one rank until its message can be used on another."""
+    pair_s: float | None = None
+    """Of FB; None: F and B one after the other."""
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
+    copy_s: float = 0.0
+    """Of OUT and of IN."""
+    slice_shares: Sequence[float] = (1.0,)
+    """What each slice takes of its chunk's time."""
+
+    @classmethod
+    def even(cls, chunks: int, forward_s: float, input_s: float, weight_s: float, transfer_s: float = 0.0) -> StepTimes:
+        """All chunks alike."""
+        return cls([forward_s] * chunks, [input_s] * chunks, [weight_s] * chunks, transfer_s)
+
+    def of(self, action: Action) -> float:
+        if action.kind == "FB":
+            forward, backward = parts(action)
+            return self.of(forward) + self.of(backward) if self.pair_s is None else self.pair_s
+        share = self.slice_shares[action.slice] if len(self.slice_shares) > 1 else 1.0
+        match action.kind:
+            case "F" | "RECOMPUTE":
+                return self.forward_s[action.chunk] * share
+            case "I":
+                return self.input_s[action.chunk] * share
+            case "W":
+                return self.weight_s[action.chunk] * share
+            case "B":
+                return (self.input_s[action.chunk] + self.weight_s[action.chunk]) * share
+            case "GATHER":
+                return self.gather_s
+            case "REDUCE":
+                return self.reduce_s
+            case "UPDATE":
+                return self.update_s
+            case "OUT" | "IN":
+                return self.copy_s
+        return self.transfer_s if action.kind == "SEND" else 0.0
+
+
+class Slot(NamedTuple):
+    """An action with its place on the clock."""
+
+    rank: int
+    place: int
+    """In the rank's list."""
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, run on a clock."""
+
+    total_s: float
+    busy_s: tuple[float, ...]
+    """Computing of each rank."""
+    spans_s: tuple[float, ...]
+    """From the beginning of a rank's first pass to the end of its last computing."""
+    slots: tuple[Slot, ...] = ()
+    """Every action, where they were asked for, in an order in which each follows what it waits for."""
+
+    @property
+    def bubble(self) -> float:
+        """The part of the ranks' time in which they wait, averaged over the ranks."""
+        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.total_s) if self.total_s else 0.0
+
+    @property
+    def bubble_rate(self) -> float:
+        """The same by the longest span of a rank, as the papers on zero bubbles count it: a rank that is done early
+        goes on to the next step."""
+        longest_s = max(self.spans_s)
+        return 1 - max(self.busy_s) / longest_s if longest_s else 0.0
+
+
+class Timed(NamedTuple):
+    """An action as the clock needs it: what it takes, waits for and makes, by number."""
+
+    cost: int
+    lane: int
+    near: tuple[int, ...]
+    far: tuple[int, ...]
+    """Waited for with the time of a message on top."""
+    made: tuple[int, ...]
+
+
+class Numbered(NamedTuple):
+    """A program with its actions and events numbered once, to be timed many times."""
+
+    costs: tuple[Action, ...]
+    """One action of each duration."""
+    events: int
+    lists: tuple[tuple[Timed, ...], ...]
+
+
+class _Numbers:
+    """Numbers for events, in the order in which they are first named."""
+
+    def __init__(self) -> None:
+        self.known: dict[object, int] = {}
+
+    def __call__(self, key: object) -> int:
+        return self.known.setdefault(key, len(self.known))
+
+
+def number(program: StepProgram) -> Numbered:
+    """What each action waits for and makes. Messages that are not in the lists delay the passes that need them."""
+    name, samples = _Numbers(), _Numbers()
+    actions_of_cost: list[Action] = []
+    lists = []
+    for rank, actions in enumerate(program.actions):
+        timed = []
+        latest: dict[object, int] = {}
+        for index, action in enumerate(actions):
+            near, far, made = _pass_events(program, rank, action, name)
+            if latest or not made:
+                _other_events(program, rank, index, action, name, latest, near, made)
+            pair = action.pair and (action.pair.kind, action.pair.chunk, action.pair.slice)
+            cost = samples((action.kind, action.chunk, action.slice, pair))
+            if cost == len(actions_of_cost):
+                actions_of_cost.append(action)
+            timed.append(Timed(cost, _LANES.get(action.kind, _COMPUTE), tuple(near), tuple(far), tuple(made)))
+        lists.append(tuple(timed))
+    return Numbered(tuple(actions_of_cost), len(name.known), tuple(lists))
+
+
+def _pass_events(
+    program: StepProgram, rank: int, action: Action, name: _Numbers
+) -> tuple[list[int], list[int], list[int]]:
+    """Events that passes wait for: on this rank, as messages from another; and those they make."""
+    near: list[int] = []
+    far: list[int] = []
+    made: list[int] = []
+    is_lowered = "SEND" in program.kinds
+    for part in parts(action):
+        for event in program.needs(part):
+            if program.placement.rank(event.chunk, event.microbatch) == rank:
+                near.append(name(event))
+            elif is_lowered:
+                near.append(name(("arrived", event)))
+            else:
+                far.append(name(event))
+        made += [name(event) for event in makes(part)]
+    return near, far, made
+
+
+def _other_events(
+    program: StepProgram,
+    rank: int,
+    index: int,
+    action: Action,
+    name: _Numbers,
+    latest: dict[object, int],
+    near: list[int],
+    made: list[int],
+) -> None:
+    """Events of messages, collectives and copies, and the passes that wait for them."""
+    kind, chunk = action.kind, action.chunk
+    which = (chunk, action.microbatch, action.slice)
+    if kind == "SEND":
+        event = PassDone("F" if action.of == "activation" else "I", *which)
+        near.append(name(event))
+        made.append(name(("arrived", event)))
+    elif kind in ("GATHER", "IN", "OUT"):
+        key = (action.of, *which)
+        if kind == "IN" and key in latest:  # moved out before: what comes back has to have left
+            near.append(latest[key])
+        latest[key] = name((kind, rank, index))
+        made.append(latest[key])
+    elif kind == "REDUCE":
+        turn = latest[("reductions", chunk)] = latest.get(("reductions", chunk), 0) + 1
+        made.append(name(("REDUCE", rank, chunk, turn)))
+    elif kind == "UPDATE":
+        if ("reductions", chunk) in latest:  # the sum is there when the slowest of its ranks has come to it
+            turn = latest[("reductions", chunk)]
+            near += [name(("REDUCE", holder, chunk, turn)) for holder in program.placement.holders[chunk]]
+        near += [latest[key] for key in (("states", *which), ("weights", *which)) if key in latest]
+    for part in parts(action) if kind != "RECOMPUTE" else (action,):
+        keys = (("weights", part.chunk, EVERY, 0), ("activation", part.chunk, part.microbatch, part.slice))
+        near += [latest[key] for key in keys if key in latest]
+
+
+def simulate(program: StepProgram, times: StepTimes, keep_slots: bool = False) -> Timeline:
+    """Runs the lists on a clock. UsageError when ranks wait for one another for ever."""
+    return time_numbered(program, program_numbers(program), times, keep_slots)
+
+
+def program_numbers(program: StepProgram) -> Numbered:
+    """`number`, once per program."""
+    found = program.__dict__.get("_numbered")
+    if found is None:
+        found = program.__dict__["_numbered"] = number(program)
+    return cast(Numbered, found)
+
+
+def time_numbered(program: StepProgram, numbered: Numbered, times: StepTimes, keep_slots: bool) -> Timeline:
+    lists, ranks = numbered.lists, len(numbered.lists)
+    costs = [times.of(action) for action in numbered.costs]
+    when = [_NOT_YET] * numbered.events
+    waiting: dict[int, list[int]] = {}
+    transfer_s = times.transfer_s
+    done, clock, busy = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+    began: list[float | None] = [None] * ranks
+    lanes = [[0.0] * 3 for _ in range(ranks)]
+    slots: list[Slot] = []
+    ready = list(range(ranks))
+    while ready:
+        rank = ready.pop()
+        now, at, timed = clock[rank], done[rank], lists[rank]
+        while at < len(timed):
+            cost, lane, near, far, made = timed[at]
+            start, missing = now, -1
+            for event in near:
+                came = when[event]
+                if came == _NOT_YET:
+                    missing = event
+                    break
+                if came > start:
+                    start = came
+            for event in far:
+                came = when[event] + transfer_s
+                if came == _NOT_YET:
+                    missing = event
+                    break
+                if came > start:
+                    start = came
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(rank)
+                break  # whoever makes it wakes this rank
+            took = costs[cost]
+            if lane == _COMPUTE:
+                end = now = start + took
+                busy[rank] += took
+                if began[rank] is None:
+                    began[rank] = start
+            elif lane == _WIRE:
+                end = start + took
+            else:
+                start = max(start, lanes[rank][lane])
+                end = lanes[rank][lane] = start + took
+            if keep_slots:
+                slots.append(Slot(rank, at, program.actions[rank][at], start, end))
+            at += 1
+            for event in made:
+                when[event] = end
+                if event in waiting:
+                    ready += waiting.pop(event)
+        clock[rank], done[rank] = now, at
+    _require_finished(program, done)
+    spans = tuple(end - (start or 0.0) for start, end in zip(began, clock, strict=True))
+    last_s = max((*clock, *(end for rank_lanes in lanes for end in rank_lanes)))
+    return Timeline(last_s, tuple(busy), spans, tuple(slots))
+
+
+def _require_finished(program: StepProgram, done: Sequence[int]) -> None:
+    stuck = [
+        f"rank {rank} at {actions[count]}"
+        for rank, (actions, count) in enumerate(zip(program.actions, done, strict=True))
+        if count < len(actions)
+    ]
+    if stuck:
+        raise UsageError(f"schedule {program.name} deadlocks: {', '.join(stuck[:4])} wait for ever")

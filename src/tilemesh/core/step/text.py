@@ -1,0 +1,79 @@
+"""Lists of actions as text, in the CSV format of torch's pipelining: a line per rank, `2F0`, `1SEND_F3`, `0UNSHARD`.
+
+What torch has no word for follows the same form: `0UPDATE`, `1RECOMPUTE0`, `1OUT0`; a slice is written `2F0.1` and a
+version other than 0 `2F0@1`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.step.action import EVERY, WORDS, Action, StepProgram, parts
+from tilemesh.core.step.placement import ChunkPlacement
+
+_MEANINGS = {word: meaning for meaning, word in WORDS.items()}
+_FORM = re.compile(r"(\d+)([A-Z_]+)(\d*)(?:\.(\d+))?(?:@(\d+))?")
+_PAIR = "OVERLAP_F_B"
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of `str`."""
+    text = text.strip()
+    if text.startswith("(") and text.endswith(f"){_PAIR}"):
+        halves = [parse_action(half) for half in text[1 : -len(_PAIR) - 1].split(";")]
+        if [half.kind for half in halves] != ["F", "B"]:
+            raise UsageError(f"action '{text}': expected one F and one B, such as (3F1;2B0){_PAIR}")
+        return halves[0]._replace(kind="FB", pair=halves[1])
+    found = _FORM.fullmatch(text)
+    if found is None or found[2] not in _MEANINGS:
+        raise UsageError(f"action '{text}': expected chunk, kind and microbatch, such as 2F0, 1SEND_F3 or 0UNSHARD")
+    kind, of = _MEANINGS[found[2]]
+    if not found[3] and (kind in ("F", "B", "I", "W", "SEND", "RECV", "RECOMPUTE") or of == "activation"):
+        raise UsageError(f"action '{text}': expected a microbatch after {found[2]}, such as {text}0")
+    microbatch = int(found[3]) if found[3] else EVERY
+    return Action(kind, int(found[1]), microbatch, int(found[4] or 0), int(found[5] or 0), of)
+
+
+def to_csv(program: StepProgram) -> str:
+    """One line per rank."""
+    target = io.StringIO()
+    writer = csv.writer(target, lineterminator="\n")
+    for actions in program.actions:
+        writer.writerow([str(action) for action in actions])
+    return target.getvalue()
+
+
+def from_csv(text: str, name: str = "csv") -> StepProgram:
+    """Lists as torch or `to_csv` wrote them; empty cells, torch's idle steps, are left out.
+
+    The placement follows from who does what. Two ranks with the same chunk are two directions, of even and odd
+    microbatches.
+    """
+    rows = [[cell for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    actions = tuple(tuple(parse_action(cell) for cell in row) for row in rows if row)
+    if not actions:
+        raise UsageError(f"{name}: no actions; expected a line per rank, such as 0F0,0B0")
+    homes: dict[tuple[int, int], int] = {}
+    passes = [(rank, part) for rank, mine in enumerate(actions) for action in mine for part in parts(action)]
+    if not passes:
+        raise UsageError(f"{name}: no forward or backward pass in it")
+    for rank, part in passes:
+        homes.setdefault((part.chunk, part.microbatch % 2), rank)
+    chunks = 1 + max(part.chunk for _, part in passes)
+    missing = next((chunk for chunk in range(chunks) if not {(chunk, 0), (chunk, 1)} & homes.keys()), None)
+    if missing is not None:
+        raise UsageError(f"{name}: nobody has chunk {missing} of {chunks}")
+    tables = [
+        tuple(homes.get((chunk, odd), homes.get((chunk, 1 - odd), 0)) for chunk in range(chunks)) for odd in (0, 1)
+    ]
+    directions = (tables[0],) if tables[0] == tables[1] else (tables[0], tables[1])
+    return StepProgram(
+        name,
+        ChunkPlacement("csv", len(actions), directions),
+        1 + max(part.microbatch for _, part in passes),
+        actions,
+        1 + max(part.slice for _, part in passes),
+    )

@@ -1,0 +1,94 @@
+"""AdamW beside torch's fused step, for `tilemesh bench kernel adamw`. Calls work in place and return nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.hardware import Device
+from tilemesh.kernels.accuracy import accumulator, excess, rounding_error
+from tilemesh.kernels.adamw.cost import FORM
+from tilemesh.kernels.adamw.reference import AdamW, exact_step
+from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench
+from tilemesh.kernels.bench.problems import SizedProblem
+from tilemesh.kernels.rates import pass_s
+
+_RATE, _STEP = 1e-3, 10
+_CHECKED_SEED = 1_000_003  # of arguments that no candidate has stepped
+
+
+class _Bench(OperatorBench[SizedProblem]):
+    name, form = "adamw", FORM
+    compile_modes: ClassVar[dict[str, str | None]] = {}
+
+    def __init__(self) -> None:
+        self._kept: dict[int, AdamW] = {}
+
+    def arguments(self, problem: SizedProblem, device: torch.device, seed: int) -> Arguments:
+        tensors, elements = problem.sizes
+        dtype = getattr(torch, problem.dtype)
+        generator, kind = torch.Generator(device).manual_seed(seed), accumulator(dtype)
+
+        def drawn() -> list[Tensor]:
+            return [torch.randn(elements, generator=generator, device=device, dtype=kind) for _ in range(tensors)]
+
+        values, gradients = drawn(), [gradient.to(dtype) for gradient in drawn()]
+        averages, squares = drawn(), [square.square() for square in drawn()]
+        masters = values if dtype != kind else None
+        return [value.to(dtype) for value in values], gradients, averages, squares, masters
+
+    def calls(self, problem: SizedProblem) -> dict[str, Any]:
+        counted: dict[torch.device, list[Tensor]] = {}
+
+        def ours(*given: Any) -> None:
+            parameters, gradients, averages, squares, masters = given
+            key = parameters[0].data_ptr()
+            if key not in self._kept or self._kept[key].parameters[0] is not parameters[0]:
+                self._kept[key] = AdamW(parameters, averages, squares, masters=masters)
+            self._kept[key].step(gradients, rate=_RATE, step=_STEP)
+
+        def eager(*given: Any) -> None:
+            parameters, gradients, averages, squares, masters = given
+            device = parameters[0].device
+            if device not in counted:
+                counted[device] = [torch.full((), float(_STEP), device=device) for _ in parameters]
+            stepped = parameters if masters is None else masters
+            slopes = gradients if masters is None else [gradient.to(masters[0].dtype) for gradient in gradients]
+            torch._fused_adamw_(
+                stepped, slopes, averages, squares, [], counted[device], lr=_RATE, beta1=0.9, beta2=0.999,
+                weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            if masters is not None:
+                torch._foreach_copy_(parameters, masters)
+
+        return {OURS: ours, EAGER: eager}
+
+    def wrong(self, problem: SizedProblem, arguments: Arguments, result: Tensor) -> str | None:
+        raise NotImplementedError("it works in place")
+
+    def wrong_in_place(
+        self, problem: SizedProblem, function: Callable[..., object], device: torch.device
+    ) -> str | None:
+        """One step from fresh arguments, tensor by tensor against float64."""
+        given, before = (self.arguments(problem, device, _CHECKED_SEED) for _ in range(2))
+        function(*given)
+        parameters, _, _, _, masters = given
+        for at, parameter in enumerate(parameters):
+            starts = before[0] if masters is None else before[4]
+            exact, bound = exact_step(starts[at], *(tensors[at] for tensors in before[1:4]), rate=_RATE, step=_STEP)
+            found = parameter if masters is None else masters[at]
+            wrong = excess(found, exact, bound + rounding_error(exact, found.dtype))
+            if wrong is None and masters is not None and not torch.equal(parameter, found.to(parameter.dtype)):
+                wrong = "the parameter is not its master, rounded"
+            if wrong is not None:
+                return f"tensor {at}: {wrong}"
+        return None
+
+    def predict_s(self, problem: SizedProblem, device: torch.device, figures: Device) -> float:
+        return pass_s(FORM.cost(problem), figures)
+
+
+BENCH = _Bench()

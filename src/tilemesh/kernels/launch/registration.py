@@ -1,0 +1,86 @@
+"""An operator as torch knows it: `torch.ops.tilemesh.NAME` and `NAME_backward`, with fake tensors and autograd.
+
+torch.compile and everything else that records operators calls these; a plain call does not (operator.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.kernels.launch.computation import Computation
+
+_library = torch.library.Library("tilemesh", "FRAGMENT")
+
+
+def register(computation: Computation) -> None:
+    """Define the operator and its backward pass, for CPU and CUDA."""
+    name, binding = computation.name, computation.binding
+    given, count = ", ".join(binding.schema), computation.results + len(computation.options.kept)
+    made = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
+    _library.define(f"{name}({given}, str how) -> {made}")
+    _library.define(f"{name}_backward({given}, Tensor[] kept, Tensor?[] gradients, str how) -> Tensor[]")
+
+    def one_or_all(tensors: tuple[Tensor, ...]) -> Any:
+        return tensors if count > 1 else tensors[0]
+
+    def forward(*values: Any) -> Any:
+        return one_or_all(tuple(computation.forward(values[-1], values[:-1])))
+
+    def backward(*values: Any) -> list[Tensor]:
+        *arguments, kept, gradients, how = values
+        return _recorded_backward(computation, how, arguments, kept, gradients)
+
+    def fake_backward(*values: Any) -> list[Tensor]:
+        *arguments, kept, _, _ = values
+        arguments = computation.restored(arguments, kept)
+        return [arguments[at].new_empty(arguments[at].shape) for at in binding.tensors if arguments[at] is not None]
+
+    for suffix, function in (("", forward), ("_backward", backward)):
+        _library.impl(f"{name}{suffix}", function, "CPU")
+        _library.impl(f"{name}{suffix}", function, "CUDA")
+    whole = f"tilemesh::{name}"
+    torch.library.register_fake(whole, lambda *v: one_or_all(computation.fake(*v[:-1])), lib=_library)
+    torch.library.register_fake(f"{whole}_backward", fake_backward, lib=_library)
+    _register_autograd(computation, whole)
+
+
+def _recorded_backward(
+    computation: Computation, how: str, arguments: list[Any], kept: list[Tensor], gradients: list[Tensor | None]
+) -> list[Tensor]:
+    """Gradients of all tensors that were given, each in memory of its own."""
+    binding, overwrites = computation.binding, computation.options.overwrites
+    if overwrites is not None:
+        arguments[binding.names.index(overwrites)] = False
+    made = computation.backward(how, gradients, arguments, kept)
+    like = computation.restored(arguments, kept)
+    pairs = [(grad, like[at]) for grad, at in zip(made, binding.tensors, strict=True) if like[at] is not None]
+    whole = [torch.zeros_like(tensor) if grad is None else grad.contiguous() for grad, tensor in pairs]
+    # What is recorded must not return one tensor twice.
+    return [each.clone() if any(each is one for one in whole[:at]) else each for at, each in enumerate(whole)]
+
+
+def _register_autograd(computation: Computation, name: str) -> None:
+    binding = computation.binding
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        made = output if isinstance(output, tuple) else (output,)
+        tensors = [inputs[at] for at in binding.tensors]
+        stand_ins = computation.stand_ins(tensors)
+        ctx.how, ctx.rest = inputs[-1], binding.with_tensors(inputs[:-1], [None] * len(tensors))
+        saved = [stand_ins.get(at, tensor) for at, tensor in enumerate(tensors)]
+        ctx.save_for_backward(*saved, *computation.kept_of(made))
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        answer: list[Tensor | None] = [None] * (len(binding.names) + 1)
+        if all(gradient is None for gradient in gradients[: computation.results]):
+            return tuple(answer)
+        found = computation.recall(ctx.how, ctx.rest, ctx.saved_tensors, gradients)
+        for at, gradient in zip(binding.tensors, found, strict=True):
+            answer[at] = gradient
+        return tuple(answer)
+
+    torch.library.register_autograd(name, differentiate, setup_context=setup, lib=_library)

@@ -1,0 +1,125 @@
+"""What the cost model says of one layout: seconds by what they go to, bytes, fractions; and whether training runs it.
+
+Plain values, ready for JSON: every figure by name, names end in their unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.runnable import lacks
+from tilemesh.plan.memory import RankMemory
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where a step's seconds go, seen from the slowest stage."""
+
+    compute_s: float
+    recompute_s: float
+    tp_s: float
+    """Tensor-parallel exchanges."""
+    pp_s: float
+    """Sending to the next stage."""
+    bubble_s: float
+    """Waiting for the pipeline to fill and drain, and for slower stages."""
+    dp_s: float
+    """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
+    optimizer_s: float
+    host_s: float = 0.0
+    """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
+
+    @property
+    def total_s(self) -> float:
+        return float(sum(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides."""
+        return self.tp_s + self.pp_s + self.dp_s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Everything the cost model says of one layout."""
+
+    plan: ParallelPlan
+    step_time_s: float
+    tokens: int
+    model_flops: int
+    hardware_flops: int
+    peak_flops_per_s: float
+    """Of all ranks together."""
+    memory: RankMemory
+    usable_bytes: int
+    """What a rank's device has for it."""
+    times: Times
+    traffic: dict[str, float]
+    """Bytes one rank sends in a step, by axis of the mesh."""
+    bubble_fraction: float
+    """Of the schedule itself, as if all stages took equally long."""
+    chunk_layers: tuple[int, ...]
+    """Layers of each chunk; chunk c lies on stage c % pp."""
+    exchanges: dict[str, dict[str, int]]
+    """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
+
+    @property
+    def settled_plan(self) -> ParallelPlan:
+        """The plan with the cut that was predicted: what a file should say, so that it is what runs."""
+        return self.plan if self.plan.pp == 1 else dataclasses.replace(self.plan, chunk_layers=self.chunk_layers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s
+
+    @property
+    def mfu(self) -> float:
+        """Of the peak, what the FLOPs that had to be done make up."""
+        return self.model_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def hfu(self) -> float:
+        """Of the peak, what all FLOPs done make up, recomputed ones too."""
+        return self.hardware_flops / (self.step_time_s * self.peak_flops_per_s)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_bytes <= self.usable_bytes
+
+
+def prediction_figures(prediction: Prediction) -> dict[str, Any]:
+    """Seconds, bytes and fractions; names end in their unit."""
+    memory = dataclasses.asdict(prediction.memory)
+    return {
+        "plan": prediction.settled_plan.to_dict(),
+        "fits": prediction.fits,
+        "trainable": trainable(prediction.plan),
+        "step_time_s": prediction.step_time_s,
+        "tokens": prediction.tokens,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "model_flops": prediction.model_flops,
+        "hardware_flops": prediction.hardware_flops,
+        "memory": {**memory, "total_bytes": prediction.memory.total_bytes, "usable_bytes": prediction.usable_bytes},
+        "bubble_fraction": prediction.bubble_fraction,
+        "exposed_communication_s": prediction.times.exposed_s,
+        "times": dataclasses.asdict(prediction.times),
+        "traffic": {axis: round(nbytes) for axis, nbytes in prediction.traffic.items()},
+        "exchanges": prediction.exchanges,
+        "chunk_layers": list(prediction.chunk_layers),
+    }
+
+
+def trainable(plan: ParallelPlan) -> str:
+    """ "yes", or why `tilemesh train` cannot run it: what is missing."""
+    missing = [lack.name for lack in lacks(plan)]
+    return "yes" if not missing else f"not yet: {', '.join(missing)}"
+
+
+def pins_to_train(plan: ParallelPlan) -> str:
+    """What to fix so that a search finds a plan without what this one has and training lacks."""
+    return ",".join(lack.instead for lack in lacks(plan))

@@ -1,0 +1,66 @@
+"""The page of a pipeline schedule: its passes in time, and the activations every rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilemesh.core.step.action import COMPUTE, StepProgram, parts
+from tilemesh.core.step.draw import Curve
+from tilemesh.core.step.simulate import Timeline
+from tilemesh.report import timeline as lanes_of
+from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, chart
+from tilemesh.report.html import Html, el, join, page
+
+KINDS = {
+    "F": ("forward", 0), "B": ("backward", 7), "I": ("gradient of inputs", 7), "W": ("gradient of weights", 1),
+    "FB": ("forward and backward overlapped", 2), "RECOMPUTE": ("forward again", 4),
+}  # fmt: skip
+MOST_LINES = 8  # colours that can be told apart
+
+
+def render(program: StepProgram, timeline: Timeline, memory: Sequence[Curve], words: str) -> str:
+    """`words`: the lines that describe the schedule, the first its name."""
+    title, *rest = words.splitlines()
+    pieces: list[list[lanes_of.LanePiece]] = [[] for _ in range(program.ranks)]
+    for slot in sorted(timeline.slots, key=lambda slot: slot.start_s):
+        if slot.action.kind in COMPUTE:
+            names = ", ".join(str(part) for part in parts(slot.action)) or str(slot.action)
+            pieces[slot.rank].append(lanes_of.LanePiece(slot.start_s, slot.end_s, names, slot.action.kind))
+    lanes = [lanes_of.Lane(f"rank {rank}", mine) for rank, mine in enumerate(pieces)]
+    rows = [
+        [f"rank {rank}", f"{busy:g}", f"{timeline.total_s - busy:g}", f"{max(value for _, value in memory[rank]):g}"]
+        for rank, busy in enumerate(timeline.busy_s)
+    ]
+    table = PageTable(["rank", "busy", "waiting", "most kept"], rows)
+    whole = [lanes_of.Stretch("all of it", 0.0, timeline.total_s)]
+    body = join(
+        el("h1", title),
+        *(el("p", line) for line in rest),
+        lanes_of.draw("Passes", "What each rank computes, in time.", lanes, whole, KINDS, table),
+        _memory(memory),
+    )
+    return page(f"{title}: tilemesh plan", body)
+
+
+def _memory(memory: Sequence[Curve]) -> Html:
+    shown = memory[:MOST_LINES]
+    lines = [Line(f"rank {rank}", _steps(curve), colour=rank, dashed=rank > 3) for rank, curve in enumerate(shown)]
+    moments = [moment for curve in shown for moment, _ in curve]
+    values = [value for curve in shown for _, value in curve]
+    words = "Activations that each rank keeps, in microbatches of its part of the model."
+    if len(memory) > MOST_LINES:
+        words += f" The first {MOST_LINES} of {len(memory)} ranks."
+    across, up = (PlotAxis(0.0, max(found, default=1.0), name) for found, name in ((moments, "time"), (values, "kept")))
+    plot = Plot(across, up, lines)
+    rows = [[f"rank {rank}", f"{max(value for _, value in curve):g}"] for rank, curve in enumerate(memory)]
+    return chart("Memory", words, plot, PageTable(["rank", "most kept"], rows), wide=True)
+
+
+def _steps(curve: Curve) -> list[tuple[float, float | None]]:
+    """A curve that jumps: each value until the next."""
+    points: list[tuple[float, float | None]] = []
+    for moment, value in curve:
+        if points:
+            points.append((moment, points[-1][1]))
+        points.append((moment, value))
+    return points

@@ -1,0 +1,96 @@
+"""AdamW's arithmetic by tilemesh's kernels: all parameters in few launches, gradients divided on the way.
+
+It remembers the same of each parameter as torch's functions do (`update.py`), so a checkpoint of one is read by the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.errors import RunError
+from tilemesh.kernels.adamw.reference import AdamW
+from tilemesh.model.kernels import TORCH
+from tilemesh.train.config import OptimizerConfig
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+def is_stepped_by_kernels(kernels: str, config: OptimizerConfig, stepped: Parameters) -> bool:
+    """Whether tilemesh's kernels do the arithmetic: they have AdamW, and on a CPU torch's own is the quicker one."""
+    if kernels == TORCH or config.name != "adamw" or config.fused is False or not stepped:
+        return False
+    on_gpu = all(value.is_cuda and value.is_contiguous() for value in stepped.values())
+    return on_gpu or kernels == "interpret"
+
+
+class KernelUpdate:
+    """By `tilemesh.kernels.AdamW`: one launch for all parameters of a combination of dtypes, which also divides.
+
+    Masters and 16-bit gradients are read as they are. The number of steps is on the device, so that a captured step
+    counts by itself.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Parameters,
+        stepped: Parameters,
+        decays: Mapping[str, float],
+        implementation: str,
+    ) -> None:
+        self.config, self.parameters, self.stepped, self.decays = config, parameters, stepped, decays
+        self.implementation = implementation
+        self._kernel: AdamW | None = None
+        self._count: Tensor | None = None
+
+    def step(self, rate: float | Tensor, divisor: Tensor | None) -> None:
+        """Move the parameters along their gradients, divided by `divisor`."""
+        kernel, count = self._begun()
+        without = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        if without:
+            raise RunError(f"{without[0]} has no gradient: train.kernels=torch steps the other parameters without it")
+        count.add_(1)
+        gradients: Sequence[Tensor] = [parameter.grad for parameter in self.parameters.values()]  # type: ignore[misc]
+        kernel.step(gradients, rate=rate, step=count, divisor=1.0 if divisor is None else divisor)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """What is remembered of a parameter, by kind."""
+        kernel, _ = self._begun()
+        at = list(self.stepped).index(name)
+        return {"exp_avg": kernel.exp_avgs[at], "exp_avg_sq": kernel.exp_avg_sqs[at]}
+
+    def put(self, steps: int, states: Mapping[str, dict[str, Tensor]]) -> None:
+        """Go on from there, after so many steps."""
+        _, count = self._begun()
+        count.fill_(steps)
+        for name, state in states.items():
+            for kind, held in self.state(name).items():
+                held.copy_(state[kind])
+
+    def kept(self) -> Iterator[Tensor]:
+        """Every tensor that is remembered."""
+        if self._kernel is not None:
+            yield from (*self._kernel.exp_avgs, *self._kernel.exp_avg_sqs)
+
+    def _begun(self) -> tuple[AdamW, Tensor]:
+        """The averages and the count, made when they are first needed: as torch's functions do."""
+        if self._kernel is None or self._count is None:
+            has_masters = self.parameters is not self.stepped
+            values, wide = list(self.parameters.values()), list(self.stepped.values())
+            averages, squares = ([torch.zeros_like(value.detach()) for value in wide] for _ in range(2))
+            self._kernel = AdamW(
+                values,
+                averages,
+                squares,
+                masters=wide if has_masters else None,
+                betas=self.config.betas,
+                eps=self.config.epsilon,
+                weight_decay=[self.decays[name] for name in self.stepped],
+                implementation=self.implementation,
+            )
+            self._count = torch.zeros((), dtype=torch.float64, device=wide[0].device)
+        return self._kernel, self._count

@@ -1,0 +1,131 @@
+"""AdamW of tilemesh's kernels inside of training: the same steps, the same state, the same checkpoints as torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import RunError
+from tilemesh.core.shard import Shard
+from tilemesh.kernels.accuracy import unit
+from tilemesh.parallel.gradients import settle
+from tilemesh.parallel.shard import Held
+from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.optimizer import Optimizer
+
+pytest.importorskip("triton")
+
+SHAPES = {"w": (5, 3), "bias": (7,), "table": (2, 1024)}
+CONFIG = OptimizerConfig(name="adamw", weight_decay=0.1)
+
+
+def drawn(dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+    }
+
+
+class Stepped:
+    """An optimizer over drawn parameters; each step has drawn gradients."""
+
+    def __init__(self, precision: str, kernels: str) -> None:
+        self.dtype = {"bf16-master": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
+        values = {name: torch.nn.Parameter(value) for name, value in drawn(self.dtype, 0).items()}
+        self.held = {name: Held(value, Shard(name, tuple(value.shape), (), 0)) for name, value in values.items()}
+        self.optimizer = Optimizer(CONFIG, self.held, precision, kernels)
+
+    def step(self, number: int, divisor: Tensor | None = None) -> None:
+        for name, gradient in drawn(self.dtype, number).items():
+            self.held[name].tensor.grad = gradient
+        self.optimizer.step(0.01 * number, divisor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, _, tensor in self.optimizer.tensors()}
+
+
+@pytest.mark.parametrize(("precision", "u"), [("fp64", 2.0**-53), ("fp32", unit(torch.float32))])
+def test_three_steps_are_torchs(precision: str, u: float) -> None:
+    ours, torchs = Stepped(precision, "interpret"), Stepped(precision, "torch")
+    assert (ours.optimizer.is_ours, torchs.optimizer.is_ours) == (True, False)
+    for number in (1, 2, 3):
+        ours.step(number)
+        torchs.step(number)
+    for name, found in ours.tensors().items():
+        # Some 12 roundings a step, on either side.
+        torch.testing.assert_close(found, torchs.tensors()[name], rtol=0, atol=2 * 3 * 12 * u * 4)
+
+
+def test_masters_are_what_is_stepped_and_weights_are_masters_rounded() -> None:
+    ours, torchs = Stepped("bf16-master", "interpret"), Stepped("bf16-master", "torch")
+    for number in (1, 2):
+        ours.step(number)
+        torchs.step(number)
+    for name, found in ours.tensors().items():
+        torch.testing.assert_close(found, torchs.tensors()[name], rtol=0, atol=2 * 2 * 12 * unit(torch.float32) * 4)
+    for name, (parameter, _) in ours.held.items():
+        assert torch.equal(parameter, ours.optimizer.stepped[name].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize(("first", "second"), [("interpret", "torch"), ("torch", "interpret")])
+def test_either_goes_on_from_the_others_checkpoint(precision: str, first: str, second: str) -> None:
+    whole, begun, rest = Stepped(precision, second), Stepped(precision, first), Stepped(precision, second)
+    begun.step(1)
+    kept = {tuple(name.split(":", 1)): tensor for name, tensor in begun.tensors().items()}
+    rest.optimizer.load(1, kept)  # type: ignore[arg-type]
+    assert {name: tensor.tolist() for name, tensor in rest.tensors().items()} == {
+        name: tensor.tolist() for name, tensor in begun.tensors().items()
+    }
+    rest.step(2)
+    for number in (1, 2):
+        whole.step(number)
+    for name, found in rest.tensors().items():
+        torch.testing.assert_close(found, whole.tensors()[name], rtol=0, atol=2 * 2 * 12 * unit(torch.float32) * 4)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit() -> None:
+    whole, begun, rest = (Stepped("fp32", "interpret") for _ in range(3))
+    begun.step(1)
+    rest.optimizer.load(1, {tuple(name.split(":", 1)): tensor for name, tensor in begun.tensors().items()})  # type: ignore[misc]
+    rest.step(2)
+    for number in (1, 2):
+        whole.step(number)
+    for name, found in rest.tensors().items():
+        assert torch.equal(found, whole.tensors()[name])
+
+
+@pytest.mark.parametrize("norm", [5.0, 0.5])
+def test_clipping_over_a_mesh_is_folded_into_the_step(norm: float) -> None:
+    """What `settle` leaves undivided, the step divides: sums over 8 tokens, clipped to a norm of 1."""
+    divided, folded = Stepped("fp64", "torch"), Stepped("fp64", "interpret")
+
+    def step(stepped: Stepped, divide: bool) -> None:
+        gradients = drawn(torch.float64, 1)
+        for name, gradient in gradients.items():
+            stepped.held[name].tensor.grad = gradient
+        options: dict[str, Any] = {"factor": 1 / 8, "max_norm": 1.0, "divide": divide}
+        done = settle(list(gradients.values()), 2.0, 8, norm, **options)
+        assert (done.divisor is None) is divide
+        stepped.optimizer.step(0.01, done.divisor)
+
+    step(divided, True)
+    step(folded, not folded.optimizer.is_ours)
+    for name, found in folded.tensors().items():
+        torch.testing.assert_close(found, divided.tensors()[name], rtol=0, atol=1e-14)
+
+
+def test_who_steps_is_decided_by_device_and_configuration() -> None:
+    assert not Stepped("fp32", "auto").optimizer.is_ours  # on a CPU torch's own fused step is the quicker one
+    held = Stepped("fp32", "torch").held
+    for config in (OptimizerConfig(name="sgd"), OptimizerConfig(name="adamw", fused=False)):
+        assert not Optimizer(config, held, "fp32", "interpret").is_ours
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    ours = Stepped("fp32", "interpret")
+    with pytest.raises(RunError, match="w has no gradient"):
+        ours.optimizer.step(0.1)

@@ -1,0 +1,78 @@
+"""`tilemesh plan --draw`: what it prints, writes and refuses; the pictures in the documents are its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
+from tilemesh.core.errors import UsageError
+from tilemesh.core.step.book import SCHEDULES, build
+from tilemesh.core.step.text import from_csv
+
+PICTURES = Path(__file__).parents[2] / "docs" / "parallel" / "schedules"
+
+
+def asked(name: str, **settings: object) -> DrawQuestion:
+    options = dict.fromkeys(
+        ("stages", "microbatches", "chunks", "slices", "times", "memory", "svg", "csv", "json", "html")
+    )
+    return DrawQuestion(name, **(options | settings))  # type: ignore[arg-type]
+
+
+def test_a_schedule_is_drawn_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: str(tmp_path / f"step.{kind}") for kind in ("svg", "csv", "json", "html")}
+    draw_step(asked("zb-v", stages=4, microbatches=8, **files), [])
+    said = capsys.readouterr().out
+    assert said.startswith("zb-v: 4 stages, 8 microbatches, 2 chunks per rank (v)\nstep 25.5 with F 1, I 1, W 1")
+    assert "bubble 5.9% of all ranks' time, 0.0% between" in said
+    assert "at most 4 (by rank: 4, 4, 4, 4)" in said
+    figures = json.loads(Path(files["json"]).read_text())
+    assert (figures["step_s"], figures["bubble_rate"], figures["peak_microbatches"]) == (25.5, 0.0, [4.0] * 4)
+    assert from_csv(Path(files["csv"]).read_text()).actions == build("zb-v", 4, 8).actions
+    page = Path(files["html"]).read_text()
+    assert "gradient of weights" in page
+    assert "Memory" in page
+    draw_step(asked(files["csv"]), [])
+    assert "step 25.5 with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "search"])
+def test_the_pictures_in_the_documents_are_what_the_code_draws(name: str, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"terapipe": {"microbatches": 2}, "dualpipe-v": {"microbatches": 10}}.get(name, {})
+    if name == "search":
+        settings = {"times": "1,1.2,0.7,0.1", "memory": 3}
+    draw_step(asked(name, svg=str(tmp_path / "drawn.svg"), **settings), [])
+    assert (tmp_path / "drawn.svg").read_text() == (PICTURES / f"{name}.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        (asked("zbv"), "did you mean 'zb-v'"),
+        (asked("1f1b", stages=0), "0 stages"),
+        (asked("search", microbatches=0), "0 microbatches"),
+        (asked("search", memory=0.1), "the least found is"),
+        (asked("1f1b", memory=2), "limit for --draw search"),
+        (asked("1f1b", times="1,2"), "expected seconds of F, I, W"),
+        (asked("1f1b", times="1,-2,1"), "expected seconds of F, I, W"),
+        (asked("1f1b", times="nan,1,1"), "expected seconds of F, I, W"),
+        (asked("1f1b", stages=1000, microbatches=1000), "too many to draw"),
+        (asked("dualpipe", microbatches=6), "at least 8"),
+        (asked("nowhere.csv"), "cannot be read"),
+        (asked("nowhere.csv", stages=3), "leave it out"),
+        (asked("1f1b", svg="/proc/x/y.svg"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(question: DrawQuestion, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        draw_step(question, [])
+
+
+def test_options_of_a_drawing_need_one_and_it_stands_alone() -> None:
+    with pytest.raises(UsageError, match="--stages is about a drawing"):
+        require_draw(asked("", stages=3))
+    with pytest.raises(UsageError, match="leave --cluster out"):
+        draw_step(asked("1f1b"), ["--cluster"])
