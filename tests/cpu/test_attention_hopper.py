@@ -26,6 +26,7 @@ hopper = pytest.importorskip("tilemesh.kernels.attention.hopper")
 hopper_back = pytest.importorskip("tilemesh.kernels.attention.hopper_back")
 
 PATIENCE_S = 20.0
+H200 = plan.Target(multiprocessors=132)
 PROGRAMS = 3  # multiprocessors of the pretended GPU: few, so that a program has several tiles
 
 
@@ -249,7 +250,7 @@ class Machine:
 def emulate(make, tensors, mask):
     """Every program of a plan's one launch, one after the other."""
     places = {name: place_of(tensor) for name, tensor in tensors.items()}
-    (step,) = make(places, mask=mask, interpreted=False, multiprocessors=PROGRAMS).steps
+    (step,) = make(places, mask=mask, target=plan.Target(multiprocessors=PROGRAMS)).steps
     values = {}
     for name, argument in step.arguments.items():
         if isinstance(argument, Descriptor):
@@ -280,7 +281,7 @@ def bounds(starts):
 CASES = {
     "causal": (150, 150, 64, {"causal": True}),
     "causal, more keys": (70, 300, 64, {"causal": True}),
-    "full": (130, 190, 64, {}),
+    "full": (70, 190, 64, {}),
     "window": (270, 270, 64, {"causal": True, "window": 40}),
     "both sides": (130, 130, 128, {"window": 30}),
     "packed": (200, 200, 64, {"causal": True, "starts": [0, 5, 140, 200]}),
@@ -343,22 +344,26 @@ def test_what_the_kernels_do_not_take_goes_to_the_portable_ones():
     assert not plan.on_hopper(places_on_gpu(width=96), mask)
     assert not plan.on_hopper(places_on_gpu(dtype="float32"), mask)
     assert not plan.on_hopper(places_on_gpu(), plan.Mask(True, 0, -0.1))
-    (step,) = plan.forward_plan(places_on_gpu(96), mask=mask, interpreted=False, multiprocessors=132).steps
+    (step,) = plan.forward_plan(places_on_gpu(96), mask=mask, target=H200).steps
     assert step.kernel.endswith(":attend")
 
 
-def test_a_triton_that_does_not_take_them_leaves_the_portable_ones():
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_what_does_not_fit_is_tried_in_a_smaller_way(refused):
     tried = []
 
-    def launch(make, given, written, **how):
-        tried.append(how["multiprocessors"])
-        if how["multiprocessors"]:
-            raise FitError("arrive() takes 1 argument")
+    def launch(make, given, written, target):
+        tried.append(target)
+        if len(tried) <= refused:
+            raise FitError("shared memory 163840, this GPU has 101376")
 
-    plan._launch(launch, plan.forward_plan, {}, (), {"multiprocessors": 132})
-    assert tried == [132, 0]
-    with pytest.raises(FitError):
-        plan._launch(lambda *given, **how: (_ for _ in ()).throw(FitError("no")), None, {}, (), {"multiprocessors": 0})
+    ways = [H200, plan.Target(), plan.Target(small=True)]
+    if refused == len(ways):
+        with pytest.raises(FitError):
+            plan._launch(launch, plan.forward_plan, {}, (), {"target": H200})
+    else:
+        plan._launch(launch, plan.forward_plan, {}, (), {"target": H200})
+    assert tried == ways[: refused + 1]
 
 
 @pytest.mark.slow
@@ -373,6 +378,6 @@ def test_they_compile_for_an_h200(width):
         (plan.queries_back_plan, {**back, "dq": q}),
     ]
     for make, places in plans:
-        (step,) = make(places, mask=mask, interpreted=False, multiprocessors=132).steps
+        (step,) = make(places, mask=mask, target=H200).steps
         operands = {name: program.Operand(place.dtype) for name, place in places.items()}
         assert program.compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["cubin"]

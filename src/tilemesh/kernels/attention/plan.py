@@ -42,7 +42,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, beside packed sequences. factor: what scores are multiplied by."""
+    """Which keys a query sees, beside packed sequences, and what scores are multiplied by."""
 
     causal: bool
     window: int
@@ -69,20 +69,33 @@ def ring_of(kernel: str, width: int) -> Ring:
     return Ring(64, 3)
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a plan is made for.
+
+    multiprocessors: of a Hopper GPU, for its own kernels; 0 for the portable ones. small: in the smallest blocks, for
+    GPUs with little shared memory.
+    """
+
+    interpreted: bool = False
+    multiprocessors: int = 0
+    small: bool = False
+
+
 INTERPRETED = Blocks(16, 16, 4, 1)  # small, so that small tests have several blocks of each kind
 
 
-def blocks_of(kernel: str, head: int, dtype: str, interpreted: bool) -> Blocks:
-    """For one kernel and a head's width, a power of two. Measured on an H200 for 64 and 128 (docs/kernels/LOG.md)."""
-    if interpreted:
+def blocks_of(kernel: str, head: int, dtype: str, target: Target) -> Blocks:
+    """For one portable kernel and a head's width, a power of two. Chosen to fit an A100 and later; not tuned."""
+    if target.interpreted:
         return INTERPRETED
-    if dtype == "float32":
-        return Blocks(64, 32, 4, 2) if head <= 64 else Blocks(32, 32, 4, 2) if head <= 128 else Blocks(16, 32, 4, 1)
+    if dtype == "float32" or target.small:
+        return Blocks(32, 32, 4, 1) if head <= 128 else Blocks(16, 16, 4, 1)
     if head > 128:
         return {"attend": Blocks(128, 64, 8, 2), "keys_back": Blocks(32, 64, 8, 1)}.get(kernel, Blocks(64, 32, 8, 2))
     if head > 64:
-        return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 128, 8, 2)}.get(kernel, Blocks(128, 64, 8, 2))
-    return {"attend": Blocks(128, 128, 8, 3), "keys_back": Blocks(64, 128, 8, 3)}.get(kernel, Blocks(128, 64, 8, 3))
+        return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 64, 8, 2)}.get(kernel, Blocks(128, 64, 8, 2))
+    return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 64, 8, 3)}.get(kernel, Blocks(128, 64, 8, 3))
 
 
 def head_block(width: int) -> int:
@@ -118,10 +131,10 @@ def _step(
     return LaunchPlan((step,))
 
 
-def _constants(q: Place, chosen: Blocks, mask: Mask, packed: bool, interpreted: bool) -> dict[str, object]:
+def _constants(q: Place, chosen: Blocks, mask: Mask, packed: bool, target: Target) -> dict[str, object]:
     return {
         "BLOCK_M": chosen.m, "BLOCK_N": chosen.n, "HEAD": head_block(q.shape[3]),
-        "WIDE": q.dtype == "float64", "UPCAST": interpreted and q.dtype in ("float16", "bfloat16"),
+        "WIDE": q.dtype == "float64", "UPCAST": target.interpreted and q.dtype in ("float16", "bfloat16"),
         "PRECISION": "ieee", **mask.constants(packed),
     }  # fmt: skip
 
@@ -176,7 +189,7 @@ def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
     return LaunchPlan((step,))
 
 
-def forward_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool, multiprocessors: int) -> LaunchPlan:
+def forward_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
@@ -184,15 +197,15 @@ def forward_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool, 
         "window": mask.window, "factor": mask.scale * _LOG2_E,
     }  # fmt: skip
     more["section"] = _section(batch * heads, k, heads // kv_heads)
-    if multiprocessors and on_hopper(places, mask):
+    if target.multiprocessors and on_hopper(places, mask):
         ring = ring_of("attend", width)
         fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
         tiles = blocks(queries, 2 * _ROWS) * batch * heads
-        more["tiles"], programs = tiles, min(tiles, multiprocessors)
+        more["tiles"], programs = tiles, min(tiles, target.multiprocessors)
         return _hopper_plan("attend_hopper", places, ("k", "v"), ring, programs, more, fixed)
-    chosen = blocks_of("attend", head_block(width), q.dtype, interpreted)
+    chosen = blocks_of("attend", head_block(width), q.dtype, target)
     more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, interpreted)
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(queries, chosen.m) * batch * heads
     return _step("attend", places, {"q": "q", "k": "k", "v": "v", "y": "y"}, programs, more, constants, chosen)
 
@@ -211,7 +224,7 @@ def products_plan(places: Mapping[str, Place]) -> LaunchPlan:
     return LaunchPlan((Step(f"{_KERNELS}:row_products", grid, arguments, constants, wide=wide),))
 
 
-def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool, multiprocessors: int) -> LaunchPlan:
+def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
@@ -219,22 +232,20 @@ def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool
         "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
     more["section"] = max(1, _section(batch * heads, q, 1) // (heads // kv_heads))
-    if multiprocessors and on_hopper(places, mask):
+    if target.multiprocessors and on_hopper(places, mask):
         ring = ring_of("keys_back", width)
         fixed = {"BLOCK_M": ring.rows, "HEAD": width, **mask.constants("first" in places)}
         programs = blocks(keys, 2 * _ROWS) * batch * kv_heads
         return _hopper_plan("keys_back_hopper", places, ("q", "grad"), ring, programs, more, fixed)
-    chosen = blocks_of("keys_back", head_block(width), q.dtype, interpreted)
+    chosen = blocks_of("keys_back", head_block(width), q.dtype, target)
     more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, interpreted)
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(keys, chosen.n) * batch * kv_heads
     letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dk": "d"}
     return _step("keys_back", places, letters, programs, more, constants, chosen)
 
 
-def queries_back_plan(
-    places: Mapping[str, Place], *, mask: Mask, interpreted: bool, multiprocessors: int
-) -> LaunchPlan:
+def queries_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     more: dict[str, Argument] = {
@@ -242,14 +253,14 @@ def queries_back_plan(
         "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
     more["section"] = _section(batch * heads, k, heads // kv_heads)
-    if multiprocessors and on_hopper(places, mask):
+    if target.multiprocessors and on_hopper(places, mask):
         ring = ring_of("queries_back", width)
         fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
         programs = blocks(queries, 2 * _ROWS) * batch * heads
         return _hopper_plan("queries_back_hopper", places, ("k", "v"), ring, programs, more, fixed)
-    chosen = blocks_of("queries_back", head_block(width), q.dtype, interpreted)
+    chosen = blocks_of("queries_back", head_block(width), q.dtype, target)
     more["E"] = width
-    constants = _constants(q, chosen, mask, "first" in places, interpreted)
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(queries, chosen.m) * batch * heads
     letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dq": "d"}
     return _step("queries_back", places, letters, programs, more, constants, chosen)
@@ -265,24 +276,26 @@ def _bounds(launch: Any, q: Tensor, starts: Tensor | None) -> dict[str, Tensor]:
 
 
 def _how(q: Tensor, causal: bool, window: int, scale: float) -> dict[str, Any]:
-    """What a plan is told beside the tensors' places. multiprocessors: of a Hopper GPU, else 0."""
+    """What a plan is told beside the tensors' places."""
     mask = Mask(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
     if q.device.type == "cpu":
-        return {"mask": mask, "interpreted": True, "multiprocessors": 0}
+        return {"mask": mask, "target": Target(interpreted=True)}
     gpu = gpu_of(device_index(q.device))
-    return {"mask": mask, "interpreted": False, "multiprocessors": gpu.multiprocessors if gpu.hopper else 0}
+    return {"mask": mask, "target": Target(multiprocessors=gpu.multiprocessors if gpu.hopper else 0)}
 
 
 def _launch(
-    launch: Any, plan: Plan, given: Mapping[str, Tensor], written: tuple[str, ...], how: Mapping[str, Any]
+    launch: Any, plan: Plan, given: Mapping[str, Tensor], written: tuple[str, ...], how: dict[str, Any]
 ) -> None:
-    """A plan, and where this Triton does not take its kernel in Gluon, the same in Triton's own language."""
-    try:
-        launch(plan, given, written=written, **how)
-    except FitError:
-        if not how["multiprocessors"]:
-            raise
-        launch(plan, given, written=written, **{**how, "multiprocessors": 0})
+    """A plan; where this Triton or this GPU cannot run its kernel, the portable one, at last in small blocks."""
+    first = how["target"]
+    for target in dict.fromkeys((first, Target(first.interpreted), Target(first.interpreted, small=True))):
+        try:
+            launch(plan, given, written=written, **{**how, "target": target})
+            return
+        except FitError:
+            if target.small:
+                raise
 
 
 def forward(
