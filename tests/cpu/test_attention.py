@@ -61,8 +61,8 @@ MASKS = [
 
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(
-    queries=st.integers(1, 37), more=st.integers(0, 20), width=st.sampled_from([1, 5, 16, 40]),
-    kv_heads=st.integers(1, 2), group=st.integers(1, 2), turned=st.booleans(), causal=st.booleans(),
+    queries=st.integers(1, 20), more=st.integers(0, 14), width=st.sampled_from([1, 5, 16, 40]),
+    kv_heads=st.just(1), group=st.integers(1, 2), turned=st.booleans(), causal=st.booleans(),
     window=st.sampled_from([0, 1, 6, 30]), scale=st.sampled_from([0.0, 0.7, -1.0]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
 )  # fmt: skip
