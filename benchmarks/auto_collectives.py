@@ -63,7 +63,7 @@ def main() -> None:
                 if options.out is not None:
                     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows) - began} cells measured, {began} read from {options.out}", file=sys.stderr)
-    report(rows)
+    (markdown if options.markdown else report)(rows)
 
 
 def _options() -> argparse.Namespace:
@@ -76,6 +76,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--all", action="store_true", help="time every algorithm that auto could have picked")
+    parser.add_argument(
+        "--markdown", action="store_true", help="the worst cell of each range, per collective, as a table"
+    )
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # this process is a rank; rows go to this file
     parser.add_argument("--state", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -204,6 +207,41 @@ def report(rows: Sequence[Record]) -> None:
         times = ", ".join(f"{name} {1e6 * seconds:.1f}" for name, seconds in row["seconds"].items())
         where = f"{row['ranks']} ranks, {row['state']}, {row['buffers']}, {row['collective']}"
         print(f"  {where}, {format_bytes(row['bytes'])}: picked {row['picked']}; µs: {times}")
+
+
+RANGES: dict[str, Callable[[int], bool]] = {
+    "8 B": lambda size: size < 1 << 10,
+    "1 to 32 KiB": lambda size: 1 << 10 <= size <= 32 << 10,
+    "128 and 256 KiB": lambda size: 32 << 10 < size <= 256 << 10,
+    "1 to 64 MiB": lambda size: size > 256 << 10,
+}
+
+
+def markdown(rows: Sequence[Record]) -> None:
+    """A line for each number of ranks, kind of array and collective: before any fit, fitted. Bold: less than asked."""
+    print("| ranks, cores | collective | " + " | ".join(RANGES) + " |")
+    print("|---|---|" + "---|" * len(RANGES))
+    for ranks, cores, buffers in dict.fromkeys((row["ranks"], row["cores"], row["buffers"]) for row in rows):
+        for collective in COLLECTIVES:
+            mine = [
+                row for row in rows
+                if (row["ranks"], row["buffers"], row["collective"]) == (ranks, buffers, collective)
+            ]  # fmt: skip
+            shown = "`comm.empty`" if buffers == "empty" else "ordinary arrays"
+            cells = [_worst([row for row in mine if within(row["asked_bytes"])]) for within in RANGES.values()]
+            print(f"| {ranks} on {cores} | {collective}, {shown} | " + " | ".join(cells) + " |")
+
+
+def _worst(rows: Sequence[Record]) -> str:
+    said = []
+    for state in STATES:
+        found = [row for row in rows if row["state"] == state]
+        if not found:
+            said.append("not measured")
+            continue
+        lowest = min(row["seconds"]["native"] / row["seconds"]["auto"] for row in found)
+        said.append(f"{lowest:.2f}" if all(map(is_met, found)) else f"**{lowest:.2f}**")
+    return ", ".join(said)
 
 
 if __name__ == "__main__":

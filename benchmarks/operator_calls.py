@@ -27,8 +27,9 @@ def cases(names: list[str]) -> list[tuple[str, str, dict[str, str]]]:
     found = []
     for name in names:
         form = registry.find(name).load("form")
+        shapes = SHAPES.get(form.sizes.count("x") + 1, form.suite[:1])
         passes = [{"passes": "forward"}, {"passes": "both"}] if "passes" in form.settings else [{}]
-        found += [(name, shape, settings) for shape in SHAPES[form.sizes.count("x") + 1] for settings in passes]
+        found += [(name, shape, settings) for shape in shapes for settings in passes]
     return found
 
 

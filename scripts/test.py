@@ -186,9 +186,15 @@ def command(job: Job, folder: Path) -> list[str]:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Ours, with this checkout's source first; what the job wants holds unless the user decided."""
+    """Ours, with this checkout's source first; what the job wants holds unless the user decided.
+
+    Bytecode is kept, also where the environment says otherwise (as in many containers): a hundred ranks and commands
+    would each compile the source anew.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    return job.environment | os.environ | {"PYTHONPATH": path}
+    made = job.environment | os.environ | {"PYTHONPATH": path}
+    made.pop("PYTHONDONTWRITEBYTECODE", None)
+    return made
 
 
 def report_of(job: Job, folder: Path) -> Path:

@@ -138,7 +138,7 @@ def test_compile_takes_it_as_one_operator(activation, recording):
     assert recorded.count("tilemesh.fused_matmul.default") == 2
 
 
-@pytest.mark.parametrize("implementation", ["auto", "interpret"])
+@pytest.mark.parametrize("implementation", [pytest.param("auto", marks=pytest.mark.slow), "interpret"])
 def test_transforms_inside_compile_see_through_it(implementation, recording):
     backend, recorded = recording
     a, b, c = (t.detach() for t in leaves(6, 5, 4, (5,), torch.float32))

@@ -78,7 +78,7 @@ def test_a_step_has_the_same_loss_and_gradients(case: str, recompute: str) -> No
     assert_equal(ours, plain, 1e-10)
 
 
-@pytest.mark.parametrize("case", ["gpt2 with dropout", "llama"])
+@pytest.mark.parametrize("case", [pytest.param("gpt2 with dropout", marks=pytest.mark.slow), "llama"])
 def test_compiled_as_one_graph(case: str) -> None:
     config = CASES[case].replace(layers=1)
     laid = make(config, INTERPRETED)

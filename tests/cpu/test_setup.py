@@ -181,6 +181,18 @@ def test_two_set_ups_at_once_take_turns(project: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "", ""), "up to date"
 
 
+def test_what_pip_could_not_get_is_named(tmp_path: Path) -> None:
+    """Real pip, of the Python that runs this test."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(setup.SetupError, match=r"^could not get no-such-widget: No matching distribution found for no"):
+        setup.pip(tmp_path, "install", "--no-index", "no-such-widget", shown="a widget")
+    assert "no-such-widget" in (tmp_path / "setup.log").read_text()
+
+
+@pytest.mark.slow
 def test_what_could_not_be_had_is_named(project: Path) -> None:
     (project.parent / "wheels" / "typer-1.0-py3-none-any.whl").unlink()
     done = run(project)

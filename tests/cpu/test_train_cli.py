@@ -143,7 +143,7 @@ def test_data_prepare(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["train", "llama-3-8b"], "write a TOML file with a [model] section"),
         (["train", "--mesh", "dp=3"], "does not divide among dp=3"),
         (["train", "--resume", "nowhere"], "is no run"),
-        (["train", "--resume", "nowhere", "--init", "x"], "leave init out"),
+        (["train", "--resume", "nowhere", "--init", "x"], "leave --init out"),
         (["train", "--plan", "none.toml"], "does not exist"),
         (["train", "--set", "data.source=/nowhere/at/all"], "data.source '/nowhere/at/all' does not exist"),
         (["train", "--restarts", "-1"], "expected 0 or more"),

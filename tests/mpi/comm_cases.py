@@ -1024,6 +1024,16 @@ def run_surface(comm: Communicator) -> tuple[int, list[str]]:
     return len(parts), []
 
 
+def run_every_algorithm(comm: Communicator) -> tuple[int, list[str]]:
+    """The cases, and those parts of the surface that try all algorithms."""
+    chosen = list(cases(comm, full=False))
+    failures = failures_of(comm, chosen)
+    parts = (same_bits_everywhere, extremes_of_zeros_and_nans, averages_of_16_bits, in_place_and_out, bytes_on_the_wire)
+    for part in parts:
+        part(comm)
+    return len(chosen) + len(parts), failures
+
+
 def run_hierarchical(comm: Communicator, node_size: int) -> tuple[int, list[str]]:
     """The cases of the two-level algorithm, on ranks that are to be taken for nodes of that size."""
     assert comm.node_size == node_size

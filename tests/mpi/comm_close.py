@@ -11,7 +11,7 @@ import numpy as np
 
 from tilemesh.comm import connect
 
-GROUPS = 40
+GROUPS = 24
 
 
 def come_and_go() -> list[Any]:

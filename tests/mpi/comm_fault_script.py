@@ -12,7 +12,6 @@ import time
 import numpy as np
 
 from tilemesh.comm import Communicator, connect
-from tilemesh.core.errors import UsageError
 
 
 def daydream() -> None:
@@ -46,33 +45,6 @@ def work(comm: Communicator, rounds: int) -> None:
             comm.barrier()
 
 
-def mismatched(comm: Communicator) -> None:
-    """Each wrong call raises on every rank and names rank 1; afterwards the communicator works."""
-    odd = comm.rank == 1
-    calls = [
-        lambda: comm.barrier() if odd else comm.all_reduce(np.ones(4)),
-        lambda: comm.all_reduce(np.ones(5 if odd else 4)),
-        lambda: comm.all_reduce(np.ones(4, np.int32 if odd else np.int64)),
-        lambda: comm.broadcast(np.ones(4), root=int(odd)),
-        lambda: comm.all_reduce(np.ones(4), "max" if odd else "sum"),
-        lambda: comm.all_reduce(np.ones(4), algorithm="tree" if odd else "ring"),
-        lambda: comm.all_reduce(np.ones((2, 2) if odd else 4)),
-        lambda: comm.all_gather(np.ones((2, 2)), axis=int(odd)),
-        lambda: comm.all_gather(np.ones(comm.rank), counts=[0, 1, 2] if not odd else [0, 1, 3]),
-        lambda: exchange(comm, [1, 1, 1], [1, 1, 2 if odd else 1]),
-    ]
-    for call in calls:
-        try:
-            call()
-        except UsageError as error:
-            print(f"refused: {error}", flush=True)
-    print(f"sum {comm.all_reduce(np.ones(2))[0]:g}", flush=True)
-
-
-def exchange(comm: Communicator, sends: list[int], receives: list[int]) -> None:
-    comm.all_to_all(np.ones(sum(sends)), send_counts=sends, recv_counts=receives)
-
-
 def dropped(comm: Communicator) -> None:
     """Begin what nobody answers, and end without waiting for it."""
     if comm.rank == 0:
@@ -100,9 +72,7 @@ def main(behaviour: str, seed: int) -> None:
     misbehaves = comm.rank == 1
     comm.barrier()
     print("connected", flush=True)
-    if behaviour == "mismatch":
-        mismatched(comm)
-    elif behaviour == "drop":
+    if behaviour == "drop":
         dropped(comm)
     elif behaviour == "sizes":
         wrong_sizes(comm, seed // 10, seed % 10)

@@ -19,6 +19,7 @@ SAME_RANKS = {
     "models": (
         *(f"test_{part}.py" for part in ("forward", "backward", "gate", "sharding", "groups")),
         "test_comm.py::TestEveryTransport::test_processes_taken_for_two_nodes_of_two",
+        "test_comm.py::test_the_examples_on_processes",
     ),
     "collectives": ("test_comm.py::TestEveryTransport", "test_disagree.py", "test_numbers.py"),
 }

@@ -8,7 +8,7 @@ import pytest
 
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.train.bench import Contender, compare
+from tilemesh.train.bench import PEERS, Contender, compare
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 
@@ -24,19 +24,26 @@ def made(folder: Path, *more: str, mesh: str = "dp=1") -> TrainConfig:
     return load(sets=[SETS, f"data.source={source}", *more], mesh=mesh)
 
 
-@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
-def test_ours_and_ddp_take_turns_and_are_profiled(tmp_path: Path) -> None:
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+
+
+@pytest.mark.parametrize(
+    ("peer", "mesh", "transport"),
+    [("eager", "dp=1", "torch"), pytest.param("ddp", "dp=2", "mpi", marks=[NEEDS_MPI, pytest.mark.slow])],
+)
+def test_ours_and_a_peer_take_turns_and_are_profiled(peer: str, mesh: str, transport: str, tmp_path: Path) -> None:
     said: list[str] = []
     found = compare(
-        made(tmp_path, mesh="dp=2"), peers=["ddp"], transport="mpi", blocks=3, steps=2, at_once=True,
+        made(tmp_path, mesh=mesh), peers=[peer], transport=transport, blocks=3, steps=2, at_once=True,
         profile=tmp_path / "profile", say=said.append,
     )  # fmt: skip
-    assert (found.ours.n, found.peers["DDP over gloo"].n, found.missing) == (3, 3, {})
+    title = PEERS[peer]
+    assert (found.ours.n, found.peers[title].n, found.missing) == (3, 3, {})
     assert 0 < found.ours.p20 <= found.ours.p80 < 60
-    assert min(found.memory_bytes[name] for name in ("ours", "DDP over gloo")) > 1 << 20
-    assert said[:2] == ["waiting for ours", "waiting for DDP over gloo"]
+    assert min(found.memory_bytes[name] for name in ("ours", title)) > 1 << 20
+    assert said[:2] == ["waiting for ours", f"waiting for {title}"]
     assert said[2:5] == [f"block {number} of 3" for number in (1, 2, 3)]
-    for name in ("ours", "ddp"):
+    for name in ("ours", peer):
         head, longest, *_ = (tmp_path / "profile" / f"{name}.txt").read_text().splitlines()
         assert head.split() == ["us", "calls", "a", "step"]
         assert float(longest.split()[0]) > 0

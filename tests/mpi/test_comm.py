@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comm_cases
+import comm_close
 from started import ranks_of
 
 from tilemesh.comm import run_threads
@@ -46,7 +47,8 @@ class TestEveryTransport:
         return min(done for done, _, _ in results)
 
     def test_nodes_of_two_threads(self) -> None:
-        results = run_threads(4, lambda comm: comm_cases.run_all(comm, full=False), node_size=2)
+        """Every collective by every algorithm, and what else goes through all of them."""
+        results = run_threads(4, comm_cases.run_every_algorithm, node_size=2)
         assert [failure for _, failures in results for failure in failures] == []
 
     @pytest.mark.parametrize(("ranks", "node_size"), [(5, 2), (7, 3)])
@@ -57,8 +59,8 @@ class TestEveryTransport:
         assert [failure for _, failures in results for failure in failures] == []
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("ranks", "node_size"), [(5, 2), (7, 3)])
-    def test_everything_on_nodes_that_are_not_full(self, ranks: int, node_size: int) -> None:
+    @pytest.mark.parametrize(("ranks", "node_size"), [(4, 2), (5, 2), (7, 3)])
+    def test_everything_on_nodes(self, ranks: int, node_size: int) -> None:
         results = run_threads(ranks, lambda comm: comm_cases.run_all(comm, full=False), node_size=node_size)
         assert [failure for _, failures in results for failure in failures] == []
 
@@ -81,6 +83,24 @@ class TestEveryTransport:
         monkeypatch.setenv("TILEMESH_DEBUG", "collectives")
         run_threads(3, comm_cases.run_surface)
 
+    @pytest.mark.parametrize("transport", PROCESSES)
+    def test_mismatched_calls_raise_on_every_rank_in_debug_mode(self, transport: str) -> None:
+        for told in ranks_of(transport, 3).call("comm_mismatch:on_a_rank"):
+            *refused, last = told
+            assert len(refused) == 10
+            assert all("the ranks disagree: rank 1 calls" in line for line in refused[:9])
+            assert "rank 1 calls barrier(" in refused[0]
+            assert "shape=(5), 5 elements)" in refused[1]
+            assert "int32" in refused[2]
+            assert "root=1" in refused[3]
+            assert "op=max" in refused[4]
+            assert "algorithm=tree" in refused[5]
+            assert "shape=(2, 2)" in refused[6]
+            assert "axis=1" in refused[7]
+            assert "4 elements in [0, 1, 3]" in refused[8]
+            assert "rank 2 sends 1 elements to rank 1, which expects 2" in refused[9]
+            assert last == "sum 3"  # still usable
+
     @pytest.mark.slow
     @pytest.mark.parametrize("transport", PROCESSES)
     def test_processes_in_debug_mode_too(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +119,7 @@ class TestEveryTransport:
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_communicators_come_and_go(transport: str) -> None:
     """On ranks of its own: the communicators of a process are counted from its first."""
-    assert call("comm_close:come_and_go", 3, transport=transport) == [[40, transport]] * 3
+    assert call("comm_close:come_and_go", 3, transport=transport) == [[comm_close.GROUPS, transport]] * 3
 
 
 def test_groups_that_nobody_closes_end_when_they_are_dropped() -> None:
@@ -110,13 +130,17 @@ def test_groups_that_nobody_closes_end_when_they_are_dropped() -> None:
 
 
 @NEEDS_MPI
-def test_the_examples_on_eight_processes() -> None:
-    page = "\n".join(call("comm_examples:pages", 8, transport="mpi")[0])
-    assert "rank 0 of 8 over mpi: all ranks add up to 28" in page
-    assert "the token came back as [1, 2, 3, 4, 5, 6, 7, 8]" in page
-    assert "  rank 1   b0 b1 b2 b3 b4 b5 b6 b7   →   a1 b1 c1 d1 e1 f1 g1 h1   =  1 11 21 31 41 51 61 71" in page
-    assert "[0, 4] [1, 5] [2, 6] [3, 7]" in page
-    assert "(-1.0, 8.0)" in page
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_examples_on_processes(ranks: int) -> None:
+    page = "\n".join(ranks_of("mpi", ranks).call("comm_examples:pages")[0])
+    assert f"rank 0 of {ranks} over mpi: all ranks add up to {sum(range(ranks))}" in page
+    assert f"the token came back as {list(range(1, ranks + 1))}" in page
+    given = " ".join(f"b{block}" for block in range(ranks))
+    got = " ".join(f"{letter}1" for letter in "abcdefgh"[:ranks])
+    values = " ".join(str(10 * rank + 1) for rank in range(ranks))
+    assert f"  rank 1   {given}   →   {got}   =  {values}" in page
+    assert ranks < 8 or "[0, 4] [1, 5] [2, 6] [3, 7]" in page
+    assert f"(-1.0, {ranks}.0)" in page
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def job(
     return outcome, said, words
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param("torch", marks=pytest.mark.slow)])
 def test_ranks_meet_and_their_output_carries_their_number(transport: str) -> None:
     outcome, said, _ = job(transport, "well", ranks=2)
     assert (outcome.failure, outcome.exit_code, outcome.attempts) == (None, 0, 1)

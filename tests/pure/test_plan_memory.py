@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
 from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.kernels.linear_cross_entropy.cost import CHUNK_BYTES
 from tilemesh.model.config import ModelConfig, preset
-from tilemesh.model.work.kept import kept_bytes, kept_tensors
+from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_tensors
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan import memory
@@ -219,3 +221,19 @@ def test_gradients_that_come_after_the_fullest_moment() -> None:
 
 def test_a_kv_cache_by_hand() -> None:
     assert memory.kv_cache_bytes(preset("llama-3-70b"), 8192) == 2 * 80 * 8 * 128 * 8192 * 2
+
+
+def test_a_loss_that_makes_logits_of_some_rows_at_a_time_holds_no_others() -> None:
+    """gpt2-124m, 32 x 1024 tokens: 3.3 GB of logits and as much of their gradient, or 0.5 GiB at a time."""
+    model = preset("gpt2-124m")
+    plan = ParallelPlan(microbatch=32, precision="bf16")
+    whole, chunked = (
+        sum(one.nbytes for one in loss_tensors(model, Task.of(plan, 1024, "compiled", True, way)))
+        for way in (False, True)
+    )
+    tokens, width, vocabulary = 32 * 1024, model.width, model.vocabulary
+    assert whole >= 2 * 2 * tokens * vocabulary
+    ends = tokens * width * (4 + 2 * 2) + vocabulary * width * (2 + 2 + 4)
+    assert ends < chunked <= ends + CHUNK_BYTES + 128 * 2 * vocabulary
+    # A table that ranks share is not multiplied in chunks.
+    assert not Task.of(dataclasses.replace(plan, tp=2), 1024, "compiled", True, True).chunked_loss

@@ -129,8 +129,11 @@ def test_recomputing_more_takes_longer() -> None:
     [
         ({"tp": 3, "dp": 8}, "16 ranks|24 ranks"),
         ({"tp": 5}, "5 ranks"),
-        ({"pp": 8, "schedule": "interleaved", "interleave": 5}, "needs as many layers"),
-        ({"pp": 8, "schedule": "interleaved", "interleave": 2, "accumulation": 3}, "no multiple of 8"),
+        ({"pp": 8, "schedule": "interleaved", "interleave": 5}, "needs as many layers, the model has 32: pp 6 at most"),
+        (
+            {"pp": 8, "schedule": "interleaved", "interleave": 2, "accumulation": 3},
+            "no multiple of 8, 8 is the next",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_says_why(fields: dict[str, Any], words: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tilemesh.core.step.book import build
-from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.core.step.memory import StepBytes, memory_curve, memory_peaks
+from tilemesh.core.step.passes import exchange, gather
 from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
 from tilemesh.core.step.slices import cut_sequence, linear_slice_time, terapipe_s
 
@@ -162,3 +163,29 @@ def test_a_long_sequence_is_cut_into_shorter_and_shorter_slices() -> None:
     cut = cut_sequence(2048, 48, linear_slice_time(2.0, 0.02, 0.0, 1e-5), grain=8)
     assert sum(cut) == 2048
     assert cut[0] > cut[-2]
+
+
+@pytest.mark.parametrize("layers", [1, 8, 32])
+def test_zero_3_sends_one_and_a_half_times_as_much(layers: int) -> None:
+    """Rajbhandari et al. 2020: gathers forward and backward and a scatter-sum, each once over the parameters, where an
+    all-reduce is two. The last layer is still whole when its backward pass comes: one gather less."""
+    whole = exchange(gather(build("breadth-first", 1, 1, per_rank=layers), ahead=0), reduce="step")
+    kinds = [action.kind for action in whole.actions[0]]
+    assert kinds.count("REDUCE") == layers
+    assert kinds.count("GATHER") == 2 * layers - 1
+    sent, all_reduce = kinds.count("GATHER") + kinds.count("REDUCE"), 2 * layers
+    assert sent / all_reduce == pytest.approx(1.5, abs=0.5 / layers)
+
+
+def test_zero_states_of_7_5_billion_parameters() -> None:
+    """16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter at N = 64, as they lie after the sum of gradients."""
+    parameters, n = 7.5e9, 64
+    held = {0: (2, 2, 12), 1: (2, 2, 12 / n), 2: (2, 2 / n, 12 / n), 3: (2 / n, 2 / n, 12 / n)}
+    expected = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.88}
+    for stage, (weights, reduced, states) in held.items():
+        sizes = StepBytes(gradients=[2 * parameters], reduced=[reduced * parameters], states=[states * parameters])
+        program = build("1f1b", 1, 2)
+        whole = exchange(gather(program) if stage == 3 else program, reduce="step", update=True)
+        words = [str(action) for action in whole.actions[0]]
+        after_sum = memory_curve(whole, sizes)[0][words.index("0REDUCE_GRAD") + 1] + weights * parameters
+        assert after_sum / 1e9 == pytest.approx(expected[stage], rel=3e-3)

@@ -11,7 +11,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.attention.reference import attention
 from tilemesh.kernels.embedding.reference import embedding
-from tilemesh.kernels.launch.operator import IMPLEMENTATIONS as OPERATOR_IMPLEMENTATIONS
+from tilemesh.kernels.launch.implementation import check_implementation
 from tilemesh.kernels.matmul.arguments import IMPLEMENTATIONS
 from tilemesh.kernels.matmul.op import fused_matmul
 
@@ -69,8 +69,7 @@ class FusedEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, device=device, dtype=dtype)
-        if implementation not in OPERATOR_IMPLEMENTATIONS:
-            raise unknown("implementation", str(implementation), OPERATOR_IMPLEMENTATIONS)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,14 @@ from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledRegions:
+    """Parts of a model that are compiled each for itself, to be called instead of its own."""
+
+    layers: Sequence[Callable[..., Any]]
+    head: Callable[..., tuple[Tensor, Tensor]]
 
 
 class Laid:
@@ -71,21 +80,31 @@ class Laid:
         x_BTD: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
+        regions: CompiledRegions | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
         `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
-        `x_BTD`: for the last part of a model, what `activations` of the part before it gave.
+        `x_BTD`: for the last part of a model, what `activations` of the part before it gave. `regions`: layers and head
+        to be called instead of the model's own.
         """
+        model = self._transformer()
+        layers = None if regions is None else regions.layers
+        with self.autocast():
+            stream = self._stream(model, tokens_BT, x_BTD, dropout_seed, place, layers=layers)
+        return (self.head_loss if regions is None else regions.head)(stream, targets_BT)
+
+    def head_loss(self, stream: ResidualStream, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss from what the last layer gave: norm, projection, cross-entropy."""
         model, is_whole = self._transformer(), self.mesh.tp.size == 1
         with self.autocast():
-            x_BTD = self._to_project(model, self._stream(model, tokens_BT, x_BTD, dropout_seed, place))
+            x_BTD = self._to_project(model, stream)
             if is_whole and model.kernels.loss != TORCH:
                 return model.fused_loss_sum(x_BTD, targets_BT)
             logits_BTV = model.project(x_BTD)
         if is_whole:
             return loss_sum(logits_BTV, targets_BT)
-        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary)
+        return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary, model.kernels.loss)
 
     def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
         """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
@@ -132,6 +151,7 @@ class Laid:
         dropout_seed: int | Tensor | None,
         place: DropoutPlace,
         cache: KeyValueCache | None = None,
+        layers: Sequence[Callable[..., Any]] | None = None,
     ) -> ResidualStream:
         """What the last layer here gives."""
         now = model.prepare(tokens_BT, cache=cache, dropout_seed=dropout_seed, place=place)
@@ -140,7 +160,8 @@ class Laid:
             before, _ = share(self.seams.tokens, self.mesh.tp.size, self.mesh.tp.index)
             # Positions inside attention are those of all tokens, outside those of this rank's stretch.
             now = dataclasses.replace(now, place=dataclasses.replace(place, token=place.token + before))
-        return self._through_layers(model, ResidualStream(model.enter(tokens_BT, x_BTD, now)), now)
+        called = list(model.layers) if layers is None else layers
+        return self._through_layers(called, ResidualStream(model.enter(tokens_BT, x_BTD, now)), now)
 
     def _to_project(self, model: Transformer, stream: ResidualStream) -> Tensor:
         """What the output projection is given."""
@@ -151,21 +172,23 @@ class Laid:
             x_BTD = self.seams.enter(x_BTD)
         return x_BTD
 
-    def _through_layers(self, model: Transformer, stream: ResidualStream, now: Pass) -> ResidualStream:
+    def _through_layers(
+        self, layers: Sequence[Callable[..., Any]], stream: ResidualStream, now: Pass
+    ) -> ResidualStream:
         every = self.recompute_every
         if every < 1 or not torch.is_grad_enabled():
-            for layer in model.layers:
+            for layer in layers:
                 stream = layer(stream, now)
             return stream
 
         def stretch(x_BTD: Tensor, start: int) -> Tensor:
             stream = ResidualStream(x_BTD)
-            for layer in model.layers[start : start + every]:
+            for layer in layers[start : start + every]:
                 stream = layer(stream, now)
             return added(stream)  # one tensor to keep, not two
 
         x_BTD = added(stream)
-        for start in range(0, len(model.layers), every):
+        for start in range(0, len(layers), every):
             # Dropout has no state to keep: a mask is a function of where an element stands.
             x_BTD = checkpoint(stretch, x_BTD, start, use_reentrant=False, preserve_rng_state=False)
         return ResidualStream(x_BTD)

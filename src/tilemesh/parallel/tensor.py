@@ -24,6 +24,8 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
+from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
+from tilemesh.model.kernels import TORCH
 from tilemesh.model.transformer import IGNORED, Embedding, Linear
 from tilemesh.parallel import collect
 
@@ -57,10 +59,16 @@ class Seams:
         whole: Tensor = function.apply(y, self, total)
         return whole
 
+    def part_loss(self, logits_NV: Tensor, targets_N: Tensor, first: int, vocabulary: int, kernels: str) -> Tensor:
+        """The loss from this rank's classes, by tilemesh's kernels."""
+        function: Any = _PartLoss
+        total: Tensor = function.apply(logits_NV, targets_N, self, first, vocabulary, kernels)
+        return total
+
     def stay_out_of_graphs(self) -> None:
         """Under torch.compile: what lies between exchanges is compiled, exchanges are called as they are."""
         apart: Any = torch.compiler.disable
-        for name in ("enter", "leave", "join_features", "sum"):
+        for name in ("enter", "leave", "join_features", "sum", "part_loss"):
             setattr(self, name, apart(getattr(self, name)))
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -203,11 +211,14 @@ class VocabularyEmbedding(Embedding):
         return self.seams.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-def vocabulary_loss(logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabulary: int) -> tuple[Tensor, Tensor]:
+def vocabulary_loss(
+    logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabulary: int, kernels: str = TORCH
+) -> tuple[Tensor, Tensor]:
     """As `model.transformer.loss_sum`, from logits of which every rank has its part of the vocabulary.
 
     The logits are never joined: a token costs the ranks its maximum, its sum of exponentials and its target's logit.
-    Sums are at least float32.
+    Sums are at least float32. `kernels`: "torch", or the implementation of tilemesh's operator, which writes the
+    gradient over the logits and holds nothing else of their size.
     """
     if targets_BT.shape != logits_BTV.shape[:-1]:
         raise UsageError(
@@ -217,9 +228,48 @@ def vocabulary_loss(logits_BTV: Tensor, targets_BT: Tensor, seams: Seams, vocabu
     first, count = share(vocabulary, seams.comm.size, seams.comm.rank)
     if logits_BTV.shape[-1] != count:
         raise UsageError(f"logits of {logits_BTV.shape[-1]} tokens: this rank's part of {vocabulary} is {count}")
-    function: Any = _VocabularyLoss  # torch's stubs leave `apply` untyped
-    total: Tensor = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first)
-    return total, (targets_N != IGNORED).sum()
+    counted = (targets_N != IGNORED).sum()
+    total: Tensor
+    if implementation_in_training(kernels, logits_BTV) == TORCH:
+        function: Any = _VocabularyLoss  # torch's stubs leave `apply` untyped
+        total = function.apply(logits_BTV.flatten(0, -2), targets_N, seams, first)
+        return total, counted
+    total = seams.part_loss(logits_BTV.flatten(0, -2), targets_N, first, vocabulary, kernels)
+    return total, counted
+
+
+def implementation_in_training(kernels: str, logits: Tensor) -> str:
+    """`torch` also where tilemesh's operator would compute by torch: the function above keeps less on the way."""
+    return TORCH if kernels == TORCH or (kernels == "auto" and not logits.is_cuda) else kernels
+
+
+class _PartLoss(torch.autograd.Function):
+    """By tilemesh's kernels. Holds the logits themselves from forward to backward, which turns them into the gradient.
+
+    What ranks exchange is as in `_VocabularyLoss`; the maximum is that of their logarithms of sums.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, seams: Seams, first: int, vocabulary: int, kernels: str
+    ) -> Tensor:
+        options: dict[str, Any] = {"ignore_index": IGNORED, "implementation": kernels}
+        mine_N, own_N = part_sums(logits_NV, targets_N, first, vocabulary, **options)
+        top_N = seams.sum(mine_N, "max")
+        sum_N, target_N = seams.sum(torch.stack(((mine_N - top_N).exp(), own_N))).unbind()
+        log_sums_N = top_N + sum_N.log()
+        ctx.save_for_backward(logits_NV, targets_N, log_sums_N)
+        ctx.first, ctx.options = first, options
+        return (log_sums_N - target_N).masked_fill(targets_N == IGNORED, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, targets_N, log_sums_N = ctx.saved_tensors
+        # A second backward through the same graph is refused by autograd, which sees the change.
+        torch.autograd.graph.increment_version(logits_NV)
+        over_NV = logits_NV.detach()
+        write_part_gradient(over_NV, targets_N, ctx.first, log_sums_N, grad.to(log_sums_N.dtype), **ctx.options)
+        return over_NV, None, None, None, None, None
 
 
 class _VocabularyLoss(torch.autograd.Function):

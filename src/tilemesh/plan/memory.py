@@ -146,10 +146,17 @@ def usable_bytes(cluster: Cluster, headroom: float = constants.HEADROOM) -> int:
 class Room:
     """Memory of layouts of one model; remembers what they share."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, context: int, code: Code | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        cluster: Cluster,
+        context: int,
+        code: Code | None = None,
+        chunked_loss: bool = False,
+    ) -> None:
         self.model = model
         self._device = cluster.device
-        self._code = code
+        self._code, self._chunked_loss = code, chunked_loss
         self.context = context
         self._reserved = reserved_bytes(cluster.device, cluster.world)
         self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
@@ -205,7 +212,7 @@ class Room:
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
-        return Task.of(plan, self.context, self.code(plan), self._device.kind == "gpu")
+        return Task.of(plan, self.context, self.code(plan), self._device.kind == "gpu", self._chunked_loss)
 
     def code(self, plan: ParallelPlan) -> Code:
         return self._code or default_code(self._device, plan.precision)

@@ -55,14 +55,15 @@ def predict(
     rates: Rates | None = None,
     code: Code | None = None,
     graph: bool = True,
+    chunked_loss: bool = False,
 ) -> Prediction:
     """One layout, its pipeline simulated.
 
     `context` is the tokens of a sequence, the model's if not given; `rates` what was measured of a device of the
     cluster (`Calibration.rates`), the datasheet's if not given; `code` what runs it (`model/work/task.py`); `graph`:
-    whether a step becomes a CUDA graph where it can.
+    whether a step becomes a CUDA graph where it can; `chunked_loss`: whether logits exist for some rows at a time.
     """
-    return Estimator(model, cluster, context, rates, code, graph).predict(plan)
+    return Estimator(model, cluster, context, rates, code, graph, chunked_loss).predict(plan)
 
 
 class Estimator:
@@ -79,6 +80,7 @@ class Estimator:
         rates: Rates | None = None,
         code: Code | None = None,
         graph: bool = True,
+        chunked_loss: bool = False,
         headroom: float = constants.HEADROOM,
     ) -> None:
         _HEADROOM.check("headroom", headroom)
@@ -96,7 +98,7 @@ class Estimator:
                 f"add --set model.context={self.context}"
             )
         self.clock = Clock(model, cluster, self.context, rates, code)
-        self.room = Room(model, cluster, self.context, code)
+        self.room = Room(model, cluster, self.context, code, chunked_loss)
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}

@@ -65,8 +65,9 @@ class LoopConfig:
     seed: int = 0
     deterministic: bool = False
     """On a GPU only operations that give the same bits each time (a CPU always does)."""
-    compile: bool = False
-    """Through torch.compile."""
+    compile: bool | Literal["layers"] = False
+    """Through torch.compile: the whole step as one piece, or `layers`: one layer, whose code all others share, which
+    takes a fraction of the time to the first step."""
     graph: bool | None = None
     """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
     leaves memory for held-out text."""

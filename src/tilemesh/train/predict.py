@@ -13,6 +13,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.model.kernels import TORCH
 from tilemesh.model.work.operations import model_flops
 from tilemesh.model.work.task import Code
 from tilemesh.plan.local import local_machine
@@ -36,7 +37,18 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
             cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
         code: Code = "compiled" if config.train.compile else "eager"
         model, plan = config.model, config.plan
-        found = predict(model, cluster, plan, config.context, rates=rates, code=code, graph=config.may_replay)
+        # On a CPU tilemesh's loss is torch's, from logits of all tokens.
+        is_chunked = on_gpu and config.kernels_on("cuda").loss != TORCH
+        found = predict(
+            model,
+            cluster,
+            plan,
+            config.context,
+            rates=rates,
+            code=code,
+            graph=config.may_replay,
+            chunked_loss=is_chunked,
+        )
     except UsageError as error:
         return {"missing": f"the planner: {error}", **stamp()}
     return {

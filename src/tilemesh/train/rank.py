@@ -199,7 +199,7 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     kernels = config.kernels_on(device.type)
     model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
-        suit_gpu(model, compiled=config.train.compile)
+        suit_gpu(model, compiled=bool(config.train.compile))
     if late is None:
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"

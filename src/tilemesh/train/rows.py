@@ -125,7 +125,7 @@ def bench_rows(
     case = {
         "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
         "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
-        "compiled": config.train.compile,
+        "compiled": bool(config.train.compile),
     }  # fmt: skip
     row = Row(
         name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,

@@ -7,6 +7,7 @@ another objective (distillation), is another value handed to `steps.Stepper`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,8 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import Corpus, batch
-from tilemesh.parallel.laid import Laid
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.laid import CompiledRegions, Laid
 from tilemesh.parallel.mesh import Axis
 from tilemesh.train.config import TrainConfig
 
@@ -66,8 +68,22 @@ def next_token(config: TrainConfig, laid: Laid) -> Objective:
         return Objective(laid.loss, laid.loss)
     if config.plan.tp > 1:
         laid.seams.stay_out_of_graphs()
+    if config.train.compile == "layers":
+        return Objective(functools.partial(laid.loss, regions=regions(laid)), laid.loss)
     compiled: Any = torch.compile(laid.loss)
     return Objective(compiled, laid.loss)
+
+
+def regions(laid: Laid) -> CompiledRegions:
+    """Every layer compiled for itself, and what follows the last one.
+
+    Layers are the same code over other weights, which are its inputs: one is compiled, and the others find it. The
+    first one differs, since nothing is to be added before its norm.
+    """
+    assert isinstance(laid.module, Transformer)
+    layers: list[Any] = [torch.compile(layer) for layer in laid.module.layers]
+    head: Any = torch.compile(laid.head_loss)
+    return CompiledRegions(layers, head)
 
 
 class TextSource:

@@ -32,7 +32,9 @@ def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | 
         return None
     along = along_axis_0(call, x)
     ready = None if along is None else _of_arrays(group, *along, choice)
-    by_place = choice.direct is not None or is_direct(choice.algorithm)
+    # Nobody asks for places while there are no arrays of `empty`; the first one clears what is ready (`Group.empty`).
+    is_live = group.sharing is not None and group.sharing.arena.live > 0
+    by_place = is_live and (choice.direct is not None or is_direct(choice.algorithm))
     return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape), by_place)
 
 

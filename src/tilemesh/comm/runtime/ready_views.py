@@ -82,7 +82,7 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: 
     carrier, result, dtype, empty = call.like.carrier, call.shape, getattr(torch, call.like.dtype), torch.empty
     kept = 0 if by_place else _KEPT
     here, there = _arrays(given, carrier, kept), _arrays(result, carrier, kept)
-    is_complex = carrier.kind == "c"
+    is_complex, same_shape, empty_like = carrier.kind == "c", given == result, torch.empty_like
 
     def is_plain(x: Any) -> bool:
         kind = type(x)
@@ -95,7 +95,8 @@ def _of_tensors(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: 
         if not x.is_contiguous():
             x = x.detach().contiguous()
         if out is None:
-            out = empty(result, dtype=dtype)  # quicker than to make a tensor of an array
+            # Quicker than to make a tensor of an array; `empty_like` takes half of the time of `empty`.
+            out = empty_like(x) if same_shape else empty(result, dtype=dtype)
         elif not (is_plain(out) and out.is_contiguous() and out.dtype is dtype and out.shape == result):
             return NotImplemented
         try:

@@ -24,9 +24,6 @@ class _Bench(OperatorBench[SizedProblem]):
     name, form = "adamw", FORM
     compile_modes: ClassVar[dict[str, str | None]] = {}
 
-    def __init__(self) -> None:
-        self._kept: dict[int, AdamW] = {}
-
     def arguments(self, problem: SizedProblem, device: torch.device, seed: int) -> Arguments:
         tensors, elements = problem.sizes
         dtype = getattr(torch, problem.dtype)
@@ -41,24 +38,30 @@ class _Bench(OperatorBench[SizedProblem]):
         return [value.to(dtype) for value in values], gradients, averages, squares, masters
 
     def calls(self, problem: SizedProblem) -> dict[str, Any]:
-        counted: dict[torch.device, list[Tensor]] = {}
+        kept: dict[int, AdamW] = {}  # by the first parameter's address: each set of arguments has its own
+        on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+        def scalars(device: torch.device) -> tuple[Tensor, Tensor]:
+            """Rate and step where a training step that is captured as a CUDA graph has them: on the device."""
+            if device not in on_device:
+                on_device[device] = tuple(torch.full((), value, device=device) for value in (_RATE, float(_STEP)))  # type: ignore[assignment]
+            return on_device[device]
 
         def ours(*given: Any) -> None:
             parameters, gradients, averages, squares, masters = given
             key = parameters[0].data_ptr()
-            if key not in self._kept or self._kept[key].parameters[0] is not parameters[0]:
-                self._kept[key] = AdamW(parameters, averages, squares, masters=masters)
-            self._kept[key].step(gradients, rate=_RATE, step=_STEP)
+            if key not in kept or kept[key].parameters[0] is not parameters[0]:
+                kept[key] = AdamW(parameters, averages, squares, masters=masters)
+            rate, step = scalars(parameters[0].device)
+            kept[key].step(gradients, rate=rate, step=step)
 
         def eager(*given: Any) -> None:
             parameters, gradients, averages, squares, masters = given
-            device = parameters[0].device
-            if device not in counted:
-                counted[device] = [torch.full((), float(_STEP), device=device) for _ in parameters]
+            rate, step = scalars(parameters[0].device)
             stepped = parameters if masters is None else masters
             slopes = gradients if masters is None else [gradient.to(masters[0].dtype) for gradient in gradients]
             torch._fused_adamw_(
-                stepped, slopes, averages, squares, [], counted[device], lr=_RATE, beta1=0.9, beta2=0.999,
+                stepped, slopes, averages, squares, [], [step] * len(parameters), lr=rate, beta1=0.9, beta2=0.999,
                 weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
             if masters is not None:

@@ -6,7 +6,6 @@ device's table of addresses between steps; `adamw` is one call of it. Everything
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.kernels import context
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.adamw.table import BLOCK, NORM_BLOCK, NORM_WARPS, BlockTable, is_aligned
 from tilemesh.kernels.launch import call
-from tilemesh.kernels.launch.operator import IMPLEMENTATIONS
+from tilemesh.kernels.launch.implementation import implementation_of
 from tilemesh.kernels.launch.tensors import FLOATS, check_device, check_tensors, dtype_name
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class AdamW:
@@ -63,7 +60,7 @@ class AdamW:
         self.parameters, self.exp_avgs, self.exp_avg_sqs = list(parameters), list(exp_avgs), list(exp_avg_sqs)
         self.masters = None if masters is None else list(masters)
         self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), [*map(float, decays)]
-        self.how = _how(implementation, parameters)
+        self.how = implementation_of(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
         self._seen: set[tuple[object, ...]] = set()  # kinds of gradients that have passed the checks
 
@@ -218,7 +215,7 @@ def global_norm(tensors: Sequence[Tensor], *, implementation: str = "auto") -> T
     _check_lists({"tensors": tensors})
     kind = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
     tensors = [tensor.detach().contiguous() for tensor in tensors if tensor.numel()] or [tensors[0].new_zeros(1)]
-    how = _how(implementation, tensors)
+    how = implementation_of(implementation, tensors)
     if how == "torch":
         return torch.stack([tensor.to(kind).square().sum() for tensor in tensors]).sum().sqrt()
     from tilemesh.kernels.adamw import kernel
@@ -294,15 +291,6 @@ def _norm_tables(tensors: Sequence[Tensor], block: int) -> list[tuple[list[int],
 
 def _log2(beta: float) -> float:
     return math.log2(beta) if beta else -math.inf
-
-
-def _how(implementation: str, tensors: Sequence[Tensor]) -> str:
-    if implementation not in IMPLEMENTATIONS:
-        raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
-    on_gpu = bool(tensors) and tensors[0].is_cuda
-    if implementation == "triton" and not on_gpu:
-        raise UsageError("implementation 'triton' needs CUDA tensors: use 'auto' or 'interpret'")
-    return implementation if implementation != "auto" else "triton" if on_gpu and _HAS_TRITON else "torch"
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import LaunchPlan, Pointer, Step
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
 from tilemesh.kernels.rows import by_rows
 
 _BLOCK_OF_ROWS = 4096  # losses that the adding program takes at a time
@@ -98,11 +98,48 @@ def loss_pass(
 
 
 @triton.jit
+def part_pass(
+    logits,
+    target,
+    log_sums,
+    chosen,
+    V,
+    first,
+    classes,
+    ignore,
+    x_m,
+    x_n,
+    t_m,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A row of some of the classes, from `first` on: reads it, writes its logarithm of a sum and its target's logit."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    row = tl.program_id(0)
+    wanted = tl.load(target + row * t_m)
+    if wanted == ignore:
+        tl.store(log_sums + row, 0.0)
+        tl.store(chosen + row, 0.0)
+    else:
+        start = logits + row * x_m
+        log_total, _ = log_sum(start, V, x_n, False, COLUMNS, WIDE)
+        tl.store(log_sums + row, log_total)
+        at = wanted - first
+        is_here = (at >= 0) & (at < V)
+        value = tl.where(is_here, tl.load(start + tl.where(is_here, at, 0) * x_n).to(kind), 0.0)
+        is_class = (wanted >= 0) & (wanted < classes)
+        tl.store(chosen + row, tl.where(is_class | (first > 0), value, float("nan")))
+
+
+@triton.jit
 def gradient_pass(
-    logits, target, log_sums, grad, counted, dx, V, ignore, smoothing, z, x_m, x_n, t_m, g_m, d_m,
+    logits, target, log_sums, grad, counted, dx, V, first, ignore, smoothing, z, x_m, x_n, t_m, g_m, d_m,
     MEAN: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Reads a row, writes a row; `dx` may be `logits`. An ignored row has a gradient of zeros."""
+    """Reads a row, writes a row; `dx` may be `logits`. An ignored row has a gradient of zeros.
+
+    first: of the classes that these are; a target that is not among them has no column.
+    """
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0)
     at = tl.load(target + row * t_m)
@@ -116,7 +153,7 @@ def gradient_pass(
         if MEAN:
             upstream = upstream / tl.load(counted)
         write_gradient(
-            logits + row * x_m, made, at, V, x_n, tl.load(log_sums + row), upstream, smoothing, z, COLUMNS, WIDE
+            logits + row * x_m, made, at - first, V, x_n, tl.load(log_sums + row), upstream, smoothing, z, COLUMNS, WIDE
         )
 
 
@@ -196,8 +233,24 @@ def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, 
     return LaunchPlan((each, last) if reduction != "none" else (each,))
 
 
-def backward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z: float, mean: bool) -> LaunchPlan:
+def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: int) -> LaunchPlan:
+    logits = places["logits"]
+    rows, width = logits.shape
+    columns, warps = columns_config(width)
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
+    arguments |= {
+        "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
+        "x_n": logits.strides[1], "t_m": places["target"].strides[0],
+    }  # fmt: skip
+    constants = {"COLUMNS": columns, "WIDE": logits.dtype == "float64"}
+    return LaunchPlan((Step(f"{__name__}:part_pass", (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
+
+
+def backward_plan(
+    places: Mapping[str, Place], *, ignore: int, smoothing: float, z: float, mean: bool, first: int = 0
+) -> LaunchPlan:
     arguments, constants = _common(places, ignore, smoothing, z)
+    arguments |= {"first": first, "counted": arguments.get("counted")}
     rows, classes = places["logits"].shape
     written = places.get("dx", places["logits"])
     arguments |= {"dx": arguments.get("dx", Pointer("logits")), "d_m": written.strides[0]}

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +34,9 @@ from tilemesh.kernels.launch.tensors import dtype_name
 _PATCHED: tuple[Any, ...] = (tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
 
+_one_at_a_time = threading.Lock()  # Triton's interpreter has one state for all threads
+
+
 def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequence[str] = ()) -> None:
     """Interpret every launch of a plan. `tensors` holds what pointers and descriptors name, buffers included.
 
@@ -50,7 +54,11 @@ def run(plan: LaunchPlan, tensors: Mapping[str, Tensor | None], written: Sequenc
         module, _, name = step.kernel.partition(":")
         real = tl.float64 if is_double(step, dtypes) else tl.float32
         arguments = {name: _value(argument, held, real) for name, argument in step.arguments.items()}
-        with _interpreting(), np.errstate(all="ignore"):  # a GPU does not warn of log(0) in padded rows either
+        with (
+            _one_at_a_time,
+            _interpreting(),
+            np.errstate(all="ignore"),
+        ):  # a GPU does not warn of log(0) in padded rows either
             getattr(_interpreted(module), name)[(*step.grid, 1)](**arguments, **step.constants)
     for name in written:
         target, made = tensors[name], held[name]

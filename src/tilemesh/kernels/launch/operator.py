@@ -19,7 +19,6 @@ nothing else.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.computation import Computation, OperatorOptions, Reference, Restore, launcher
+from tilemesh.kernels.launch.implementation import check_implementation, implementation_of
 from tilemesh.kernels.launch.registration import register
 from tilemesh.kernels.launch.replay import RepeatedCall, Tensors, signature
 from tilemesh.kernels.launch.tensors import (
@@ -44,9 +43,6 @@ from tilemesh.kernels.launch.tensors import (
     is_transformed,
     is_watched,
 )
-
-IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile does not trace the search
 
 
 def operator(
@@ -187,8 +183,7 @@ class _Operator:
         return made
 
     def _checked(self, values: Sequence[Any], implementation: str) -> None:
-        if implementation not in IMPLEMENTATIONS:
-            raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
+        check_implementation(implementation)
         options, names = self.options, self.binding.names
         self.binding.check_kinds(values)
         there = {names[at]: values[at] for at in self.tensors if values[at] is not None}
@@ -203,14 +198,8 @@ class _Operator:
             options.check_values(*values)
 
     def _how(self, implementation: str, tensors: Sequence[Tensor]) -> str:
-        on_gpu = tensors[0].device.type == "cuda"
-        if implementation == "triton" and not on_gpu:
-            raise UsageError(
-                f"implementation 'triton' needs CUDA tensors, got {tensors[0].device}: use 'auto' or 'interpret'"
-            )
-        if implementation == "auto":
-            implementation = "triton" if on_gpu and _HAS_TRITON else "torch"
-        return "torch" if any(0 in tensor.shape for tensor in tensors) else implementation
+        how = implementation_of(implementation, tensors)
+        return "torch" if any(0 in tensor.shape for tensor in tensors) else how
 
 
 class _PreparedCall:

@@ -5,6 +5,15 @@ from __future__ import annotations
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
 from tilemesh.kernels.bench.problems import ProblemForm, Setting, SizedProblem
 
+CHUNK_BYTES = 512 * 2**20
+"""Of logits that exist at a time: large enough for products at full speed (measured on an H200)."""
+
+
+def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
+    """Rows whose logits take about `CHUNK_BYTES`, in equal chunks of a multiple of 128."""
+    most = max(128, CHUNK_BYTES // (classes * element_bytes))
+    return min(rows, -(-rows // -(-rows // most) // 128) * 128) if rows > 128 else rows
+
 
 def cost(rows: int, width: int, classes: int, dtype: str = "bfloat16", *, passes: str = "both") -> Cost:
     """Of x (rows, width) and weight (classes, width): logits and, with both passes, the two gradients.

@@ -18,9 +18,9 @@ from torch import Tensor
 from tilemesh.kernels.accuracy import accumulator
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.kernels.rows import LONG_BLOCK, by_rows
 
-CHUNK_BYTES = 512 * 2**20  # of logits at a time: large enough for full-speed products (measured on an H200)
 _BLOCK = 4096
 _ALIGNED = 64  # classes: whole 128-byte lines of 16-bit logits
 
@@ -125,12 +125,6 @@ def _aligned(weight: Tensor) -> Tensor:
     table = weight.new_zeros(blocks(classes, _ALIGNED) * _ALIGNED, weight.shape[1])
     table[:classes].copy_(weight)
     return table
-
-
-def chunk_rows(rows: int, classes: int, element_bytes: int) -> int:
-    """Rows whose logits take about `CHUNK_BYTES`, in equal chunks of a multiple of 128."""
-    most = max(128, CHUNK_BYTES // (classes * element_bytes))
-    return min(rows, -(-rows // blocks(rows, most) // 128) * 128) if rows > 128 else rows
 
 
 def _add_product(total: Tensor, logits: Tensor, part: Tensor) -> None:

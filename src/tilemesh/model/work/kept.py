@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Task
 from tilemesh.model.work.weights import output_weight
@@ -106,12 +107,17 @@ def kept_bytes(kept: tuple[Kept, ...], recompute: str) -> tuple[int, int]:
 
 
 def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
-    """What is alive at the loss's fullest moment, where logits of all tokens exist.
-
-    A loss that makes them some rows at a time (`kernels/linear_cross_entropy`) has other tensors here and nothing else.
-    """
+    """What is alive at the loss's fullest moment: where logits of all tokens exist, or those of some rows at a time."""
     rows, size = output_weight(model).shape(task.tp)[0], task.size
     logits, whole = task.tokens * rows, task.tokens * model.width
+    if task.chunked_loss:
+        some, table = chunk_rows(task.tokens, rows, size) * rows, rows * model.width
+        return (
+            Kept("logits of some rows, which become their gradient", "c V", some, size, 1),
+            Kept("input of the final norm", "b S D", whole, task.stream, 1),
+            Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
+            Kept("the output table's cast, its gradient, and that in fp32", "V D", table, 2 * size + 4, 1),
+        )
     if task.code == "fused":
         return (Kept("logits, in fp32 for the loss, and their gradient", "b S V/tp", logits, 10, 1),)
     if task.code == "eager":

@@ -35,9 +35,13 @@ class Task:
     precision: Precision = "bf16-master"
     code: Code = "fused"
     gpu: bool = True
+    chunked_loss: bool = False
+    """Whether the loss makes logits of some rows at a time (`kernels/linear_cross_entropy`); a whole table's alone."""
 
     @classmethod
-    def of(cls, plan: ParallelPlan, context: int, code: Code = "fused", gpu: bool = True) -> Task:
+    def of(
+        cls, plan: ParallelPlan, context: int, code: Code = "fused", gpu: bool = True, chunked_loss: bool = False
+    ) -> Task:
         """A microbatch of a training step."""
         return cls(
             plan.microbatch,
@@ -49,6 +53,7 @@ class Task:
             plan.precision,
             code,
             gpu,
+            chunked_loss and plan.tp == 1,
         )
 
     @property

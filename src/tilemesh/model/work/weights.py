@@ -229,10 +229,11 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
     if plan.pp * plan.interleave > model.layers:
         chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
-        return f"{chunks} needs as many layers, the model has {model.layers}"
+        most = model.layers // plan.interleave
+        return f"{chunks} needs as many layers, the model has {model.layers}" + (f": pp {most} at most" if most else "")
     if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
-        groups = "interleaved takes microbatches in groups of pp"
-        return f"{groups}: {plan.accumulation} a replica is no multiple of {plan.pp}"
+        groups, next_one = "interleaved takes microbatches in groups of pp", -(-plan.accumulation // plan.pp) * plan.pp
+        return f"{groups}: {plan.accumulation} a replica is no multiple of {plan.pp}, {next_one} is the next that is"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
     reason = why_not_tp(model, plan.tp)

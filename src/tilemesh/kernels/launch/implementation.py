@@ -1,0 +1,30 @@
+"""Which implementation runs: what was asked for, or what suits where the tensors are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError, unknown
+
+IMPLEMENTATIONS = ("auto", "triton", "interpret", "torch")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile does not trace the search
+
+
+def check_implementation(implementation: str) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise unknown("implementation", str(implementation), IMPLEMENTATIONS)
+
+
+def implementation_of(implementation: str, tensors: Sequence[Tensor]) -> str:
+    """One of triton, interpret and torch: on a CPU `auto` is torch. All tensors are on one device."""
+    check_implementation(implementation)
+    on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
+    if implementation == "triton" and not on_gpu:
+        where = f", got {tensors[0].device}" if tensors else ""
+        raise UsageError(f"implementation 'triton' needs CUDA tensors{where}: use 'auto' or 'interpret'")
+    if implementation == "auto":
+        return "triton" if on_gpu and _HAS_TRITON else "torch"
+    return implementation

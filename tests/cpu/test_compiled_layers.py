@@ -1,0 +1,43 @@
+"""train.compile=layers: one layer is compiled and the others find its code; losses and gradients are those of eager."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from tilemesh.comm.connection import connect
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.train.load import load
+from tilemesh.train.rank import lay_model
+from tilemesh.train.source import next_token
+
+SMALL = "model.layers=5,model.width=32,model.heads=2,model.context=16,model.vocabulary=300,model.dropout=0.0"
+
+
+@pytest.mark.parametrize("sets", ["plan.precision=fp64", "plan.precision=fp64,train.recompute_every=2"])
+def test_three_graphs_serve_five_layers(sets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(mesh="dp=1", sets=[SMALL, sets, "train.compile=layers,train.device=cpu"])
+    laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    objective = next_token(config, laid)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = (torch.randint(300, (2, 16), generator=generator) for _ in range(2))
+    parameters = list(laid.module.parameters())
+    found = []
+    for loss in (objective.loss, objective.held_out):
+        total, count = loss(tokens, targets)
+        assert count == 32
+        found.append((total, *torch.autograd.grad(total, parameters)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+    # The first layer, where nothing is added before the norm; the others; what follows the last.
+    assert len(graphs) <= 3
