@@ -53,20 +53,20 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Ring:
+class TileRing:
     """Of a kernel for Hopper: rows of a tile that is streamed, and stages of its ring."""
 
     rows: int
     stages: int
 
 
-def ring_of(kernel: str, width: int) -> Ring:
+def ring_of(kernel: str, width: int) -> TileRing:
     """Measured on an H200 (docs/kernels/LOG.md)."""
     if kernel == "attend":
-        return Ring(128, 2)
+        return TileRing(128, 2)
     if kernel == "keys_back":
-        return Ring(64, 2) if width == 128 else Ring(128, 2)
-    return Ring(64, 3)
+        return TileRing(64, 2) if width == 128 else TileRing(128, 2)
+    return TileRing(64, 3)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _descriptor(of: str, place: Place, rows: int) -> Descriptor:
 
 
 def _hopper_plan(
-    name: str, places: Mapping[str, Place], streamed: tuple[str, ...], ring: Ring, programs: int,
+    name: str, places: Mapping[str, Place], streamed: tuple[str, ...], ring: TileRing, programs: int,
     more: Mapping[str, Argument], constants: Mapping[str, object],
 ) -> LaunchPlan:  # fmt: skip
     """A launch of a kernel for Hopper. streamed: the tensors whose tiles go through rings."""
