@@ -10,11 +10,12 @@ from tilemesh.core.step.action import COMPUTE, Action, StepProgram, parts
 from tilemesh.core.step.simulate import Slot, Timeline
 
 MOST_SLOTS = 6_000  # of a drawing: beyond that nobody can read it
-_COLOURS = {"F": "#4269d0", "B": "#3ca951", "I": "#3ca951", "W": "#efb118", "R": "#97bbf5"}
-_LATER = {"F": "#8fa9ea", "B": "#8fd19b", "I": "#8fd19b", "W": "#f6d67c", "R": "#c9dcfb"}
+_COLOURS = {"F": "#7f9cf0", "B": "#6cc57c", "I": "#6cc57c", "W": "#f4c542", "R": "#d9a6f0"}
+_LATER = {"F": "#c9d5fb", "B": "#bfe8c7", "I": "#bfe8c7", "W": "#fbe9b0", "R": "#efdaf9"}
 _STYLE = "".join(
     f".{kind}{place}{{fill:{colours[kind]}}}" for place, colours in enumerate((_COLOURS, _LATER)) for kind in colours
 )
+_LEAST_WIDTH, _MOST_WIDTH = 820, 1600
 _BARS = " ▁▂▃▄▅▆▇█"
 
 LEGEND = (
@@ -44,10 +45,9 @@ def curves(
 def text(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), columns: int = 160) -> str:
     """A line per rank, in time, and one of its memory below it."""
     _require_legible(timeline)
-    shortest = min((slot.end_s - slot.start_s for slot in timeline.slots if slot.end_s > slot.start_s), default=1.0)
     room = max(20, columns - 9)
     # Three columns hold a letter and two digits; where the line gets too long, fewer do.
-    per_column = max(shortest / 3, timeline.total_s / room)
+    per_column = max(_shortest_s(timeline) / 3, timeline.total_s / room)
     most = max((value for curve in memory for _, value in curve), default=0.0)
     lines = []
     for rank in range(program.ranks):
@@ -81,7 +81,8 @@ def svg(program: StepProgram, timeline: Timeline, memory: Sequence[Curve] = (), 
     """The same in colours; pointing at a pass tells its name."""
     _require_legible(timeline)
     left, top, lane, below = 64, 34, 24, 22 if memory else 4
-    width = max(480, min(1600, 14 * round(timeline.total_s / _typical_s(timeline))))
+    # Wide enough for a number in the shortest pass, and for the legend.
+    width = max(_LEAST_WIDTH, min(_MOST_WIDTH, round(14 * timeline.total_s / _shortest_s(timeline))))
     scale = width / timeline.total_s if timeline.total_s else 1.0
     most = max((value for curve in memory for _, value in curve), default=0.0)
     body = []
@@ -184,9 +185,9 @@ def _letter(program: StepProgram, rank: int, part: Action) -> str:
     return letter if _is_first(program, rank, part) else letter.lower()
 
 
-def _typical_s(timeline: Timeline) -> float:
-    lengths = sorted(slot.end_s - slot.start_s for slot in timeline.slots if slot.action.kind in COMPUTE)
-    return lengths[len(lengths) // 2] or 1.0
+def _shortest_s(timeline: Timeline) -> float:
+    passes = (slot for slot in timeline.slots if slot.action.kind in COMPUTE)
+    return min((slot.end_s - slot.start_s for slot in passes if slot.end_s > slot.start_s), default=1.0)
 
 
 def _require_legible(timeline: Timeline) -> None:

@@ -40,7 +40,7 @@ class Binding:
         self.positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self.parameters)
         self.defaults = {p.name: p.default for p in self.parameters if p.default is not p.empty}
         self.tensors = [at for at, name in enumerate(self.names) if hints[name] in (Tensor, Tensor | None)]
-        self.required = {name for name in self.names if hints[name] is Tensor}
+        self.required = [name for name in self.names if hints[name] is Tensor]
         self.others = [(at, name, hints[name]) for at, name in enumerate(self.names) if hints[name] in _ACCEPTED]
         self.places = {name: at for at, name in enumerate(self.names)}
         self.schema = [f"{SCHEMA_TYPES[hints[name]]} {name}" for name in self.names]

@@ -90,6 +90,14 @@ class Computation:
             raise RunError(f"forward of {self.name} returned {len(made)} tensors: {wanted}")
         return made
 
+    def run_forward_alone(self, launch: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Results alone, where no gradient can be asked for: by the module's `forward_alone`, if it has one."""
+        module = self._kernels()
+        if not hasattr(module, "forward_alone"):
+            return self.run_forward(launch, values)
+        made = module.forward_alone(launch, *values)
+        return made if isinstance(made, tuple) else (made,)
+
     def telling(self, values: Sequence[Any], asked: bool) -> Sequence[Any]:
         """Values with the argument filled in that says whether a gradient may be asked for."""
         if self.options.told is None:

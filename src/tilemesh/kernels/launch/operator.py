@@ -7,6 +7,7 @@ asked for. The kernel module gives `forward` and, unless the reference's gradien
 
     forward(launch, *arguments) -> Tensor, or a tuple: what the reference returns, then what is kept for backward
     backward(launch, gradients, arguments, kept) -> one gradient, or None, for each tensor argument, in order
+    forward_alone(launch, *arguments) -> what the reference returns; optional, where no gradient can be asked for
 
 `launch` runs a plan, compiled or interpreted (call.py). Results of kernels are contiguous.
 
@@ -100,7 +101,7 @@ class _Operator:
 
     def __init__(self, computation: Computation) -> None:
         self.computation, self.binding, self.options = computation, computation.binding, computation.options
-        self.tensors, self.others = self.binding.tensors, self.binding.others
+        self.tensors, self.other_places = self.binding.tensors, [at for at, _, _ in self.binding.others]
         register(computation)
         # As torch.autograd.Function.apply without its own questions about transforms, which were answered before.
         self.apply = super(torch.autograd.Function, _autograd_function(computation)).apply  # type: ignore[misc]
@@ -141,9 +142,14 @@ class _Operator:
         if found is None or (self.options.casts and not cast and _casts_now(tensors)):
             return None, []
         key, addresses = found
-        asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None)
+        asked = False
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor is not None and tensor.requires_grad:
+                    asked = True
+                    break
         key += (self, implementation, asked, cast)
-        for at, _, _ in self.others:
+        for at in self.other_places:
             value = values[at]
             key += (value, type(value))  # 1, 1.0 and True are equal, but not accepted alike
         return tuple(key), addresses
@@ -234,9 +240,10 @@ class _PreparedCall:
             return recording(tensors, addresses)
         computation = self.computation
         values = computation.telling(values, self.asked)
+        run = computation.run_forward if self.asked else computation.run_forward_alone
 
         def forward(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor]:
-            return computation.run_forward(launch, computation.binding.with_tensors(values, tensors))
+            return run(launch, computation.binding.with_tensors(values, tensors))
 
         made = self.forward(tensors, addresses, launcher(self.how), forward)
         self.shapes = [(result.shape, result.dtype, result.device) for result in made[: self.results]]

@@ -47,10 +47,12 @@ def forward_pass(
         value = stored.to(kind)
     if CENTRED:
         middle = tl.sum(value, 1) / N
-        tl.store(mean + rows, middle, mask=rows < M)
+        if mean is not None:
+            tl.store(mean + rows, middle, mask=rows < M)
         value = tl.where(inside, value - middle[:, None], 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / N + eps)
-    tl.store(root + rows, inverse, mask=rows < M)
+    if root is not None:
+        tl.store(root + rows, inverse, mask=rows < M)
     value = value * inverse[:, None]
     if weight is not None:
         value = value * tl.load(weight + columns * w_n, mask=columns < N, other=0.0).to(kind)[None, :]
@@ -227,19 +229,23 @@ class Norm:
         return x, residual, weight, bias, eps
 
     def forward(self, launch: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        x, residual, weight, bias, eps = self._split(arguments)
+        x = arguments[0]
         kind = accumulator(x.dtype)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kept = tuple(torch.empty(x.shape[:-1], dtype=kind, device=x.device) for _ in range(1 + self.centred))
+        return (*self.forward_alone(launch, *arguments, kept=kept), *kept)
+
+    def forward_alone(self, launch: Any, *arguments: Any, kept: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        x, residual, weight, bias, eps = self._split(arguments)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-        given = {"x": by_rows(x), "y": by_rows(y), "root": kept[0].view(-1), "weight": weight, "bias": bias}
-        given |= {"mean": kept[1].view(-1)} if self.centred else {}
+        given = {"x": by_rows(x), "y": by_rows(y), "weight": weight, "bias": bias}
+        given |= {name: of_rows.view(-1) for name, of_rows in zip(("root", "mean"), kept, strict=False)}
         if residual is not None and total is not None:
             given |= {"residual": by_rows(residual), "total": by_rows(total)}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         written = tuple(name for name in ("y", "root", "mean", "total") if name in there)
         launch(forward_plan, there, written=written, eps=float(eps), centred=self.centred)
-        return (y, *kept) if total is None else (y, total, *kept)
+        return (y,) if total is None else (y, total)
 
     def backward(
         self, launch: Any, gradients: tuple[Any, ...], arguments: tuple[Any, ...], kept: tuple[Tensor, ...]
