@@ -18,7 +18,9 @@ from tilemesh.train.source import next_token
 SMALL = "model.layers=5,model.width=32,model.heads=2,model.context=16,model.vocabulary=300,model.dropout=0.0"
 
 
-@pytest.mark.parametrize("sets", ["plan.precision=fp64", "plan.precision=fp64,train.recompute_every=2"])
+@pytest.mark.parametrize(
+    "sets", ["plan.precision=fp64", pytest.param("plan.precision=fp64,train.recompute_every=2", marks=pytest.mark.slow)]
+)
 def test_three_graphs_serve_five_layers(sets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(mesh="dp=1", sets=[SMALL, sets, "train.compile=layers,train.device=cpu"])
     laid = lay_model(config, Mesh(connect("alone")), torch.device("cpu"))

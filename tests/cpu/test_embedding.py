@@ -34,10 +34,10 @@ def draw_tokens(shape, vocabulary, seed=0, power=4):
     return (vocabulary * drawn).long().clamp(max=vocabulary - 1)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(
-    rows=st.integers(1, 3), context=st.sampled_from([1, 5, 64, 130]), width=st.sampled_from([1, 7, 64, 1030]),
-    vocabulary=st.sampled_from([1, 3, 40]), dtype=st.sampled_from(DTYPES), start=st.integers(0, 2),
+    rows=st.integers(1, 2), context=st.sampled_from([1, 5, 70]), width=st.sampled_from([1, 7, 1030]),
+    vocabulary=st.sampled_from([1, 3, 12]), dtype=st.sampled_from(DTYPES), start=st.integers(0, 2),
     with_positions=st.booleans(), turned=st.booleans(), narrow=st.booleans(),
 )  # fmt: skip
 def test_any_size_strides_and_dtype(rows, context, width, vocabulary, dtype, start, with_positions, turned, narrow):
@@ -68,7 +68,7 @@ def test_any_size_strides_and_dtype(rows, context, width, vocabulary, dtype, sta
 def test_frequent_tokens_are_added_up_by_stretches_and_repeat_bit_for_bit():
     """Runs that begin and end inside of stretches, fill them exactly, or are all there is."""
     width = 5
-    for runs in ((200, 3, 64, 65, 1, 130), (128, 128), (64, 64, 64), (1000,), (1, 63, 65, 127, 129)):
+    for runs in ((200, 3, 64, 65, 1, 130), (128, 128), (1, 63, 65, 127, 129)):
         tokens = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs))
         tokens = tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(1))]
         weight, upstream = normal(len(runs) + 2, width), normal(len(tokens), width, seed=1, grad=False)
@@ -82,8 +82,8 @@ def test_frequent_tokens_are_added_up_by_stretches_and_repeat_bit_for_bit():
 
 
 def test_gradients_by_finite_differences():
-    tokens = torch.tensor([[2, 0, 2], [1, 2, 2]])
-    weight, positions = normal(4, 3), normal(5, 3, seed=1)
+    tokens = torch.tensor([[2, 0], [1, 2]])
+    weight, positions = normal(4, 2), normal(3, 2, seed=1)
     assert torch.autograd.gradcheck(lambda *t: kernels.embedding(tokens, *t, start=1, **INTERPRET), (weight, positions))
 
 

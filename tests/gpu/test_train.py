@@ -70,6 +70,8 @@ def test_stopped_and_resumed_is_never_stopped(sets: str, tmp_path: Path) -> None
         "plan.precision=bf16,train.compile=true,model.dropout=0.1",
         "plan.precision=fp32,optimizer.name=sgd,optimizer.lr=0.1,checkpoint.every=1",
         "plan.precision=fp64,optimizer.clip=0",
+        "plan.precision=bf16,train.kernels=tilemesh",
+        "plan.precision=bf16,train.kernels=tilemesh,train.compile=layers",
     ],
 )
 def test_a_replayed_step_is_the_launched_one(sets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,10 @@ def test_load_of_a_missing_or_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(RunError) as run:
         load(tmp_path)
     assert str(run.value) == f"calibration '{tmp_path}' cannot be read: Is a directory"
+    for text in (b"[" * 100_000, b"\xff", b"{", b"[]"):
+        (tmp_path / "damaged.json").write_bytes(text)
+        with pytest.raises(RunError, match=r"damaged\.json' is damaged"):
+            load(tmp_path / "damaged.json")
 
 
 def test_rates_by_part() -> None:

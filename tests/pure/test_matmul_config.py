@@ -388,7 +388,7 @@ def test_what_an_entry_gets_wrong_is_said_with_the_file(tmp_path, monkeypatch):
 
 
 def test_a_broken_cache_file_is_named():
-    for text in ("{", "[]", '{"format": 1}', '{"format": 0, "gpu": "x", "versions": {}, "entries": {}}'):
+    for text in ("{", "[" * 100_000, "[]", '{"format": 1}', '{"format": 0, "gpu": "x", "versions": {}, "entries": {}}'):
         with pytest.raises(UsageError, match=r"some/file\.json"):
             TABLES.from_json(text, "some/file.json")
 

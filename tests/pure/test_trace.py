@@ -225,6 +225,16 @@ def test_what_goes_on_adds_to_what_is_there(tmp_path: Path) -> None:
     assert [e["ts"] for e in found if e["name"] == "resumed"] == [19.0]
 
 
+def test_what_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
+    for number, text in enumerate(("[" * 100_000 + "\n", "\xff\n", "7\n", "")):
+        path = tmp_path / f"trace-rank{number}.jsonl"
+        path.write_text(text, encoding="latin-1")
+        with Trace(tmp_path, rank=number, resume=True) as trace, trace.span("later"):
+            pass
+        assert path.with_name(f"earlier-{path.name}").read_text(encoding="latin-1") == text
+    assert len([e for e in events(merge(tmp_path)) if e["ph"] == "X"]) == 4
+
+
 def test_another_boots_trace_is_put_aside(tmp_path: Path) -> None:
     _rank_file(tmp_path, 1, boot="another", clock_ns=1_000, wall_ns=50, ended_ns=9_000)
     with Trace(tmp_path, rank=1, resume=True) as trace, trace.span("later"):

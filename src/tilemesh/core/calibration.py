@@ -178,7 +178,7 @@ def load(path: Path) -> Calibration:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"no calibration at '{path}': calibrate this machine first") from None
-    except ValueError as error:  # not JSON, or not even text
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise RunError(f"calibration '{path}' is damaged ({error}): {_AGAIN}") from None
     except OSError as error:
         raise RunError(f"calibration '{path}' cannot be read: {error.strerror}") from None

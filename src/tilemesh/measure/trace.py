@@ -292,7 +292,7 @@ def _make_ready(path: Path) -> None:
         whole = raw[: raw.rfind(b"\n") + 1]
         try:
             boot = json.loads(whole.split(b"\n", 1)[0])["boot"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             boot = None
         if boot != _boot_id():
             os.replace(path, path.with_name(EARLIER_PREFIX + path.name))

@@ -106,7 +106,7 @@ class Tables(Generic[ConfigT]):
                 raise UsageError(f"format {body.get('format')}, expected {FORMAT}")
             entries = {key: self._entry(value) for key, value in body["entries"].items()}
             return TunedTable(body["gpu"], body["versions"], entries)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{source} is not a table of tuned configurations ({error}): delete it and tune again"
             ) from None
