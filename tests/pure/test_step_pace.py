@@ -80,6 +80,11 @@ def test_uneven_stages_are_watched_until_their_pace_is_steady() -> None:
     assert simulated_s("interleaved", 4, 40, 2, forward, backward) == pytest.approx(whole)
 
 
+def test_a_stage_that_is_busiest_by_little_sets_the_pace_late() -> None:
+    # The last stage is ahead of the first for more rounds than are walked; then the first, 14 against 13, takes over.
+    assert simulated_s("1f1b", 5, 35, 1, [6, 1, 1, 1, 8], [8, 1, 1, 6, 5]) == 35 * 14
+
+
 def test_one_slow_stage_sets_the_pace() -> None:
     timeline = simulate(build("1f1b", 4, 50), timed([1, 1, 1, 2], [2, 2, 2, 4]))
     assert timeline.total_s == pytest.approx(50 * 6 + 3 * 3)

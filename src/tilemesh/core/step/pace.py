@@ -71,7 +71,20 @@ def simulated_s(
         last = rounds_s[-_STEADY_ROUNDS:]
         if even or walked > _CHEAP_PASSES or (len(last) == _STEADY_ROUNDS and max(last) - min(last) <= _SAME * taken_s):
             break
-    return taken_s + rounds_s[-1] * ((microbatches - whole) // stages)
+    paced_s = taken_s + rounds_s[-1] * ((microbatches - whole) // stages)
+    least_s = _least_s(stages, microbatches, forward_s, backward_s)
+    return least_s if least_s > paced_s * (1 + _SAME) else paced_s
+
+
+def _least_s(stages: int, microbatches: int, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
+    """What no order of passes is shorter than: a stage's work, after the first input has come to it and before the last
+    gradient has left it. A stage that is busiest by little sets the pace only after many rounds."""
+    return max(
+        sum(forward_s[:stage])
+        + microbatches * (sum(forward_s[stage::stages]) + sum(backward_s[stage::stages]))
+        + sum(backward_s[:stage])
+        for stage in range(stages)
+    )
 
 
 _built = functools.lru_cache(maxsize=32)(build)

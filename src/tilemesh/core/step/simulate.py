@@ -126,19 +126,27 @@ class Numbered(NamedTuple):
 
 
 class _Numbers:
-    """Numbers for events, in the order in which they are first named."""
+    """A number for everything that can happen: passes by their place, all else in the order it is first named."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: StepProgram) -> None:
+        self.microbatches, self.slices = program.microbatches, program.slices
+        self.each_kind = program.chunks * program.microbatches * program.slices
         self.known: dict[object, int] = {}
 
+    def of_pass(self, event: PassDone) -> int:
+        kind, chunk, microbatch, piece = event
+        place = (chunk * self.microbatches + microbatch) * self.slices + piece
+        return place if kind == "F" else place + self.each_kind if kind == "I" else place + 2 * self.each_kind
+
     def __call__(self, key: object) -> int:
-        return self.known.setdefault(key, len(self.known))
+        return self.known.setdefault(key, 3 * self.each_kind + len(self.known))
 
 
 def number(program: StepProgram) -> Numbered:
     """What each action waits for and makes. Messages that are not in the lists delay the passes that need them."""
-    name, samples = _Numbers(), _Numbers()
-    actions_of_cost: list[Action] = []
+    name = _Numbers(program)
+    costs: dict[object, int] = {}
+    samples: list[Action] = []
     lists = []
     for rank, actions in enumerate(program.actions):
         timed = []
@@ -147,13 +155,14 @@ def number(program: StepProgram) -> Numbered:
             near, far, made = _pass_events(program, rank, action, name)
             if latest or not made:
                 _other_events(program, rank, index, action, name, latest, near, made)
-            pair = action.pair and (action.pair.kind, action.pair.chunk, action.pair.slice)
-            cost = samples((action.kind, action.chunk, action.slice, pair))
-            if cost == len(actions_of_cost):
-                actions_of_cost.append(action)
+            pair = action.pair
+            key = (action.kind, action.chunk, action.slice, pair and (pair.kind, pair.chunk, pair.slice))
+            cost = costs.setdefault(key, len(samples))
+            if cost == len(samples):
+                samples.append(action)
             timed.append(Timed(cost, _LANES.get(action.kind, _COMPUTE), tuple(near), tuple(far), tuple(made)))
         lists.append(tuple(timed))
-    return Numbered(tuple(actions_of_cost), len(name.known), tuple(lists))
+    return Numbered(tuple(samples), 3 * name.each_kind + len(name.known), tuple(lists))
 
 
 def _pass_events(
@@ -163,16 +172,16 @@ def _pass_events(
     near: list[int] = []
     far: list[int] = []
     made: list[int] = []
-    is_lowered = "SEND" in program.kinds
     for part in parts(action):
         for event in program.needs(part):
-            if program.placement.rank(event.chunk, event.microbatch) == rank:
-                near.append(name(event))
-            elif is_lowered:
+            if event.chunk == part.chunk or program.placement.rank(event.chunk, event.microbatch) == rank:
+                near.append(name.of_pass(event))
+            elif "SEND" in program.kinds:
                 near.append(name(("arrived", event)))
             else:
-                far.append(name(event))
-        made += [name(event) for event in makes(part)]
+                far.append(name.of_pass(event))
+        for event in makes(part):
+            made.append(name.of_pass(event))
     return near, far, made
 
 
@@ -191,7 +200,7 @@ def _other_events(
     which = (chunk, action.microbatch, action.slice)
     if kind == "SEND":
         event = PassDone("F" if action.of == "activation" else "I", *which)
-        near.append(name(event))
+        near.append(name.of_pass(event))
         made.append(name(("arrived", event)))
     elif kind in ("GATHER", "IN", "OUT"):
         key = (action.of, *which)
