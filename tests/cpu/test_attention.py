@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -14,8 +15,10 @@ from torch.nn import functional
 
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import device_for
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.attention import reference
+from tilemesh.kernels.attention.bench import BENCH
 from tilemesh.kernels.attention.cost import FORM, cost, pairs
 
 pytest.importorskip("triton")
@@ -50,18 +53,16 @@ def distance(found, exact):
 
 MASKS = [
     {},
-    {"causal": True},
     {"causal": True, "window": 7},
-    {"window": 5},
     {"causal": True, "starts": torch.tensor([0, 3, 3, 20, 37])},
     {"window": 18, "starts": torch.tensor([0, 19, 37], dtype=torch.int32)},
 ]
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(
-    queries=st.integers(1, 37), more=st.integers(0, 20), width=st.sampled_from([1, 5, 16, 40]),
-    kv_heads=st.integers(1, 2), group=st.integers(1, 2), turned=st.booleans(), causal=st.booleans(),
+    queries=st.integers(1, 20), more=st.integers(0, 14), width=st.sampled_from([1, 5, 16, 40]),
+    kv_heads=st.just(1), group=st.integers(1, 2), turned=st.booleans(), causal=st.booleans(),
     window=st.sampled_from([0, 1, 6, 30]), scale=st.sampled_from([0.0, 0.7, -1.0]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
 )  # fmt: skip
@@ -74,7 +75,7 @@ def test_any_size_strides_and_mask(queries, more, width, kv_heads, group, turned
     assert excess(y, reference.exact(q, k, v, **options), reference.error_bound(q, k, v, **options)) is None
 
 
-@pytest.mark.parametrize("options", MASKS[4:])
+@pytest.mark.parametrize("options", MASKS[2:])
 def test_packed_sequences_do_not_see_each_other(options):
     q, k, v = (heads(1, count, 37, 8, seed=seed) for seed, count in enumerate((2, 1, 1)))
     y = attention(q, k, v, **options, **INTERPRET)
@@ -96,8 +97,8 @@ def test_gradients_against_float64(options):
         assert distance(mine, true) < 1e-14
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_are_as_near_as_torchs_and_repeat(dtype):
+def test_gradients_are_as_near_as_torchs_and_repeat():
+    dtype = torch.bfloat16
     given = [heads(1, count, 24, 16, seed=seed, dtype=dtype) for seed, count in enumerate((2, 1, 1))]
     upstream = heads(1, 2, 24, 16, seed=4, dtype=dtype)
     mine, again, torchs = (gradients(given, upstream, how, causal=True) for how in ("interpret", "interpret", "torch"))
@@ -132,6 +133,9 @@ def test_on_a_cpu_it_is_torchs_attention():
     q, k, v = (heads(2, 2, 9, 8, seed=seed, dtype=torch.float32) for seed in range(3))
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(attention(q, k, v, causal=True), expected)
+    torch.testing.assert_close(
+        attention(q, k, v, causal=True, scale=-3.0), reference.exact(q, k, v, causal=True, scale=-3.0).float()
+    )
     module = tm.kernels.SelfAttention(12, 4, kv_heads=2, causal=True, window=3)
     x = normal(2, 7, 12, dtype=torch.float32)
     q, k, v = (linear(x).unflatten(-1, (-1, 3)).transpose(1, 2) for linear in (module.fc_q, module.fc_k, module.fc_v))
@@ -174,7 +178,8 @@ def test_autocast_casts_all_three():
 
 def test_second_derivatives_are_the_references():
     q, k, v = (heads(1, 1, 2, 2, seed=seed, grad=True) for seed in range(3))
-    assert torch.autograd.gradgradcheck(lambda *given: attention(*given, causal=True, **INTERPRET), (q, k, v))
+    function = functools.partial(attention, causal=True, **INTERPRET)
+    assert torch.autograd.gradgradcheck(function, (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("implementation", ["auto", "interpret"])
@@ -217,6 +222,17 @@ def test_mixed_dtypes_are_refused():
     q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.float64)
     with pytest.raises(UsageError, match="expected one dtype for all"):
         attention(q, k, k)
+
+
+def test_the_bench_tells_a_wrong_gradient():
+    problem = FORM.problem("1x40x1x2x8", {"passes": "both", "dtype": "float32"})
+    given = BENCH.arguments(problem, torch.device("cpu"), 0)
+    dq = BENCH.timed(problem, BENCH.calls(problem)["eager"])(*given)[0]
+    assert BENCH.wrong(problem, given, dq) is None
+    assert BENCH.wrong(problem, given, dq.roll(1, 2)) is not None
+    assert BENCH.chosen(problem, torch.device("cpu")) == {"auto": "torch"}
+    assert BENCH.chosen(FORM.problem("1x40x1x2x8", {"mask": "packed"}), torch.device("cpu")) == {"auto": "ours"}
+    assert BENCH.predict_s(problem, torch.device("cpu"), device_for("NVIDIA H200")) > 0
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------

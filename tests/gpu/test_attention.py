@@ -76,9 +76,12 @@ def test_any_size(batch, queries, keys, width, dtype):
         mine, torchs = (gradients((q, k, v), upstream, options, how) for how in ("triton", "torch"))
         inputs = [tensor.double().detach().requires_grad_() for tensor in (q, k, v)]
         exact = torch.autograd.grad(reference.exact(*inputs, **options), inputs, upstream.double())
+        # A gradient that is small, as that of one key alone, has the rounding error of its large terms.
+        floor = 4 * torch.finfo(dtype).eps * max(upstream.double().norm().item(), *(x.norm().item() for x in exact))
         for found, theirs, true in zip(mine, torchs, exact, strict=True):
-            floor = torch.finfo(dtype).eps * max(1.0, upstream.double().norm().item() / max(true.norm().item(), 1e-30))
-            assert distance(found, true) <= 2 * distance(theirs, true) + 4 * floor or not true.any()
+            error, torchs_error = ((x.double() - true).norm() for x in (found, theirs))
+            allowed = 2 * torchs_error.nan_to_num(0.0) + floor  # where torch's kernel gives up, ours need not
+            assert bool(error <= allowed), (options, error, torchs_error, floor)
 
 
 def test_strides_that_no_descriptor_takes():

@@ -22,15 +22,15 @@ NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
-def locate(pid, blocks, total, SECTION: tl.constexpr):
-    """(block, head of all batch elements): SECTION heads at a time, whose keys stay in the L2, from the last block on.
+def locate(pid, blocks, total, section):
+    """(block, head over the batch): `section` heads at a time, whose keys stay in the L2, from the last block on.
 
     Neighbours are heads, which share keys; with a causal mask the last block is the one with the most work.
     """
-    section = pid // (SECTION * blocks)
-    inside = pid % (SECTION * blocks)
-    heads = tl.minimum(SECTION, total - section * SECTION)
-    return blocks - 1 - inside // heads, section * SECTION + inside % heads
+    begin = pid // (section * blocks) * section
+    inside = pid % (section * blocks)
+    heads = tl.minimum(section, total - begin)
+    return blocks - 1 - inside // heads, begin + inside % heads
 
 
 @triton.jit
@@ -155,12 +155,12 @@ def attend_blocks(
 def attend(
     q, k, v, y, kept, first, last, B, H, GROUP, T, S, E, window, factor,
     q_b, q_h, q_t, q_e, k_b, k_h, k_t, k_e, v_b, v_h, v_t, v_e, y_b, y_h, y_t, y_e,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, SECTION: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, section, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y and log2 of the sums of BLOCK_M queries of one head. factor: scale * log2(e)."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    block, head = locate(tl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M, B * H, SECTION)
+    block, head = locate(tl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M, B * H, section)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, head_here = head // H, head % H
     low0, high0 = keys_of(block * BLOCK_M, first, last, T, S, window, CAUSAL, WINDOW, PACKED)
@@ -239,13 +239,13 @@ def keys_back_blocks(
 def keys_back(
     q, k, v, grad, kept, delta, first, last, dk, dv, B, K, GROUP, T, S, E, window, factor, scale,
     q_b, q_h, q_t, q_e, k_b, k_h, k_t, k_e, v_b, v_h, v_t, v_e, g_b, g_h, g_t, g_e, d_b, d_h, d_t, d_e,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, SECTION: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, section, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one head: the sum over the GROUP heads of queries that share it."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     blocks = (S + BLOCK_N - 1) // BLOCK_N
-    block, head = locate(tl.program_id(0), blocks, B * K, SECTION)
+    block, head = locate(tl.program_id(0), blocks, B * K, section)
     if CAUSAL:
         block = blocks - 1 - block  # the first keys are seen most
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -304,12 +304,12 @@ def queries_back_blocks(
 def queries_back(
     q, k, v, grad, kept, delta, first, last, dq, B, H, GROUP, T, S, E, window, factor, scale,
     q_b, q_h, q_t, q_e, k_b, k_h, k_t, k_e, v_b, v_h, v_t, v_e, g_b, g_h, g_t, g_e, d_b, d_h, d_t, d_e,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, SECTION: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, section, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    block, head = locate(tl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M, B * H, SECTION)
+    block, head = locate(tl.program_id(0), (T + BLOCK_M - 1) // BLOCK_M, B * H, section)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, head_here = head // H, head % H
     low0, high0 = keys_of(block * BLOCK_M, first, last, T, S, window, CAUSAL, WINDOW, PACKED)

@@ -12,13 +12,22 @@ import triton
 from torch import Tensor
 
 from tilemesh.kernels.attention.reference import log_sums
-from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.call import Place, Plan
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
+from tilemesh.kernels.launch.steps import Argument, Descriptor, FitError, LaunchPlan, Pointer, Step, blocks
 
 _KERNELS = "tilemesh.kernels.attention.kernel"
+_HOPPER = {
+    "attend_hopper": "tilemesh.kernels.attention.hopper:attend_hopper",
+    "keys_back_hopper": "tilemesh.kernels.attention.hopper_back:keys_back_hopper",
+    "queries_back_hopper": "tilemesh.kernels.attention.hopper_back:queries_back_hopper",
+}
+_ROWS = 64  # of a group of warps in hopper.py and hopper_back.py; a program has two
 _LOG2_E = 1.4426950408889634
 _L2_BYTES = 24 << 20  # of keys and values that programs read at the same time
 _BOUNDS_BLOCK = 256
+_SIZES = ("B", "H", "K", "GROUP", "T", "S", "window", "section", "tiles")
+"""What no access gets wider by: one kernel serves all of them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, beside packed sequences. factor: what scores are multiplied by."""
+    """Which keys a query sees, beside packed sequences, and what scores are multiplied by."""
 
     causal: bool
     window: int
@@ -43,20 +52,50 @@ class Mask:
         return {"CAUSAL": self.causal, "WINDOW": bool(self.window), "PACKED": packed}
 
 
+@dataclass(frozen=True)
+class TileRing:
+    """Of a kernel for Hopper: rows of a tile that is streamed, and stages of its ring."""
+
+    rows: int
+    stages: int
+
+
+def ring_of(kernel: str, width: int) -> TileRing:
+    """Measured on an H200 (docs/kernels/LOG.md)."""
+    if kernel == "attend":
+        return TileRing(128, 2)
+    if kernel == "keys_back":
+        return TileRing(64, 2) if width == 128 else TileRing(128, 2)
+    return TileRing(64, 3)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is made for.
+
+    multiprocessors: of a Hopper GPU, for its own kernels; 0 for the portable ones. small: in the smallest blocks, for
+    GPUs with little shared memory.
+    """
+
+    interpreted: bool = False
+    multiprocessors: int = 0
+    small: bool = False
+
+
 INTERPRETED = Blocks(16, 16, 4, 1)  # small, so that small tests have several blocks of each kind
 
 
-def blocks_of(kernel: str, head: int, dtype: str, interpreted: bool) -> Blocks:
-    """For one kernel and a head's width, a power of two. Measured on an H200 for 64 and 128 (docs/kernels/LOG.md)."""
-    if interpreted:
+def blocks_of(kernel: str, head: int, dtype: str, target: Target) -> Blocks:
+    """For one portable kernel and a head's width, a power of two. Chosen to fit an A100 and later; not tuned."""
+    if target.interpreted:
         return INTERPRETED
-    if dtype == "float32":
-        return Blocks(64, 32, 4, 2) if head <= 64 else Blocks(32, 32, 4, 2) if head <= 128 else Blocks(16, 32, 4, 1)
+    if dtype == "float32" or target.small:
+        return Blocks(32, 32, 4, 1) if head <= 128 else Blocks(16, 16, 4, 1)
     if head > 128:
         return {"attend": Blocks(128, 64, 8, 2), "keys_back": Blocks(32, 64, 8, 1)}.get(kernel, Blocks(64, 32, 8, 2))
     if head > 64:
-        return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 128, 8, 2)}.get(kernel, Blocks(128, 64, 8, 2))
-    return {"attend": Blocks(128, 128, 8, 3), "keys_back": Blocks(64, 128, 8, 3)}.get(kernel, Blocks(128, 64, 8, 3))
+        return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 64, 8, 2)}.get(kernel, Blocks(128, 64, 8, 2))
+    return {"attend": Blocks(128, 64, 8, 3), "keys_back": Blocks(64, 64, 8, 3)}.get(kernel, Blocks(128, 64, 8, 3))
 
 
 def head_block(width: int) -> int:
@@ -86,19 +125,57 @@ def _step(
         arguments |= _strides(letter, places[tensor])
     wide = any(place.wide for place in places.values())
     step = Step(
-        f"{_KERNELS}:{name}", (programs, 1), arguments, constants, warps=chosen.warps, stages=chosen.stages, wide=wide
-    )
+        f"{_KERNELS}:{name}", (programs, 1), arguments, constants, warps=chosen.warps, stages=chosen.stages, wide=wide,
+        varying=_SIZES,
+    )  # fmt: skip
     return LaunchPlan((step,))
 
 
-def _constants(
-    q: Place, chosen: Blocks, section: int, mask: Mask, packed: bool, interpreted: bool
-) -> dict[str, object]:
+def _constants(q: Place, chosen: Blocks, mask: Mask, packed: bool, target: Target) -> dict[str, object]:
     return {
-        "BLOCK_M": chosen.m, "BLOCK_N": chosen.n, "HEAD": head_block(q.shape[3]), "SECTION": section,
-        "WIDE": q.dtype == "float64", "UPCAST": interpreted and q.dtype in ("float16", "bfloat16"),
+        "BLOCK_M": chosen.m, "BLOCK_N": chosen.n, "HEAD": head_block(q.shape[3]),
+        "WIDE": q.dtype == "float64", "UPCAST": target.interpreted and q.dtype in ("float16", "bfloat16"),
         "PRECISION": "ieee", **mask.constants(packed),
     }  # fmt: skip
+
+
+def on_hopper(places: Mapping[str, Place], mask: Mask) -> bool:
+    """Whether the kernels for Hopper take these tensors: 16-bit heads of 64 or 128, aligned for TMA."""
+    q = places["q"]
+    if q.dtype not in ("float16", "bfloat16") or q.shape[3] not in (64, 128) or mask.scale <= 0:
+        return False
+    tiles = [place for place in places.values() if len(place.shape) == 4]
+    return all(place.aligned and _by_tma(place) for place in tiles)
+
+
+def _by_tma(place: Place) -> bool:
+    """Strides of 16-bit elements that a descriptor can have; where a size is 1, its stride does not matter."""
+    *outer, last = place.strides
+    sizes = place.shape[:-1]
+    return last == 1 and all(size == 1 or (0 < s < 2**38 and s % 8 == 0) for size, s in zip(sizes, outer, strict=True))
+
+
+def _descriptor(of: str, place: Place, rows: int) -> Descriptor:
+    """Over all of a tensor (B, H, T, E), in tiles of so many rows of one head."""
+    strides = [8 if size == 1 else stride for size, stride in zip(place.shape[:-1], place.strides[:-1], strict=True)]
+    return Descriptor(of, place.shape, (*strides, 1), (1, 1, rows, place.shape[3]))
+
+
+def _hopper_plan(
+    name: str, places: Mapping[str, Place], streamed: tuple[str, ...], ring: TileRing, programs: int,
+    more: Mapping[str, Argument], constants: Mapping[str, object],
+) -> LaunchPlan:  # fmt: skip
+    """A launch of a kernel for Hopper. streamed: the tensors whose tiles go through rings."""
+    arguments: dict[str, Argument] = {"first": None, "last": None, **more}
+    for tensor, place in places.items():
+        if len(place.shape) == 4:
+            letter = "g" if tensor == "grad" else tensor
+            rows = ring.rows if tensor in streamed else _ROWS
+            arguments[f"{letter}_desc"] = _descriptor(tensor, place, rows)
+        else:
+            arguments[tensor] = Pointer(tensor)
+    constants = {**constants, "STAGES": ring.stages}
+    return LaunchPlan((Step(_HOPPER[name], (programs, 1), arguments, constants, warps=4, varying=_SIZES),))
 
 
 def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
@@ -108,19 +185,27 @@ def bounds_plan(places: Mapping[str, Place]) -> LaunchPlan:
     arguments |= {"N": sequences, "T": tokens, "steps": sequences.bit_length() + 1}
     constants = {"BLOCK": _BOUNDS_BLOCK}
     grid = (blocks(tokens, _BOUNDS_BLOCK), 1)
-    return LaunchPlan((Step(f"{_KERNELS}:sequence_bounds", grid, arguments, constants),))
+    step = Step(f"{_KERNELS}:sequence_bounds", grid, arguments, constants, varying=("N", "T", "steps"))
+    return LaunchPlan((step,))
 
 
-def forward_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool) -> LaunchPlan:
+def forward_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    chosen = blocks_of("attend", head_block(width), q.dtype, interpreted)
     more: dict[str, Argument] = {
-        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys, "E": width,
+        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
         "window": mask.window, "factor": mask.scale * _LOG2_E,
     }  # fmt: skip
-    section = _section(batch * heads, k, heads // kv_heads)
-    constants = _constants(q, chosen, section, mask, "first" in places, interpreted)
+    more["section"] = _section(batch * heads, k, heads // kv_heads)
+    if target.multiprocessors and on_hopper(places, mask):
+        ring = ring_of("attend", width)
+        fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
+        tiles = blocks(queries, 2 * _ROWS) * batch * heads
+        more["tiles"], programs = tiles, min(tiles, target.multiprocessors)
+        return _hopper_plan("attend_hopper", places, ("k", "v"), ring, programs, more, fixed)
+    chosen = blocks_of("attend", head_block(width), q.dtype, target)
+    more["E"] = width
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(queries, chosen.m) * batch * heads
     return _step("attend", places, {"q": "q", "k": "k", "v": "v", "y": "y"}, programs, more, constants, chosen)
 
@@ -139,31 +224,43 @@ def products_plan(places: Mapping[str, Place]) -> LaunchPlan:
     return LaunchPlan((Step(f"{_KERNELS}:row_products", grid, arguments, constants, wide=wide),))
 
 
-def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool) -> LaunchPlan:
+def keys_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    chosen = blocks_of("keys_back", head_block(width), q.dtype, interpreted)
     more: dict[str, Argument] = {
-        "B": batch, "K": kv_heads, "GROUP": heads // kv_heads, "T": queries, "S": keys, "E": width,
+        "B": batch, "K": kv_heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
         "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
-    section = max(1, _section(batch * heads, q, 1) // (heads // kv_heads))
-    constants = _constants(q, chosen, section, mask, "first" in places, interpreted)
+    more["section"] = max(1, _section(batch * heads, q, 1) // (heads // kv_heads))
+    if target.multiprocessors and on_hopper(places, mask):
+        ring = ring_of("keys_back", width)
+        fixed = {"BLOCK_M": ring.rows, "HEAD": width, **mask.constants("first" in places)}
+        programs = blocks(keys, 2 * _ROWS) * batch * kv_heads
+        return _hopper_plan("keys_back_hopper", places, ("q", "grad"), ring, programs, more, fixed)
+    chosen = blocks_of("keys_back", head_block(width), q.dtype, target)
+    more["E"] = width
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(keys, chosen.n) * batch * kv_heads
     letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dk": "d"}
     return _step("keys_back", places, letters, programs, more, constants, chosen)
 
 
-def queries_back_plan(places: Mapping[str, Place], *, mask: Mask, interpreted: bool) -> LaunchPlan:
+def queries_back_plan(places: Mapping[str, Place], *, mask: Mask, target: Target) -> LaunchPlan:
     q, k = places["q"], places["k"]
     (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
-    chosen = blocks_of("queries_back", head_block(width), q.dtype, interpreted)
     more: dict[str, Argument] = {
-        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys, "E": width,
+        "B": batch, "H": heads, "GROUP": heads // kv_heads, "T": queries, "S": keys,
         "window": mask.window, "factor": mask.scale * _LOG2_E, "scale": mask.scale,
     }  # fmt: skip
-    section = _section(batch * heads, k, heads // kv_heads)
-    constants = _constants(q, chosen, section, mask, "first" in places, interpreted)
+    more["section"] = _section(batch * heads, k, heads // kv_heads)
+    if target.multiprocessors and on_hopper(places, mask):
+        ring = ring_of("queries_back", width)
+        fixed = {"BLOCK_N": ring.rows, "HEAD": width, **mask.constants("first" in places)}
+        programs = blocks(queries, 2 * _ROWS) * batch * heads
+        return _hopper_plan("queries_back_hopper", places, ("k", "v"), ring, programs, more, fixed)
+    chosen = blocks_of("queries_back", head_block(width), q.dtype, target)
+    more["E"] = width
+    constants = _constants(q, chosen, mask, "first" in places, target)
     programs = blocks(queries, chosen.m) * batch * heads
     letters = {"q": "q", "k": "k", "v": "v", "grad": "g", "dq": "d"}
     return _step("queries_back", places, letters, programs, more, constants, chosen)
@@ -178,8 +275,27 @@ def _bounds(launch: Any, q: Tensor, starts: Tensor | None) -> dict[str, Tensor]:
     return made
 
 
-def _mask(q: Tensor, causal: bool, window: int, scale: float) -> Mask:
-    return Mask(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
+def _how(q: Tensor, causal: bool, window: int, scale: float) -> dict[str, Any]:
+    """What a plan is told beside the tensors' places."""
+    mask = Mask(causal, window, scale or 1 / math.sqrt(q.shape[-1]))
+    if q.device.type == "cpu":
+        return {"mask": mask, "target": Target(interpreted=True)}
+    gpu = gpu_of(device_index(q.device))
+    return {"mask": mask, "target": Target(multiprocessors=gpu.multiprocessors if gpu.hopper else 0)}
+
+
+def _launch(
+    launch: Any, plan: Plan, given: Mapping[str, Tensor], written: tuple[str, ...], how: dict[str, Any]
+) -> None:
+    """A plan; where this Triton or this GPU cannot run its kernel, the portable one, at last in small blocks."""
+    first = how["target"]
+    for target in dict.fromkeys((first, Target(first.interpreted), Target(first.interpreted, small=True))):
+        try:
+            launch(plan, given, written=written, **{**how, "target": target})
+            return
+        except FitError:
+            if target.small:
+                raise
 
 
 def forward(
@@ -188,8 +304,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), log_sums(q)
     given = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_bounds(launch, q, starts)}
-    how = {"mask": _mask(q, causal, window, scale), "interpreted": q.device.type == "cpu"}
-    launch(forward_plan, given, written=("y", "kept"), **how)
+    how = _how(q, causal, window, scale)
+    _launch(launch, forward_plan, given, ("y", "kept"), how)
     return y, kept
 
 
@@ -202,7 +318,7 @@ def backward(
     launch(products_plan, {"y": y, "grad": grad, "delta": delta}, written=("delta",))
     dq, dk, dv = (torch.empty(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
     given = {"q": q, "k": k, "v": v, "grad": grad, "kept": sums, "delta": delta, **_bounds(launch, q, starts)}
-    how = {"mask": _mask(q, causal, window, scale), "interpreted": q.device.type == "cpu"}
-    launch(keys_back_plan, {**given, "dk": dk, "dv": dv}, written=("dk", "dv"), **how)
-    launch(queries_back_plan, {**given, "dq": dq}, written=("dq",), **how)
+    how = _how(q, causal, window, scale)
+    _launch(launch, keys_back_plan, {**given, "dk": dk, "dv": dv}, ("dk", "dv"), how)
+    _launch(launch, queries_back_plan, {**given, "dq": dq}, ("dq",), how)
     return dq, dk, dv, None
