@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,9 +157,12 @@ def test_a_full_disk_is_reported_with_its_file(words: list[str], capsys: pytest.
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_below_standard_output_is_one_line() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # found by the last flush, or by the first line
+def test_a_full_disk_below_standard_output_is_one_line(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "tilemesh", "plan", "tiny"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([sys.executable, "-m", "tilemesh", "plan", "tiny"], stdout=full, stderr=subprocess.PIPE)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert ended.returncode == 1
     assert ended.stderr == b"tilemesh: standard output cannot be read or written: No space left on device\n"
 

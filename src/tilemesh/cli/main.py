@@ -90,20 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, debug = take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         code = app(arguments, prog_name="tilemesh", standalone_mode=False)
+        sys.stdout.flush()  # what is still buffered may not find room either, and then this did not go well
     except (KeyboardInterrupt, typer.Abort):
         print("tilemesh: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`tilemesh … | head`); Python must not complain about it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_what_cannot_be_written()  # whoever read our output has gone (`tilemesh … | head`)
         return 1
     except Exception as error:
         known = explain(error, arguments)
         if known is None or debug:
             raise
         print(f"tilemesh: {one_line(known[0])}", file=sys.stderr)
+        _drop_what_cannot_be_written()
         return known[1]
     return code if isinstance(code, int) else 0
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python flushes once more at exit: it must not complain again, nor change the exit code to 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(message: str) -> str:
