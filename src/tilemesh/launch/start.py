@@ -129,7 +129,7 @@ def mpi_environment(ranks: int, job: Path, environ: Mapping[str, str]) -> dict[s
 def on_one_machine(environ: Mapping[str, str]) -> bool:
     """Whether mpiexec starts all ranks here: neither a scheduler nor a host file names other machines."""
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
-    if nodes.strip() != "1":  # also what is no number: others than this machine may then be meant
+    if nodes.strip() != "1":  # what is not a number may stand for other machines
         return False
     return not any(environ.get(name) for name in _HOSTS_VARIABLES)
 

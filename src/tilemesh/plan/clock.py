@@ -161,7 +161,7 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
 
 
 class DataExchange(NamedTuple):
-    """One step's exchange over dp: the seconds nothing hides, and the bytes a rank sends."""
+    """One step's exchange over dp: the seconds that no computing hides, and the bytes that each rank sends."""
 
     exposed_s: float
     sent_bytes: float

@@ -145,10 +145,16 @@ ACCUMULATE_BYTES: Mapping[str, int] = {
 }
 """Bytes read and written for one parameter after each microbatch but the first."""
 
-RESERVED_BYTES: Mapping[str, int] = {"gpu": 3 * 2**29, "cpu": 205 * 2**20, "ranks": 20 * 2**20}
+RESERVED_BYTES: Mapping[str, int] = {
+    "gpu": 3 * 2**29,
+    "cpu": 70 * 2**20,
+    "ranks": 14 * 2**20,
+    "compiler": 122 * 2**20,
+}
 """A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
-loads with its first step, and beside other ranks also what passing messages takes; MEASURED on nine layouts of the tiny
-preset: alone 199 and 212 MiB more than the tensors, with others 210 to 248, 226 on average."""
+loads with its first step, beside other ranks also what passing messages takes, and torch's compiler, which its
+recomputation imports too; MEASURED on layouts of the tiny preset: alone 65 and 75 MiB more than the tensors, with others 71
+to 101, 84 on average, with recomputation 191 and 192."""
 
 HEADROOM = 0.05
 """Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's

@@ -125,9 +125,12 @@ def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
     return 2 * model.mlp_inputs * hidden * DTYPE_BYTES[plan.compute_dtype]
 
 
-def reserved_bytes(device: Device, ranks: int) -> int:
-    among = constants.RESERVED_BYTES["ranks"] if device.kind == "cpu" and ranks > 1 else 0
-    return constants.RESERVED_BYTES[device.kind] + among
+def reserved_bytes(device: Device, ranks: int, compiler: bool) -> int:
+    """What a process takes beside its tensors; `compiler`: whether torch's is loaded."""
+    known = constants.RESERVED_BYTES
+    if device.kind != "cpu":
+        return known[device.kind]
+    return known["cpu"] + known["ranks"] * (ranks > 1) + known["compiler"] * compiler
 
 
 def kv_cache_bytes(model: ModelConfig, context: int, element_bytes: int = 2) -> int:
@@ -158,7 +161,7 @@ class Room:
         self._device = cluster.device
         self._code, self._chunked_loss = code, chunked_loss
         self.context = context
-        self._reserved = reserved_bytes(cluster.device, cluster.world)
+        self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
         self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
         self._logits: dict[tuple[object, ...], int] = {}
@@ -207,8 +210,9 @@ class Room:
         working = working_bytes(plan, shards, parameters, recomputed, looked_up)
         if code == "eager" and not is_gpu:
             working += backward_bytes(self.model, plan, self.context)
+        reserved = self._reserved[code == "compiled" or plan.recompute != "none"]
         later = later_bytes(plan, gradients, activations, logits) if code == "compiled" and is_gpu else 0
-        return weights, gradients, optimizer, activations, logits, working, self._reserved, later
+        return weights, gradients, optimizer, activations, logits, working, reserved, later
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
