@@ -153,8 +153,8 @@ RESERVED_BYTES: Mapping[str, int] = {
 }
 """A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
 loads with its first step, beside other ranks also what passing messages takes, and torch's compiler, which its
-recomputation imports too; MEASURED on layouts of the tiny preset: alone 65 and 75 MiB more than the tensors, with others 71
-to 101, 84 on average, with recomputation 191 and 192."""
+recomputation imports too; MEASURED on layouts of the tiny preset: alone 65 and 75 MiB more than the tensors, with
+others 71 to 101, 84 on average, with recomputation 191 and 192."""
 
 HEADROOM = 0.05
 """Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's
