@@ -31,6 +31,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.zero import Zero
 
 Splits = Mapping[str, str | Split]
 
@@ -72,13 +73,17 @@ def lay(
     held = trained(model, shards)
     if not held:
         raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
-    made = _gradients(gradients, Parts(held, mesh, algorithm), bucket_bytes, tokens)
+    made = _gradients(gradients, Parts(held, mesh, algorithm), plan, bucket_bytes, tokens)
     return Laid(model, mesh, plan, shards, held, seams, made)
 
 
-def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | None) -> Gradients:
+def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: int, tokens: int | None) -> Gradients:
     if callable(way):
         return way(parts)
+    if plan.zero:
+        if way != "bucketed":
+            raise UsageError(f"{way} gradients with ZeRO-{plan.zero}: it exchanges them in buckets; use 'bucketed'")
+        return Zero(parts, plan.zero, plan.zero_group, bucket_bytes)
     if way == "bucketed":
         return Bucketed(parts, bucket_bytes)
     if way == "naive":

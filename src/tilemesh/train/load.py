@@ -42,7 +42,10 @@ class _Start:
         return key in self.told or key in self.written
 
     def plan(self, **changes: Any) -> _Start:
-        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=_changed(self.made.plan, **changes)))
+        made = _changed(self.made.plan, **changes)
+        if made.dp == 1 and "plan.zero" not in self.told:  # nobody is left to share with
+            made = dataclasses.replace(made, zero=0, zero_group=0)
+        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=made))
 
 
 def load(
