@@ -57,7 +57,8 @@ def test_what_is_refused_is_what_cannot_be_made(schedule: str, pp: int, microbat
     if reason is not None and "stages" not in reason:
         least, multiple = microbatches_of(schedule, pp)
         nearest = int(reason.rsplit(", ", 1)[1].split()[0])
-        assert nearest >= least and nearest % multiple == 0
+        assert nearest >= least
+        assert nearest % multiple == 0
         build(schedule, pp, nearest)
 
 

@@ -17,8 +17,8 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 
 Schedule = Literal[
-    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v", "dualpipe",
-    "chimera", "terapipe",
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "dualpipe", "chimera", "terapipe",
 ]  # fmt: skip
 """Every name of `core/step/book.py`."""
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")

@@ -1,14 +1,14 @@
 """From a parallel plan to the whole list of actions of a step: what is planned, drawn, simulated and run is this list.
 
 A plan with pp stages takes its schedule by name. Without a pipeline a step is a list for one rank: its microbatches one
-after the other through one chunk, or, where weights are cut over replicas (ZeRO-3), through one chunk per layer, so that
-gathers have places to stand.
+after the other through one chunk, or, where weights are cut over replicas (ZeRO-3), through one chunk per layer, so
+that gathers have places to stand.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
@@ -69,17 +69,15 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
     has_two = any(len(holders) > 1 for holders in program.placement.holders)
     reduce = "" if plan.dp == 1 and not has_two else "microbatch" if plan.zero > 1 else "step"
     program = exchange(program, reduce=reduce, update=update)
-    return PlannedStep(program, tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)))
+    return PlannedStep(program, tuple(range(begin, end) for begin, end in pairwise(ends)))
 
 
 def one_rank(chunks: int, microbatches: int) -> StepProgram:
     """Every microbatch through all chunks and back, one after the other, on one rank."""
-    actions = [
-        Action(kind, chunk, m)
-        for m in range(microbatches)
-        for kind, order in (("F", range(chunks)), ("B", reversed(range(chunks))))
-        for chunk in order
-    ]
+    actions: list[Action] = []
+    for m in range(microbatches):
+        actions += [Action("F", chunk, m) for chunk in range(chunks)]
+        actions += [Action("B", chunk, m) for chunk in reversed(range(chunks))]
     return StepProgram("one rank", ChunkPlacement("one rank", 1, ((0,) * chunks,)), microbatches, (tuple(actions),))
 
 
