@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules"],
     "parallel": ["core", "measure", "kernels", "comm", "model"],
     "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],
+    "serve": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],  # no train
     "report": ["core", "measure", "runs", "plan", "comm.schedules"],
     "bench": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan", "train"],
     "cli": [""],
@@ -134,6 +135,7 @@ def test_of_runs_and_data_only_one_file_loads_torch() -> None:
         ("plan.search", "tilemesh.kernels.matmul.op"),
         ("plan.search", "tilemesh.model.transformer"),
         ("report.page", "tilemesh.train.loop"),
+        ("serve.engine", "tilemesh.train.loop"),
     ],
 )
 def test_an_import_that_goes_up_is_seen(name: str, imported: str) -> None:
@@ -163,6 +165,8 @@ LIGHT = (
     "tilemesh.data.config",
     "tilemesh.runs.contents",
     "tilemesh.runs.journal",
+    "tilemesh.serve",
+    "tilemesh.serve.scheduler",
     "tilemesh.train.config",
     "tilemesh.train.job",
     "tilemesh.cli.train_run",
@@ -268,7 +272,7 @@ def test_a_class_has_its_name_to_itself() -> None:
                 homes.setdefault(node.name, []).append(dotted(path))
     shared = {name: places for name, places in homes.items() if len(places) > 1}
     assert {name: places for name, places in shared.items() if len(places) > SHARED_NAMES.get(name, 1)} == {}
-    for room in ("comm", "kernels", "measure", "model", "parallel", "train"):
+    for room in ("comm", "kernels", "measure", "model", "parallel", "serve", "train"):
         within_room = {name: [place for place in places if within(place, room)] for name, places in shared.items()}
         assert {name: places for name, places in within_room.items() if len(places) > 1} == {}
 
