@@ -25,16 +25,16 @@ class UsageError(ValueError):
     """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2.
 
     The message may come in pieces: those that are an `Argument` read as Python spells them, or as a user types them.
+    It has no `__init__`: torch.compile raises what ValueError's own one made, and in torch 2.11 nothing else.
     """
 
-    def __init__(self, *pieces: str) -> None:
-        super().__init__("".join(pieces))
-        self._pieces = pieces
+    def __str__(self) -> str:
+        return "".join(map(str, self.args))
 
     @property
     def typed(self) -> str:
         """The message for somebody who typed a command."""
-        return "".join(piece.typed if isinstance(piece, Argument) else piece for piece in self._pieces)
+        return "".join(piece.typed if isinstance(piece, Argument) else str(piece) for piece in self.args)
 
 
 class RunError(RuntimeError):

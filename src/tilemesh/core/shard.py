@@ -106,6 +106,8 @@ class Shard:
     """In the order in which they are applied, at most one for each axis."""
     partial: tuple[str, ...] = ()
     """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
+    holders: tuple[int, ...] = ()
+    """Places on pp whose ranks hold the parameter; empty: all. Each of several has only a part of its gradient."""
 
     def __post_init__(self) -> None:
         lengths = list(self.whole)
@@ -166,6 +168,8 @@ class Shard:
 
     def copies_along(self, axis: str) -> int:
         """How many ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
+        if axis == "pp" and self.holders:
+            return 1
         cut, size = self._cut_over(axis), size_of(self.axes, axis)
         return size if cut is None else size // (cut.pieces or size)
 
@@ -174,7 +178,8 @@ class Shard:
 
     @property
     def replicas(self) -> Blocks:
-        """Along which axes, and in blocks of how many, consecutive ranks hold the same boxes as this one."""
+        """Along which axes, and in blocks of how many, consecutive ranks hold the same boxes as this one; not those of
+        other stages of a pipeline, which are `holders`."""
         spread = {cut.axis for cut in self.cuts if cut.spread}
         blocks = ((name, self.copies_along(name)) for name, _ in self.axes if name not in spread)
         return tuple((name, count) for name, count in blocks if count > 1)
@@ -182,7 +187,7 @@ class Shard:
     @property
     def copies(self) -> int:
         """How many ranks of the whole mesh hold the same boxes."""
-        return math.prod(self.copies_along(name) for name, _ in self.axes)
+        return math.prod(self.copies_along(name) for name, _ in self.axes) * max(1, len(self.holders))
 
     @property
     def summed(self) -> Blocks:
@@ -197,7 +202,10 @@ class Shard:
     @property
     def writes(self) -> bool:
         """Whether this is the one of all ranks with the same boxes that writes them to a checkpoint: the first."""
-        return all(self._is_first_along(name, index) for name, index in coordinates(self.rank, self.axes).items())
+        place = coordinates(self.rank, self.axes)
+        if self.holders and place["pp"] != self.holders[0]:
+            return False
+        return all(self._is_first_along(name, index) for name, index in place.items())
 
     def _is_first_along(self, axis: str, index: int) -> bool:
         cut, copies = self._cut_over(axis), self.copies_along(axis)

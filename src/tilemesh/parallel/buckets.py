@@ -40,16 +40,22 @@ class Bucket:
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
+    chunk: int = 0
+    """Of a pipeline, whose parameters these are."""
+    holders: tuple[int, ...] = ()
+    """Stages that hold the same parameters, as `Shard.holders`: summed at the end."""
     missing: int = 0
     """Gradients that are still to come in this backward."""
+    is_started: bool = False
     has_come: list[bool] = field(default_factory=list)
     handle: Any = None
 
     @classmethod
-    def of(cls, held: Sequence[Held], flat: Tensor, views: list[Tensor]) -> Bucket:
+    def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor]) -> Bucket:
         """Of parameters that are all held and summed alike."""
-        shard, parameters = held[0].shard, [one.tensor for one in held]
-        return cls(shard.copies, batch_summed(shard), copies_summed(shard), parameters, flat, views)
+        mine, parameters = held[0].shard, [one.tensor for one in held]
+        sums = (mine.copies, batch_summed(mine), copies_summed(mine))
+        return cls(*sums, parameters, flat, views, chunk, mine.holders)
 
 
 class Bucketed(Exchanging):
@@ -60,8 +66,8 @@ class Bucketed(Exchanging):
 
     def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
-        self.overlap = overlap
-        self.buckets = [self.made(names) for names in packed(self.held, bucket_bytes)]
+        self.overlap, self.chunks = overlap, parts.chunks
+        self.buckets = [self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks)]
         self._next = 0  # the first bucket that has not started
         self._is_last = False
         self._is_open = False
@@ -77,7 +83,8 @@ class Bucketed(Exchanging):
         first = held[0].tensor
         flat = torch.empty(sum(p.numel() for p, _ in held), dtype=first.dtype, device=first.device)
         pieces = flat.split_with_sizes([parameter.numel() for parameter, _ in held])
-        return Bucket.of(held, flat, [piece.view(p.shape) for piece, (p, _) in zip(pieces, held, strict=True)])
+        chunk = self.chunks.get(names[0], 0)
+        return Bucket.of(held, chunk, flat, [piece.view(p.shape) for piece, (p, _) in zip(pieces, held, strict=True)])
 
     @property
     def is_sending(self) -> bool:
@@ -107,8 +114,34 @@ class Bucketed(Exchanging):
                 bucket.handle.wait()
                 bucket.handle = None
             self.sum_over(bucket.copies_summed, bucket.flat)
+            self.sum_over_holders(bucket, bucket.flat)
         self._is_open = self._is_last = False
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def sum_over_holders(self, bucket: Bucket, flat: Tensor) -> None:
+        """Sum over the stages of a pipeline that hold the same parameters, in place."""
+        if len(bucket.holders) > 1:
+            self.holders[bucket.holders].all_reduce(flat, out=flat, algorithm=self.algorithm)
+
+    def begin(self, scale: float) -> None:
+        """Open a step whose passes a list of actions makes: gradients are added to zeroed buffers, by whoever has them.
+
+        Its exchange is started by `reduce`, chunk by chunk, or else by `finish`.
+        """
+        device = self.buckets[0].flat.device
+        self._totals, self._scale = torch.zeros(2, dtype=torch.float64, device=device), scale
+        self._is_last = True
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.is_started, bucket.has_come = False, [True] * len(bucket.parameters)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def reduce(self, chunk: int) -> None:
+        """All gradients of a chunk are there: begin to sum them over replicas."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk and not bucket.is_started:
+                self._start(bucket)
 
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the ranks that took other parts of the batch; a handle to wait for, or None.
@@ -145,7 +178,7 @@ class Bucketed(Exchanging):
         """A new step. Gradients begin as None: autograd then hands over its own tensor instead of adding to zeros."""
         self._is_open, self._next = True, 0
         for bucket in self.buckets:
-            bucket.has_come = [False] * len(bucket.parameters)
+            bucket.is_started, bucket.has_come = False, [False] * len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -159,9 +192,9 @@ class Bucketed(Exchanging):
 
     def _start_rest(self) -> None:
         """Exchange what has not been: buckets of which backward has not reached every parameter."""
-        for bucket in self.buckets[self._next :]:
-            self._start(bucket)
-        self._next = len(self.buckets)
+        for bucket in self.buckets:
+            if not bucket.is_started:
+                self._start(bucket)
 
     def _hook(self, bucket: Bucket, place: int) -> Any:
         def arrived(parameter: Tensor) -> None:
@@ -184,6 +217,7 @@ class Bucketed(Exchanging):
             self.buckets[started - 1].handle.test()
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.is_started = True
         for place, parameter in enumerate(bucket.parameters):
             if not bucket.has_come[place]:
                 bucket.views[place].zero_()
@@ -191,14 +225,15 @@ class Bucketed(Exchanging):
         bucket.handle = self.exchange(bucket)
 
 
-def packed(held: Mapping[str, Held], bucket_bytes: int) -> list[list[str]]:
-    """Names of parameters in the order backward comes to them, the last one first, packed by kind, dtype and size."""
+def packed(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[list[str]]:
+    """Names of parameters in the order backward comes to them, the last one first, packed by chunk, kind and size."""
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
     full: list[tuple[int, list[str]]] = []  # (place of its last parameter, names)
     filling: dict[Any, tuple[int, list[str], int]] = {}
     for place, (name, (parameter, shard)) in enumerate(list(held.items())[::-1]):
-        kind = (shard.copies, batch_summed(shard), copies_summed(shard), parameter.dtype, parameter.device)
+        sums = (shard.copies, batch_summed(shard), copies_summed(shard), chunks.get(name, 0), shard.holders)
+        kind = (sums, parameter.dtype, parameter.device)
         _, names, nbytes = filling.get(kind, (0, [], 0))
         names.append(name)
         nbytes += parameter.numel() * parameter.element_size()

@@ -149,11 +149,9 @@ class Zero(Bucketed):
         rows = RowsOfRanks([one.shard for one in held], self.group)
         part = torch.empty(rows.counts[rows.index], dtype=first.tensor.dtype, device=first.tensor.device)
         flat = part.new_empty(0)
-        whole = Bucket.of(held, flat, rows.split(part))
-        return ZeroBucket(
-            rows.mine[0].copies, whole.batch_summed, whole.copies_summed, whole.parameters, flat, whole.views,
-            rows=rows, part=part,
-        )  # fmt: skip
+        whole = Bucket.of(held, self.chunks.get(names[0], 0), flat, rows.split(part))
+        sums = (rows.mine[0].copies, whole.batch_summed, whole.copies_summed)
+        return ZeroBucket(*sums, whole.parameters, flat, whole.views, whole.chunk, whole.holders, rows=rows, part=part)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -174,7 +172,19 @@ class Zero(Bucketed):
         if self.is_sending:
             self._next = 0
             for bucket in self.buckets:
-                bucket.has_come = [False] * len(bucket.parameters)
+                bucket.is_started, bucket.has_come = False, [False] * len(bucket.parameters)
+
+    def begin(self, scale: float) -> None:
+        """Open a step whose passes a list of actions makes: gradients add up in `.grad` until `reduce` takes them."""
+        self._totals, self._scale = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].part.device), scale
+        self._open()
+        self._is_open, self._is_last = False, True  # hooks have nothing to do
+
+    def reduce(self, chunk: int) -> None:
+        """What the gradients of a chunk have come to so far: begin to sum it over replicas."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk:
+                self._start(bucket)
 
     def _open(self) -> None:
         super()._open()
@@ -210,6 +220,7 @@ class Zero(Bucketed):
 
     def _start(self, bucket: Bucket) -> None:
         assert isinstance(bucket, ZeroBucket)
+        bucket.is_started = True
         for place, parameter in enumerate(bucket.parameters):
             if not bucket.has_come[place]:  # made by an earlier microbatch alone, or not at all
                 self._fill(bucket, place, parameter.grad)
@@ -252,6 +263,7 @@ class Zero(Bucketed):
                 self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
             self.sum_over(tuple(block for block in bucket.batch_summed if block[0] != AXIS), bucket.part)
             self.sum_over(bucket.copies_summed, bucket.part)
+            self.sum_over_holders(bucket, bucket.part)
         self._is_open = self._is_last = False
         for held, view in zip(self.stepped.values(), self._views(), strict=True):
             held.tensor.grad = view
