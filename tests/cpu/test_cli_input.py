@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilemesh.cli.bench_collective_run import _table
+from tilemesh.bench.collective.table import table
 from tilemesh.cli.main import explain, main, one_line
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import RunError, UsageError
@@ -193,7 +193,7 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
             command="",
         )  # fmt: skip
 
-    lines = _table([made("auto", {"predicted": "not fitted"}), made("native", {"predicted": "never predicted"})])
+    lines = table([made("auto", {"predicted": "not fitted"}), made("native", {"predicted": "never predicted"})])
     assert [line for line in lines if "missing" in line] == [
         "limit is missing: not calibrated",
         "predicted is missing: not fitted",

@@ -117,7 +117,11 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             {"schedule": "interleaved", "interleave": 2},
             "schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b",
         ),
-        ({"schedule": "1b1f"}, "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, interleaved"),
+        (
+            {"schedule": "1b1f"},
+            "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, zb-h1, zb-h2, "
+            "interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe",
+        ),
         ({"recompute": "some"}, "unknown recompute 'some': did you mean 'none'? known are none, selective, full"),
         (
             {"attention": "flash"},
@@ -139,8 +143,9 @@ def test_from_toml_refuses_an_unknown_key_and_bad_syntax() -> None:
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dpp = 2\n", "best.toml")
     assert str(caught.value) == (
-        "best.toml: unknown key 'dpp': did you mean 'dp'? known are dp, tp, pp, sequence_parallel, zero, interleave, "
-        "chunk_layers, microbatch, accumulation, schedule, recompute, attention, precision"
+        "best.toml: unknown key 'dpp': did you mean 'dp'? known are dp, tp, pp, sequence_parallel, zero, zero_group, "
+        "interleave, chunk_layers, microbatch, accumulation, schedule, recompute, recompute_every, prefetch, offload, "
+        "attention, precision"
     )
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dp = 1\ntp =\n")

@@ -25,16 +25,16 @@ class UsageError(ValueError):
     """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2.
 
     The message may come in pieces: those that are an `Argument` read as Python spells them, or as a user types them.
-    They are the exception's plain `args`: what torch.compile traces raises this, and it traces no `__init__` of ours.
+    It has no `__init__`: torch.compile raises what ValueError's own one made, and in torch 2.11 nothing else.
     """
 
     def __str__(self) -> str:
-        return "".join(self.args)
+        return "".join(map(str, self.args))
 
     @property
     def typed(self) -> str:
         """The message for somebody who typed a command."""
-        return "".join(piece.typed if isinstance(piece, Argument) else piece for piece in self.args)
+        return "".join(piece.typed if isinstance(piece, Argument) else str(piece) for piece in self.args)
 
     def as_typed(self, names: Mapping[str, str]) -> UsageError:
         """The same error for a command that has options of its own for settings: what its user types, by setting."""

@@ -8,6 +8,7 @@ divisible by tp, pp at most the layers) is checked where the model is known: `wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,13 +16,26 @@ from tilemesh.core import config
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal[
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "dualpipe", "chimera", "terapipe",
+]  # fmt: skip
+"""Every name of `core/step/book.py`."""
+INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
+"""Schedules whose stages hold `interleave` chunks each."""
+IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
+TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
+"""Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
+OFFLOADS = ("optimizer", "activations", "weights")
+"""What may be moved to the host's memory while it is not needed."""
 
 _COUNTS = Range(1, 2**31 - 1)
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
+_COUNTS_OR_NONE = Range(0, _COUNTS.most)
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
@@ -44,36 +58,38 @@ class ModelPlacement:
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: int = 0
     """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
+    zero_group: int = 0
+    """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
+    of it. 0: all replicas are one group."""
     interleave: int = 1
-    """Model chunks a stage holds."""
+    """Model chunks a stage holds, for the schedules that leave it open: interleaved and breadth-first."""
     chunk_layers: tuple[int, ...] = ()
-    """Layers of each of the pp x interleave chunks, in the model's order; chunk c lies on stage c % pp. Empty: cut by
-    whoever runs it, as even as the layers, the embedding and the head allow."""
+    """Layers of each of the plan's chunks, in the model's order; the schedule says on which stage a chunk lies. Empty:
+    cut by whoever runs it, as even as the layers allow."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "interleave"):
             _COUNTS.check(name, getattr(self, name), whole=True)
         Range(0, 3).check("zero", self.zero, whole=True)
+        _COUNTS_OR_NONE.check("zero_group", self.zero_group, whole=True)
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
         if self.sequence_parallel and self.tp == 1:
             raise UsageError(
                 "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
             )
-        chunks = self.pp * self.interleave
         for layers in self.chunk_layers:
             _COUNTS.check("a number in chunk_layers", layers, whole=True)
-        if self.chunk_layers and len(self.chunk_layers) != chunks:
-            named = f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
-            raise UsageError(
-                f"chunk_layers has {len(self.chunk_layers)} numbers and {named} is {chunks} "
-                f"chunk{'s' * (chunks > 1)}: give one for each, or leave it empty"
-            )
 
     @property
     def axes(self) -> dict[str, int]:
         """The mesh's axes and their sizes: dp and tp always, others where they have more than one rank."""
         return {"dp": self.dp, "tp": self.tp} | ({"pp": self.pp} if self.pp > 1 else {})
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO cuts: 1 where it cuts nothing."""
+        return (self.zero_group or self.dp) if self.zero else 1
 
     @property
     def world(self) -> int:
@@ -91,18 +107,47 @@ class StepSettings:
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: Schedule = "1f1b"
     """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    slices: int = 1
+    """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
+    recompute_every: int | Literal["sqrt"] = 1
+    """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
+    the square root of the number of layers that a rank passes at once."""
+    prefetch: int = 1
+    """Layers ahead of their use for which ZeRO-3 gathers weights, and offloading fetches what it moved out."""
+    offload: str = ""
+    """Moved to the host's memory while not needed: some of optimizer, activations, weights, joined by commas."""
     attention: Attention = "fused"
     """Whether the scores exist in memory; decides their activations and their cost."""
     precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "accumulation"):
+        for name in ("microbatch", "accumulation", "slices"):
             _COUNTS.check(name, getattr(self, name), whole=True)
+        if self.recompute_every != "sqrt":
+            _COUNTS.check("recompute_every", self.recompute_every, whole=True)
+        _COUNTS_OR_NONE.check("prefetch", self.prefetch, whole=True)
+        if not isinstance(self.offload, str):
+            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by commas")
+        for name in self.offloads:
+            if name not in OFFLOADS:
+                raise unknown("offload", name, OFFLOADS)
         choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise unknown(name, str(getattr(self, name)), get_args(choice))
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What is moved to the host's memory, in the order of `OFFLOADS`; a word that is none of them comes last."""
+        given = dict.fromkeys(name.strip() for name in self.offload.split(",") if name.strip())
+        return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
+
+    def stretch(self, layers: int) -> int:
+        """Of so many layers passed at once, how many are computed again together; 0: none are."""
+        if self.recompute != "full":
+            return 0
+        return max(1, round(math.sqrt(layers))) if self.recompute_every == "sqrt" else self.recompute_every
 
     @property
     def compute_dtype(self) -> str:
@@ -117,14 +162,24 @@ class ParallelPlan(StepSettings, ModelPlacement):
     def __post_init__(self) -> None:
         ModelPlacement.__post_init__(self)
         StepSettings.__post_init__(self)
-        if self.interleave > 1 and self.schedule != "interleaved":
+        is_open = self.schedule in INTERLEAVED
+        if self.interleave > 1 and not is_open:
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
             )
-        if self.schedule == "interleaved" and self.interleave == 1:
-            raise UsageError("schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b")
-        if self.schedule == "interleaved" and self.pp == 1:
-            raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
+        if is_open and self.interleave == 1:
+            raise UsageError(
+                f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
+            )
+        if is_open and self.pp == 1:
+            raise UsageError(f"schedule is {self.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b")
+        if self.slices > 1 and self.schedule != "terapipe":
+            raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: set schedule=terapipe")
+        if self.chunk_layers and len(self.chunk_layers) != self.chunks:
+            raise UsageError(
+                f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
+                f"chunk{'s' * (self.chunks > 1)}: give one for each, or leave it empty"
+            )
 
     @classmethod
     def unchecked(cls, **fields: Any) -> ParallelPlan:
@@ -132,6 +187,20 @@ class ParallelPlan(StepSettings, ModelPlacement):
         made = object.__new__(cls)
         made.__dict__.update(fields)
         return made
+
+    @property
+    def chunks(self) -> int:
+        """Parts that the layers are cut into: one for each stage, or as many as the schedule has there."""
+        if self.pp == 1:
+            return 1
+        return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
+
+    @property
+    def chunks_words(self) -> str:
+        """What makes so many chunks, in words."""
+        if self.pp > 1 and self.schedule in IN_A_V:
+            return f"pp {self.pp} x 2 chunks of {self.schedule}"
+        return f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
 
     @property
     def batch(self) -> int:
@@ -144,12 +213,14 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
-            parts.append(f"ZeRO-{self.zero}")
+            parts.append(self._zero())
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         parts.append(f"microbatch {self.microbatch}")
         if self.recompute != "none":
-            parts.append(f"{self.recompute} recomputation")
+            parts.append(self._recomputation())
+        if self.offload:
+            parts.append(f"{' and '.join(self.offloads)} on the host")
         return ", ".join(parts)
 
     def describe(self) -> str:
@@ -158,16 +229,25 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
-            parts.append(f"ZeRO-{self.zero}")
+            parts.append(self._zero())
         parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         if len(set(self.chunk_layers)) > 1:
             parts.append(f"layers {'+'.join(map(str, self.chunk_layers))}")
         if self.recompute != "none":
-            parts.append(f"{self.recompute} recomputation")
+            parts.append(self._recomputation())
+        if self.offload:
+            parts.append(f"{' and '.join(self.offloads)} on the host")
         parts += [f"{self.attention} attention", self.precision]
         return ", ".join(parts)
+
+    def _zero(self) -> str:
+        return f"ZeRO-{self.zero}" + (f" within {self.zero_group} replicas" if self.zero_group else "")
+
+    def _recomputation(self) -> str:
+        every = "" if self.recompute_every == 1 else f" every {self.recompute_every} layers"
+        return f"{self.recompute} recomputation{every}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, JSON values only."""

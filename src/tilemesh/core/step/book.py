@@ -26,6 +26,30 @@ _BOTH_WAYS: dict[str, _Maker] = {"dualpipe": dual_pipe, "chimera": chimera}
 SCHEDULES = (*_ONE_CHUNK, *_SEVERAL_CHUNKS, *_TWO_CHUNKS, *_BOTH_WAYS, "terapipe")
 
 
+def microbatches_of(name: str, stages: int) -> tuple[int, int]:
+    """How many microbatches a schedule takes: at least so many, and a multiple of so many."""
+    if name == "interleaved":
+        return stages, stages
+    if name in _BOTH_WAYS:
+        return (2 * stages if name == "dualpipe" else 2), 2
+    return (2 * stages if name == "dualpipe-v" else 1), 1
+
+
+def why_not_built(name: str, stages: int, microbatches: int) -> str | None:
+    """Why a schedule cannot be made for so many stages and microbatches, with the nearest that can; None: it can."""
+    if name in _BOTH_WAYS and stages % 2:
+        return f"{name} takes an even number of stages: pp is {stages}, the next that can is {stages + 1}"
+    least, multiple = microbatches_of(name, stages)
+    nearest = max(least, -(-microbatches // multiple) * multiple)
+    if nearest == microbatches:
+        return None
+    taken = f"at least {least}" if multiple == 1 else f"a multiple of {multiple}, at least {least}"
+    return (
+        f"{name} with pp {stages} takes {taken} microbatches: accumulation is {microbatches}, {nearest} is the next "
+        "that can"
+    )
+
+
 def build(name: str, stages: int, microbatches: int, per_rank: int | None = None, slices: int = 1) -> StepProgram:
     """The schedule of that name on so many ranks.
 
