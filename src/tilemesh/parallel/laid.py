@@ -75,6 +75,11 @@ class Laid:
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of all parameters of the model, wherever they lie."""
+        return tuple(self.shards)
+
+    @property
     def loss_copies(self) -> int:
         """How many ranks have the same part of a loss: a sum over all ranks of the mesh counts it so many times."""
         return loss_shard(self.mesh).alike

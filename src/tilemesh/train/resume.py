@@ -57,7 +57,7 @@ def restore(loop: Loop, reader: Reader) -> None:
     values, step = reader.manifest.values, reader.manifest.step
     check_written_model(reader.manifest, loop.config.model, loop.folder)
     more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
-    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
@@ -140,6 +140,7 @@ def _load_hugging_face(loop: Loop, folder: Path) -> None:
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
     shards = loop.optimizer.shards
-    weights = {name: take(shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
+    read = huggingface.read_parameters(folder)
+    weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
     loop.optimizer.load_weights(weights)
     loop.laid.gradients.updated()
