@@ -21,7 +21,6 @@ from tilemesh.model.work.task import Task
 from tilemesh.plan import memory
 from tilemesh.plan.step import predict
 
-
 # ---- checkpointing -----------------------------------------------------------------------------------------------
 
 

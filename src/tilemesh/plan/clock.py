@@ -16,6 +16,8 @@ from typing import NamedTuple
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import SPLIT
+from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, replica_exchanges
 from tilemesh.model.work.operations import embedding_work, head_work, layer_work
@@ -37,6 +39,10 @@ class LayerTimes(NamedTuple):
     """In the forward pass."""
     exchange_back_s: float
     """In the backward pass, with what hidden exchanges cost all the same."""
+    exchange_split_s: float
+    """In the first half of a backward pass in two halves, where there are no weight gradients to hide behind."""
+    weight_s: float
+    """Of the backward pass, its second half: the weight gradients."""
     exchange_bytes: tuple[float, float]
     """Sent in the forward and in the backward pass."""
     head_s: tuple[float, float]
@@ -52,11 +58,25 @@ class LayerTimes(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Seconds of each chunk's two passes, sending included, and of sending once."""
+    """Seconds of each chunk's passes, backward in two halves, and of sending once.
+
+    Between CPU ranks a message is work of its sender and is part of the passes; elsewhere it delays its receiver.
+    """
 
     forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     hop_s: float
+    sender_waits: bool
+
+    @property
+    def step_times(self) -> StepTimes:
+        """As the simulator takes them."""
+        return StepTimes(self.forward_s, self.input_s, self.weight_s, 0.0 if self.sender_waits else self.hop_s)
+
+    def busy_s(self, held: Iterable[int]) -> float:
+        """A microbatch's passes through these chunks."""
+        return sum(self.forward_s[chunk] + self.input_s[chunk] + self.weight_s[chunk] for chunk in held)
 
 
 class Clock:
@@ -113,17 +133,22 @@ class Clock:
     def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
+        is_split = plan.pp > 1 and plan.schedule in SPLIT
         forward = layer.forward_s + layer.exchange_s
-        backward = layer.backward_s + layer.exchange_back_s + layer.recompute_s(plan.recompute) + accumulate_s
-        # The sender waits until its message has gone; the ends of the pipeline have nobody to send to.
+        inputs = layer.backward_s - layer.weight_s + layer.recompute_s(plan.recompute)
+        inputs += layer.exchange_split_s if is_split else layer.exchange_back_s
+        weights = layer.weight_s + accumulate_s
         hop = self.hop_s(plan) if plan.pp > 1 else 0.0
-        fs = [forward * count + hop for count in counts]
-        bs = [backward * count + hop for count in counts]
+        sender_waits = self.cluster.device.kind == "cpu"
+        # The ends of the pipeline have nobody to send to.
+        sent = hop if sender_waits else 0.0
+        fs = [forward * count + sent for count in counts]
+        bs = [inputs * count + sent for count in counts]
         fs[0] += layer.embedding_s[0] + layer.embedding_exchange_s
-        bs[0] += layer.embedding_s[1] - hop
-        fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - hop
+        bs[0] += layer.embedding_s[1] - sent
+        fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
-        return Chunks(tuple(fs), tuple(bs), hop)
+        return Chunks(tuple(fs), tuple(bs), tuple(weights * count for count in counts), hop, sender_waits)
 
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
@@ -133,9 +158,9 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
     # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
     hidden = constants.HIDDEN_COST if axis.hides else 1.0
 
-    def exchange_s(exchanges: Iterable[Exchange], backward: bool) -> float:
+    def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
         return sum(
-            (hidden if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
+            (cost if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
             for one in exchanges
             if one.backward is backward
         )
@@ -149,6 +174,8 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         scores_s=speed.seconds(layer.scores),
         exchange_s=exchange_s(layer.exchanges, False),
         exchange_back_s=exchange_s(layer.exchanges, True),
+        exchange_split_s=exchange_s(layer.exchanges, True, 1.0),
+        weight_s=speed.seconds(layer.weight_gradients),
         exchange_bytes=(sent_bytes(False), sent_bytes(True)),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),

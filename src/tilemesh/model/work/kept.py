@@ -123,15 +123,6 @@ def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     )
 
 
-def loss_kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
-    """The same of the output projection."""
-    rows = output_weight(model).shape(task.tp)[0]
-    return (
-        Kept("input of the logits", "b S D", task.tokens * model.width, task.size, 1),
-        Kept("gradient of the logits", "b S V/tp", task.tokens * rows, task.size, 1),
-    )
-
-
 def kept_bytes(kept: tuple[Kept, ...], recompute: str) -> tuple[int, int]:
     """Bytes a layer keeps on one rank, and bytes that come back while its backward pass runs."""
     everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
@@ -163,3 +154,12 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
         Kept("gradient of the output table", "V/tp D", rows * model.width, size, 1),
     )
+
+
+def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
+    """Of that, what stays from the last chunk's forward pass to its backward pass, which may come much later."""
+    rows, whole = output_weight(model).shape(task.tp)[0], task.tokens * model.width
+    if task.chunked_loss:  # both gradients are made in the forward pass
+        return whole * task.size + rows * model.width * 4
+    wide = max(task.size, 4) if task.code != "compiled" else task.size
+    return task.tokens * rows * wide + whole * (task.stream + task.size)

@@ -18,7 +18,7 @@ from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
-from tilemesh.model.work.kept import Kept, kept_for_weights, kept_tensors, loss_kept_for_weights, loss_tensors
+from tilemesh.model.work.kept import Kept, kept_for_weights, kept_tensors, loss_tensors
 from tilemesh.model.work.passes import (
     MemoryPass,
     embedding_passes,
@@ -88,7 +88,8 @@ class PartWork:
     scores: tuple[Operation, ...] = ()
     """Of `forward`, what selective recomputation repeats."""
     weight_gradients: tuple[Operation, ...] = ()
-    """Of `backward`, what nothing waits for: a backward pass in two halves leaves it for the second."""
+    """Of `backward`, what nothing waits for: a backward pass in two halves leaves it for the second. Not that of the
+    logits, whose gradient takes too much memory to be kept."""
     kept_for_weights: tuple[Kept, ...] = ()
     """What those read, so what is kept between the halves."""
 
@@ -184,9 +185,6 @@ def head_work(model: ModelConfig, task: Task) -> PartWork:
         backward=(*passes_back, *_input_gradients(logits), *_weight_gradients(logits)),
         kept=loss_tensors(model, task),
         exchanges=tuple(head_exchanges(model, task)),
-        # A loss over some rows at a time makes both gradients of the logits at once.
-        weight_gradients=() if task.chunked_loss else tuple(_weight_gradients(logits)),
-        kept_for_weights=() if task.chunked_loss else loss_kept_for_weights(model, task),
     )
 
 
