@@ -19,7 +19,11 @@ SMALL = "model.layers=5,model.width=32,model.heads=2,model.context=16,model.voca
 
 
 @pytest.mark.parametrize(
-    "sets", ["plan.precision=fp64", pytest.param("plan.precision=fp64,train.recompute_every=2", marks=pytest.mark.slow)]
+    "sets",
+    [
+        "plan.precision=fp64",
+        pytest.param("plan.precision=fp64,plan.recompute=full,plan.recompute_every=2", marks=pytest.mark.slow),
+    ],
 )
 def test_three_graphs_serve_five_layers(sets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(mesh="dp=1", sets=[SMALL, sets, "train.compile=layers,train.device=cpu"])

@@ -165,7 +165,7 @@ class TestResume:
             "plan.precision=bf16-master",
             "plan.precision=bf16,model.dropout=0.1",
             "plan.precision=fp16",
-            "plan.precision=fp64,train.recompute_every=sqrt",
+            "plan.precision=fp64,plan.recompute=full,plan.recompute_every=sqrt",
             "train.compile=false,plan.microbatch=2,checkpoint.background=false",
         ],
     )
@@ -182,8 +182,8 @@ class TestResume:
         assert (traced_steps(tmp_path / "a"), traced_steps(tmp_path / "b")) == ({1, 2, 3}, {1, 2, 3, 4, 5, 6})
 
     def test_recomputation_changes_nothing(self, text: str, tmp_path: Path) -> None:
-        for name, every in (("kept", "0"), ("again", "2")):
-            sets = f"train.steps=3,sample.tokens=0,train.recompute_every={every}"
+        for name, again in (("kept", "none"), ("again", "full,plan.recompute_every=2")):
+            sets = f"train.steps=3,sample.tokens=0,plan.recompute={again}"
             trained(made(text, "dp=1,tp=2", sets), tmp_path / name)
         assert losses(tmp_path / "kept") == losses(tmp_path / "again")
 

@@ -42,7 +42,7 @@ def digests(folder: Path, step: int) -> list[str]:
     "sets",
     [
         "plan.precision=bf16",
-        "plan.precision=bf16-master,train.recompute_every=2",
+        "plan.precision=bf16-master,plan.recompute=full,plan.recompute_every=2",
         "plan.precision=bf16,train.compile=true",
         "plan.precision=fp16",
         "plan.precision=bf16,model.dropout=0.1",
@@ -66,7 +66,7 @@ def test_stopped_and_resumed_is_never_stopped(sets: str, tmp_path: Path) -> None
     "sets",
     [
         "plan.precision=bf16",
-        "plan.precision=bf16-master,train.recompute_every=2,evaluate.every=2",
+        "plan.precision=bf16-master,plan.recompute=full,plan.recompute_every=2,evaluate.every=2",
         "plan.precision=bf16,train.compile=true,model.dropout=0.1",
         "plan.precision=fp32,optimizer.name=sgd,optimizer.lr=0.1,checkpoint.every=1",
         "plan.precision=fp64,optimizer.clip=0",

@@ -205,10 +205,20 @@ def test_a_small_model_is_told_that_one_gpu_would_do() -> None:
 
 
 def test_what_is_fixed_against_its_purpose_is_said_so() -> None:
-    found = search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse(["dp=1,tp=16,zero=3"]))
-    lines = why(found)
-    assert "ZeRO-3 saves nothing, as there is one replica" in lines[2]
-    assert lines[3].startswith("Beyond a node: tp 16 splits every layer across nodes")
+    found = search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse(["dp=1,tp=16"]))
+    assert why(found)[3].startswith("Beyond a node: tp 16 splits every layer across nodes")
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ("dp=1,tp=16,zero=3", "ZeRO shares among replicas and 16 ranks with dp=1, tp=16, zero=3 leave one: fix zero=0"),
+        ("tp=4,zero=2,zero_group=3", "zero_group is 3 and no dp of 16 ranks is a multiple of it: leave it out"),
+    ],
+)
+def test_zero_without_replicas_to_share_among_is_refused(fixed: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        search("llama-3-8b", "16xh100", batch=16, pins=Pins.parse([fixed]))
 
 
 def test_layouts_that_differ_in_sequence_parallelism_have_different_words() -> None:

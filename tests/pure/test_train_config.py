@@ -69,12 +69,12 @@ def test_a_plan_says_layout_and_batch(tmp_path: Path) -> None:
 def test_a_file_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayers=2\nwidth=32\nheads=2\nvocabulary=256\ncontext=16\n[train]\nbatch=4\n")
-    made = load(str(path), sets=["train.steps=7,optimizer.lr=0.5", "train.recompute_every=sqrt"])
+    made = load(str(path), sets=["train.steps=7,optimizer.lr=0.5", "plan.recompute=full,plan.recompute_every=sqrt"])
     assert (made.train.steps, made.optimizer.lr, made.batch, made.context) == (7, 0.5, 4, 16)
-    assert made.segment == 1
-    assert load(sets=["model.layers=16", "train.recompute_every=sqrt"]).segment == 4
-    assert load(sets=["plan.recompute=full"]).segment == 1
-    assert load().segment == 0
+    assert made.plan.stretch(made.model.layers) == 1
+    assert load(sets=["plan.recompute=full,plan.recompute_every=sqrt"]).plan.stretch(16) == 4
+    assert load(sets=["plan.recompute=full"]).plan.stretch(16) == 1
+    assert load().plan.stretch(16) == 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,12 @@ def test_a_file_and_settings(tmp_path: Path) -> None:
         ("train.context=999", "between 1 and model.context, 128"),
         ("data.held_out=1", "data.held_out is 1.0: expected at least 0 and below 1"),
         ("checkpoint.every=-1", "expected 0 or more"),
-        ("train.recompute_every=-2", "train.recompute_every is -2: expected between 0 and 10,000"),
+        ("plan.recompute=full,plan.recompute_every=-2", "recompute_every is -2: expected a whole number, between 1"),
+        ("plan.recompute_every=2", "only full recomputation has stretches of layers; set plan.recompute=full"),
+        ("plan.zero=4", "zero is 4: expected a whole number, between 0 and 3"),
+        ("plan.dp=1,plan.zero=1", "plan.zero is 1 and dp is 1: ZeRO shares among replicas and there is one; set plan"),
+        ("plan.dp=8,plan.zero=1,plan.zero_group=3", "zero_group is 3 and dp is 8: .*; set plan.zero_group=2"),
+        ("plan.offload=optimiser", "did you mean 'optimizer'"),
         ("optimizer.name=adam", "did you mean 'adamw'"),
         ("optimizer.clip=nan", "expected 0 or more"),
         ("train.graph=true", "train.graph=true is for one GPU alone"),

@@ -8,6 +8,7 @@ divisible by tp, pp at most the layers) is checked where the model is known: `wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -19,9 +20,12 @@ Schedule = Literal["gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
+OFFLOADS = ("optimizer", "activations", "weights")
+"""What may be moved to the host's memory while it is not needed."""
 
 _COUNTS = Range(1, 2**31 - 1)
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
+_COUNTS_OR_NONE = Range(0, _COUNTS.most)
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
@@ -44,6 +48,9 @@ class ModelPlacement:
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: int = 0
     """Sharded over dp: 1 optimiser states, 2 gradients as well, 3 weights as well."""
+    zero_group: int = 0
+    """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
+    of it. 0: all replicas are one group."""
     interleave: int = 1
     """Model chunks a stage holds."""
     chunk_layers: tuple[int, ...] = ()
@@ -54,6 +61,7 @@ class ModelPlacement:
         for name in ("dp", "tp", "pp", "interleave"):
             _COUNTS.check(name, getattr(self, name), whole=True)
         Range(0, 3).check("zero", self.zero, whole=True)
+        _COUNTS_OR_NONE.check("zero_group", self.zero_group, whole=True)
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
         if self.sequence_parallel and self.tp == 1:
@@ -76,6 +84,11 @@ class ModelPlacement:
         return {"dp": self.dp, "tp": self.tp} | ({"pp": self.pp} if self.pp > 1 else {})
 
     @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO cuts: 1 where it cuts nothing."""
+        return (self.zero_group or self.dp) if self.zero else 1
+
+    @property
     def world(self) -> int:
         """Ranks it needs."""
         return self.dp * self.tp * self.pp
@@ -92,6 +105,13 @@ class StepSettings:
     schedule: Schedule = "1f1b"
     """Order of forward and backward passes over the stages; says nothing when pp is 1."""
     recompute: Recompute = "none"
+    recompute_every: int | Literal["sqrt"] = 1
+    """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
+    the square root of the number of layers that a rank passes at once."""
+    prefetch: int = 1
+    """Layers ahead of their use for which ZeRO-3 gathers weights, and offloading fetches what it moved out."""
+    offload: str = ""
+    """Moved to the host's memory while not needed: some of optimizer, activations, weights, joined by commas."""
     attention: Attention = "fused"
     """Whether the scores exist in memory; decides their activations and their cost."""
     precision: Precision = "bf16"
@@ -99,10 +119,30 @@ class StepSettings:
     def __post_init__(self) -> None:
         for name in ("microbatch", "accumulation"):
             _COUNTS.check(name, getattr(self, name), whole=True)
+        if self.recompute_every != "sqrt":
+            _COUNTS.check("recompute_every", self.recompute_every, whole=True)
+        _COUNTS_OR_NONE.check("prefetch", self.prefetch, whole=True)
+        if not isinstance(self.offload, str):
+            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by commas")
+        for name in self.offloads:
+            if name not in OFFLOADS:
+                raise unknown("offload", name, OFFLOADS)
         choices = {"schedule": Schedule, "recompute": Recompute, "attention": Attention, "precision": Precision}
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise unknown(name, str(getattr(self, name)), get_args(choice))
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """What is moved to the host's memory, in the order of `OFFLOADS`; a word that is none of them comes last."""
+        given = dict.fromkeys(name.strip() for name in self.offload.split(",") if name.strip())
+        return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
+
+    def stretch(self, layers: int) -> int:
+        """Of so many layers passed at once, how many are computed again together; 0: none are."""
+        if self.recompute != "full":
+            return 0
+        return max(1, round(math.sqrt(layers))) if self.recompute_every == "sqrt" else self.recompute_every
 
     @property
     def compute_dtype(self) -> str:
@@ -144,12 +184,14 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
-            parts.append(f"ZeRO-{self.zero}")
+            parts.append(self._zero())
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         parts.append(f"microbatch {self.microbatch}")
         if self.recompute != "none":
-            parts.append(f"{self.recompute} recomputation")
+            parts.append(self._recomputation())
+        if self.offload:
+            parts.append(f"{' and '.join(self.offloads)} on the host")
         return ", ".join(parts)
 
     def describe(self) -> str:
@@ -158,16 +200,25 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.sequence_parallel:
             parts.append("sequence parallel")
         if self.zero:
-            parts.append(f"ZeRO-{self.zero}")
+            parts.append(self._zero())
         parts.append(f"batch {self.batch} ({self.accumulation} x {self.microbatch} a replica)")
         if self.pp > 1:
             parts.append(self.schedule + (f" {self.interleave}" if self.interleave > 1 else ""))
         if len(set(self.chunk_layers)) > 1:
             parts.append(f"layers {'+'.join(map(str, self.chunk_layers))}")
         if self.recompute != "none":
-            parts.append(f"{self.recompute} recomputation")
+            parts.append(self._recomputation())
+        if self.offload:
+            parts.append(f"{' and '.join(self.offloads)} on the host")
         parts += [f"{self.attention} attention", self.precision]
         return ", ".join(parts)
+
+    def _zero(self) -> str:
+        return f"ZeRO-{self.zero}" + (f" within {self.zero_group} replicas" if self.zero_group else "")
+
+    def _recomputation(self) -> str:
+        every = "" if self.recompute_every == 1 else f" every {self.recompute_every} layers"
+        return f"{self.recompute} recomputation{every}"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, JSON values only."""

@@ -28,10 +28,28 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     """All that keeps this plan from being run; nothing where it can be."""
     if plan.pp > 1:
         yield Lack("pp", f"pp is {plan.pp}", "training has no pipeline", "pp=1")
-    if plan.zero:
+    if plan.zero and plan.dp == 1:
+        why = "ZeRO shares among replicas and there is one"
+        yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0")
+    elif plan.zero and plan.zero_group and (plan.dp % plan.zero_group or plan.zero_group == 1):
+        given = f"zero_group is {plan.zero_group} and dp is {plan.dp}"
+        why = "groups of several replicas must make up dp"
+        yield Lack("zero_group", given, why, f"zero_group={_nearest_divisor(plan.dp, plan.zero_group)}")
+    elif plan.zero:
         why = "optimiser states, gradients and weights are whole in each replica"
         yield Lack(f"zero{plan.zero}", f"zero is {plan.zero}", why, "zero=0")
+    if plan.recompute_every != 1 and plan.recompute != "full":
+        given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
+        yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full")
+    for name in plan.offloads:
+        yield Lack(f"offload {name}", f"offload is {plan.offload}", f"{name} stay where they are", "offload=")
     if plan.recompute == "selective":
         yield Lack("selective", "recompute is selective", "attention here keeps no scores", "recompute=full")
     if plan.attention == "materialized":
         yield Lack("materialized", "attention is materialized", "attention here is one fused kernel", "attention=fused")
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """Of the divisors above 1, the one nearest to what was asked for."""
+    divisors = (size for size in range(2, number + 1) if number % size == 0)
+    return min(divisors, key=lambda size: abs(size - wanted))

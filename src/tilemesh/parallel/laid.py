@@ -62,7 +62,7 @@ class Laid:
         self.held = held
         self.seams = seams
         self.gradients = gradients
-        self.recompute_every = 1 if plan.recompute == "full" else 0
+        self.recompute_every = plan.stretch(len(module.layers) if isinstance(module, Transformer) else 1)
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
 
     @property

@@ -202,6 +202,9 @@ class Room:
         weights, gradients, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.dp)
         kept, recomputed = self.layer(plan)
         activations = layers_in_flight(plan, stage, counts) * kept
+        stretch = plan.stretch(layers)
+        if stretch > 1:  # one activation is kept for so many layers, which come back together
+            activations, recomputed = -(-activations // kept // stretch) * kept, stretch * recomputed
         logits = self.logits_bytes(plan) if last else 0
         code, is_gpu = self.code(plan), self._device.kind == "gpu"
         looked_up = 0

@@ -88,6 +88,8 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     precision = pins.precision or default_precision(device)
     device.peak(ParallelPlan(precision=precision).compute_dtype)  # refuses a dtype the device lacks
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
+    said = ("prefetch", "offload", "zero_group")
+    as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}
     for tp, pp, dp in meshes(estimator, pins):
         if batch % dp:
             continue
@@ -101,6 +103,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
                                 chunk_layers=(), microbatch=microbatch, accumulation=accumulation, schedule=schedule,
                                 recompute=recompute, attention=attention, precision=precision,
+                                recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1, **as_said,
                             )
                             for recompute in recomputes
                         ]  # fmt: skip
@@ -118,6 +121,8 @@ def meshes(estimator: Estimator, pins: Pins) -> Iterator[tuple[int, int, int]]:
             if (world // tp) % pp or pp > estimator.model.layers:
                 continue
             dp = world // tp // pp
+            if pins.zero and (dp == 1 or dp % (pins.zero_group or dp)):
+                continue
             if pins.dp in (None, dp):
                 yield tp, pp, dp
 
@@ -202,6 +207,11 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         named = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp") if (value := getattr(pins, name)))
         return f"{named} is {fixed} ranks, which do not divide the cluster's {world}"
     dps = sorted({dp for _, _, dp in meshes(estimator, pins)})
+    if not dps and pins.zero and not pins.zero_group:
+        fixed = pins.describe()
+        return f"ZeRO shares among replicas and {world} ranks with {fixed} leave one: fix zero=0"
+    if not dps and pins.zero:
+        return f"zero_group is {pins.zero_group} and no dp of {world} ranks is a multiple of it: leave it out"
     if not dps:
         return f"no split of {world} ranks suits {model.heads} heads and {model.layers} layers"
     good = [dp for dp in dps if batch % dp == 0]

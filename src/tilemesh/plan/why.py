@@ -99,14 +99,12 @@ def _time(result: SearchResult, best: Prediction) -> str:
 def _memory_techniques(result: SearchResult, best: Prediction) -> str:
     plan, parts = best.plan, []
     free = best.usable_bytes - best.memory.total_bytes
-    if plan.zero and plan.dp == 1:
-        parts.append(f"ZeRO-{plan.zero} saves nothing, as there is one replica")
-    elif plan.zero:
+    if plan.zero:
         sharded = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
         now = best.memory.weights_bytes + best.memory.gradients_bytes + best.memory.optimizer_bytes
         whole = sum(memory.STATE_BYTES[plan.precision])
         parts.append(
-            f"ZeRO-{plan.zero} keeps 1/{plan.dp} of the {sharded[plan.zero - 1]} on each GPU: "
+            f"ZeRO-{plan.zero} keeps 1/{plan.zero_ranks} of the {sharded[plan.zero - 1]} on each GPU: "
             f"{format_bytes(now)} of states instead of {format_bytes(_unsharded(best, whole))}"
         )
     if plan.recompute == "none":

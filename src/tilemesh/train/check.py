@@ -43,7 +43,6 @@ RANGES: dict[str, Range] = {
     "train.seed": SEED,
     "train.timeout_s": Range(0, 1e9, above=True),
     "train.trace_steps": _COUNT_OR_NONE,
-    "train.recompute_every": Range(0, 10_000),
     "optimizer.lr": Range(0),
     "optimizer.lr_end": Range(0),
     "optimizer.warmup": _COUNT_OR_NONE,
@@ -79,7 +78,7 @@ def check_values(made: TrainConfig) -> None:
         section, _, name = path.partition(".")
         value = getattr(getattr(made, section), name)
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)):  # not "sqrt", not None
+            if isinstance(number, (int, float)):  # not None
                 numbers.check(path, number)
     if not 1 <= made.context <= made.model.context:
         raise UsageError(f"train.context is {made.context}: expected between 1 and model.context, {made.model.context}")

@@ -6,7 +6,6 @@ settings; `check.py` says what it may be. No torch here: the command line reads 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +74,6 @@ class LoopConfig:
     """Who computes projections with their activations, norms with the addition before them, the loss from the last
     activations, and on a GPU AdamW's steps; auto: on a GPU tilemesh's kernels for AdamW, and for projections unless
     under torch.compile (which fuses activations with their neighbours); torch for everything else."""
-    recompute_every: int | Literal["sqrt"] | None = None
-    """Keep activations only before every K-th layer and compute the rest again; sqrt: K = sqrt(layers)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
@@ -159,14 +156,6 @@ class TrainConfig:
         """Whether steps may become a CUDA graph, given one GPU alone."""
         able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
         return able and self.train.device != "cpu" and self.train.graph is not False
-
-    @property
-    def segment(self) -> int:
-        """Layers that are recomputed together; 0: none are."""
-        every = self.train.recompute_every
-        if every == "sqrt":
-            return max(1, round(math.sqrt(self.model.layers)))
-        return every or (1 if self.plan.recompute == "full" else 0)
 
     def to_toml(self) -> str:
         return config.dump_toml(self)

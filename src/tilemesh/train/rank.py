@@ -204,7 +204,6 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
     laid = lay(model, mesh, config.plan, gradients=way, tokens=config.tokens_per_step)
-    laid.recompute_every = config.segment
     laid.module.train()
     return laid
 
