@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import IN_A_V, ParallelPlan
 from tilemesh.core.step.book import SPLIT
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
@@ -195,24 +195,42 @@ class DataExchange(NamedTuple):
 
 
 def data_exchange(
-    plan: ParallelPlan, axis: RanksOfNodes, parameters: int, forward_s: float, backward_s: float, layers: int
+    plan: ParallelPlan, clock: Clock, parameters: int, passes_s: tuple[float, float], layers: int
 ) -> DataExchange:
-    """For a rank with so many parameters in so many layers, whose passes of one microbatch take so long."""
+    """For a rank with so many parameters in so many layers, whose passes of one microbatch, forward and backward, take
+    so long."""
     weight, gradient, _ = STATE_BYTES[plan.precision]
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
-    found = replica_exchanges(plan.zero, plan.accumulation)
+    shared = plan.zero_ranks if plan.zero else plan.dp
+    axis = clock.group(shared, plan.tp)
+    found = replica_exchanges(plan.zero, plan.accumulation, gathered(plan))
     exposed_s = sent_bytes = 0.0
-    for exchanges, behind_s in ((found.forward, forward_s), (found.backward, backward_s), (found.alone, 0.0)):
-        exchange_s = sent = 0.0
-        for one in exchanges:
-            # One exchange a layer, so that it can hide behind the next layer's passes.
-            exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
-            sent += axis.sent_bytes(nbytes[one.what], one.collective)
-        hides, times = axis.hides and behind_s > 0, exchanges[0].times if exchanges else 0
-        slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
-        exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
-        sent_bytes += times * sent
+    for exchanges, behind_s in ((found.forward, passes_s[0]), (found.backward, passes_s[1]), (found.alone, 0.0)):
+        for times, several in itertools.groupby(exchanges, key=lambda one: one.times):
+            exchange_s = sent = 0.0
+            for one in several:
+                # One exchange a layer, so that it can hide behind the next layer's passes.
+                exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
+                sent += axis.sent_bytes(nbytes[one.what], one.collective)
+            hides = axis.hides and behind_s > 0
+            slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
+            exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
+            sent_bytes += times * sent
+    if plan.zero and plan.dp > shared:  # what a group has summed, summed over the groups
+        across, share = clock.group(plan.dp // shared, plan.tp * shared), nbytes["gradients"] / shared
+        exposed_s += across.exchange_s("all_reduce", share)
+        sent_bytes += across.sent_bytes(share, "all_reduce")
     return DataExchange(exposed_s, sent_bytes)
+
+
+def gathered(plan: ParallelPlan) -> int:
+    """How often a step of ZeRO-3 makes a rank's weights whole: for every pass, or in a pipeline, where a rank keeps the
+    chunks it will need next, as often as it turns to others."""
+    if plan.pp == 1:
+        return 2 * plan.accumulation
+    if plan.chunks // plan.pp <= 1 + plan.prefetch:
+        return 1
+    return max(2, 2 * plan.accumulation // (1 if plan.schedule in IN_A_V else plan.pp))
 
 
 def _left(exchange_s: float, behind_s: float, layers: int) -> float:
@@ -221,14 +239,18 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
 
 
-def exchanged(model: ModelConfig, plan: ParallelPlan, task: Task, layers: int) -> dict[str, dict[str, int]]:
-    """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
+def exchanged(
+    model: ModelConfig, plan: ParallelPlan, task: Task, counts: tuple[int, ...], held: tuple[int, ...]
+) -> dict[str, dict[str, int]]:
+    """Bytes of the buffers that the first rank, which holds these chunks, hands to each collective in a step, by axis
+    and operation.
 
     The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on
     the algorithm. Sums of single numbers (the loss, the gradients' norm) are left out.
     """
     found: dict[str, dict[str, int]] = {"tp": {}, "pp": {}, "dp": {}}
-    last, shards = plan.pp == 1, shard_parameters(model, plan.tp)
+    last, shards = len(counts) - 1 in held, shard_parameters(model, plan.tp)
+    layers = sum(counts[chunk] for chunk in held)
     weight, gradient, _ = STATE_BYTES[plan.precision]
 
     def add(axis: str, collective: str, nbytes: int) -> None:
@@ -245,12 +267,13 @@ def exchanged(model: ModelConfig, plan: ParallelPlan, task: Task, layers: int) -
         whole = shards.replicated(layers, True, last) if plan.sequence_parallel else 0
         add("tp", "all_reduce", gradient * (layers * shards.layer_repeated + whole))
     if plan.pp > 1:
-        # Each chunk's output goes on; the gradient of each chunk's input goes back, but for the model's own input.
-        sends = plan.accumulation * (2 * plan.interleave - 1)
+        # Each chunk's output goes on, but for the model's own; the gradient of each chunk's input goes back, but for that
+        # of the model's own input.
+        sends = plan.accumulation * (2 * len(held) - 1 - last)
         add("pp", "send", sends * task.tokens * model.width * task.size // plan.tp)
     if plan.dp > 1:
         nbytes = {"weights": weight, "gradients": gradient}
-        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation)):
+        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):
             add("dp", over.collective, over.times * nbytes[over.what] * shards.stage(layers, True, last))
     return {
         axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items() if any(by.values())

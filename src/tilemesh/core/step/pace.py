@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SPLIT, build, chunk_placement
 from tilemesh.core.step.schedules import warmup
 from tilemesh.core.step.simulate import StepTimes, simulate
@@ -16,8 +17,12 @@ from tilemesh.core.step.vees import held_in_vee
 
 _SETTLED_ROUNDS = 2  # rounds of `stages` microbatches before the pace of a pipeline is looked at
 _STEADY_ROUNDS = 3  # rounds that must take equally long to be its pace
+_SETTLED_FOR_MEMORY = 3  # rounds after which a rank holds no more than before
 _SAME = 1e-9
 _CHEAP_PASSES = 8_000  # to walk through for the pace of one pipeline
+
+ALL_AT_ONCE = ("gpipe", "breadth-first", "terapipe")
+"""Schedules that do all forward passes first, so that what they hold grows with the microbatches."""
 
 Held = tuple[tuple[int, int], ...]
 """Passes whose activations a rank holds at its fullest moments: from F to B or I, and from I to W."""
@@ -48,6 +53,14 @@ def most_held(name: str, rank: int, stages: int, microbatches: int, interleave: 
         case "breadth-first" | "gpipe" | "terapipe":
             return ((m * interleave, 0),)
     return ((warmup(name, rank, stages, microbatches, interleave) + 1, 0),)
+
+
+def program_for_memory(name: str, stages: int, microbatches: int, interleave: int, slices: int = 1) -> StepProgram:
+    """A step that holds as much as that of so many microbatches: of most schedules a shorter one, as the steady state
+    repeats."""
+    enough = _SETTLED_FOR_MEMORY * stages + microbatches % stages
+    count = microbatches if name in ALL_AT_ONCE else min(microbatches, enough)
+    return _built(name, stages, count, interleave, slices)
 
 
 def bubble_fraction(name: str, stages: int, microbatches: int, interleave: int = 1) -> float:
@@ -172,4 +185,6 @@ def _least_s(name: str, stages: int, microbatches: int, interleave: int, times: 
     )
 
 
-_built = functools.lru_cache(maxsize=32)(build)
+@functools.lru_cache(maxsize=32)
+def _built(name: str, stages: int, microbatches: int, interleave: int, slices: int = 1) -> StepProgram:
+    return build(name, stages, microbatches, interleave if interleave > 1 else None, slices)
