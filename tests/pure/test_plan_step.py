@@ -132,7 +132,7 @@ def test_recomputing_more_takes_longer() -> None:
         ({"pp": 8, "schedule": "interleaved", "interleave": 5}, "needs as many layers, the model has 32: pp 6 at most"),
         (
             {"pp": 8, "schedule": "interleaved", "interleave": 2, "accumulation": 3},
-            "no multiple of 8, 8 is the next",
+            "takes a multiple of 8, at least 8 microbatches: accumulation is 3, 8 is the next",
         ),
     ],
 )

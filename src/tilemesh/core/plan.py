@@ -16,7 +16,17 @@ from tilemesh.core import config
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal[
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "dualpipe", "chimera", "terapipe",
+]  # fmt: skip
+"""Every name of `core/step/book.py`."""
+INTERLEAVED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
+"""Schedules whose stages hold `interleave` chunks each."""
+IN_A_V: tuple[Schedule, ...] = ("zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules whose stages hold two chunks each, one on the way down the ranks and one on the way up."""
+TWO_WAYS: tuple[Schedule, ...] = ("dualpipe", "chimera")
+"""Schedules with as many chunks as stages, each of which two ranks hold: microbatches pass in both directions."""
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["fused", "materialized"]
 Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
@@ -52,10 +62,10 @@ class ModelPlacement:
     """Replicas that share what ZeRO shards, neighbours along dp such as those of one node; every such group holds all
     of it. 0: all replicas are one group."""
     interleave: int = 1
-    """Model chunks a stage holds."""
+    """Model chunks a stage holds, for the schedules that leave it open: interleaved and breadth-first."""
     chunk_layers: tuple[int, ...] = ()
-    """Layers of each of the pp x interleave chunks, in the model's order; chunk c lies on stage c % pp. Empty: cut by
-    whoever runs it, as even as the layers, the embedding and the head allow."""
+    """Layers of each of the plan's chunks, in the model's order; the schedule says on which stage a chunk lies. Empty:
+    cut by whoever runs it, as even as the layers allow."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "interleave"):
@@ -68,15 +78,8 @@ class ModelPlacement:
             raise UsageError(
                 "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
             )
-        chunks = self.pp * self.interleave
         for layers in self.chunk_layers:
             _COUNTS.check("a number in chunk_layers", layers, whole=True)
-        if self.chunk_layers and len(self.chunk_layers) != chunks:
-            named = f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
-            raise UsageError(
-                f"chunk_layers has {len(self.chunk_layers)} numbers and {named} is {chunks} "
-                f"chunk{'s' * (chunks > 1)}: give one for each, or leave it empty"
-            )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -104,6 +107,8 @@ class StepSettings:
     """Microbatches of one replica in a step; with pp > 1 these are what fills the pipeline."""
     schedule: Schedule = "1f1b"
     """Order of forward and backward passes over the stages; says nothing when pp is 1."""
+    slices: int = 1
+    """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
     recompute_every: int | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
@@ -117,7 +122,7 @@ class StepSettings:
     precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "accumulation"):
+        for name in ("microbatch", "accumulation", "slices"):
             _COUNTS.check(name, getattr(self, name), whole=True)
         if self.recompute_every != "sqrt":
             _COUNTS.check("recompute_every", self.recompute_every, whole=True)
@@ -157,14 +162,24 @@ class ParallelPlan(StepSettings, ModelPlacement):
     def __post_init__(self) -> None:
         ModelPlacement.__post_init__(self)
         StepSettings.__post_init__(self)
-        if self.interleave > 1 and self.schedule != "interleaved":
+        is_open = self.schedule in INTERLEAVED
+        if self.interleave > 1 and not is_open:
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule}: set schedule=interleaved"
             )
-        if self.schedule == "interleaved" and self.interleave == 1:
-            raise UsageError("schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b")
-        if self.schedule == "interleaved" and self.pp == 1:
-            raise UsageError("schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b")
+        if is_open and self.interleave == 1:
+            raise UsageError(
+                f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
+            )
+        if is_open and self.pp == 1:
+            raise UsageError(f"schedule is {self.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b")
+        if self.slices > 1 and self.schedule != "terapipe":
+            raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: set schedule=terapipe")
+        if self.chunk_layers and len(self.chunk_layers) != self.chunks:
+            raise UsageError(
+                f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
+                f"chunk{'s' * (self.chunks > 1)}: give one for each, or leave it empty"
+            )
 
     @classmethod
     def unchecked(cls, **fields: Any) -> ParallelPlan:
@@ -172,6 +187,20 @@ class ParallelPlan(StepSettings, ModelPlacement):
         made = object.__new__(cls)
         made.__dict__.update(fields)
         return made
+
+    @property
+    def chunks(self) -> int:
+        """Parts that the layers are cut into: one for each stage, or as many as the schedule has there."""
+        if self.pp == 1:
+            return 1
+        return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
+
+    @property
+    def chunks_words(self) -> str:
+        """What makes so many chunks, in words."""
+        if self.pp > 1 and self.schedule in IN_A_V:
+            return f"pp {self.pp} x 2 chunks of {self.schedule}"
+        return f"pp {self.pp}" + (f" x interleave {self.interleave}" if self.interleave > 1 else "")
 
     @property
     def batch(self) -> int:

@@ -38,6 +38,30 @@ def chunk_placement(name: str, stages: int, per_rank: int = 1) -> ChunkPlacement
     return two_ways(stages) if name in _BOTH_WAYS else loop(stages, per_rank if name in _SEVERAL_CHUNKS else 1)
 
 
+def microbatches_of(name: str, stages: int) -> tuple[int, int]:
+    """How many microbatches a schedule takes: at least so many, and a multiple of so many."""
+    if name == "interleaved":
+        return stages, stages
+    if name in _BOTH_WAYS:
+        return (2 * stages if name == "dualpipe" else 2), 2
+    return (2 * stages if name == "dualpipe-v" else 1), 1
+
+
+def why_not_built(name: str, stages: int, microbatches: int) -> str | None:
+    """Why a schedule cannot be made for so many stages and microbatches, with the nearest that can; None: it can."""
+    if name in _BOTH_WAYS and stages % 2:
+        return f"{name} takes an even number of stages: pp is {stages}, the next that can is {stages + 1}"
+    least, multiple = microbatches_of(name, stages)
+    nearest = max(least, -(-microbatches // multiple) * multiple)
+    if nearest == microbatches:
+        return None
+    taken = f"at least {least}" if multiple == 1 else f"a multiple of {multiple}, at least {least}"
+    return (
+        f"{name} with pp {stages} takes {taken} microbatches: accumulation is {microbatches}, {nearest} is the next "
+        "that can"
+    )
+
+
 def build(name: str, stages: int, microbatches: int, per_rank: int | None = None, slices: int = 1) -> StepProgram:
     """The schedule of that name on so many ranks.
 

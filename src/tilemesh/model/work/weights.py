@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.book import why_not_built
 from tilemesh.model.config import ModelConfig
 
 WeightSplit = Literal["column", "row", "vocabulary", "whole"]
@@ -227,13 +228,13 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     """
     if ranks is not None and plan.world != ranks:
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
-    if plan.pp * plan.interleave > model.layers:
-        chunks = f"pp {plan.pp}" + (f" x interleave {plan.interleave}" if plan.interleave > 1 else "")
-        most = model.layers // plan.interleave
-        return f"{chunks} needs as many layers, the model has {model.layers}" + (f": pp {most} at most" if most else "")
-    if plan.schedule == "interleaved" and plan.accumulation % plan.pp:
-        groups, next_one = "interleaved takes microbatches in groups of pp", -(-plan.accumulation // plan.pp) * plan.pp
-        return f"{groups}: {plan.accumulation} a replica is no multiple of {plan.pp}, {next_one} is the next that is"
+    if plan.chunks > model.layers:
+        most = model.layers // (plan.chunks // plan.pp)
+        at_most = f": pp {most} at most" if most else ""
+        return f"{plan.chunks_words} needs as many layers, the model has {model.layers}{at_most}"
+    reason = why_not_built(plan.schedule, plan.pp, plan.accumulation) if plan.pp > 1 else None
+    if reason:
+        return f"schedule {reason}"
     if plan.chunk_layers and sum(plan.chunk_layers) != model.layers:
         return f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {model.layers}"
     reason = why_not_tp(model, plan.tp)

@@ -1,0 +1,86 @@
+"""From a parallel plan to the whole list of actions of a step: what is planned, drawn, simulated and run is this list.
+
+A plan with pp stages takes its schedule by name. Without a pipeline a step is a list for one rank: its microbatches one
+after the other through one chunk, or, where weights are cut over replicas (ZeRO-3), through one chunk per layer, so
+that gathers have places to stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.action import Action, StepProgram
+from tilemesh.core.step.book import build, why_not_built
+from tilemesh.core.step.passes import exchange, gather
+from tilemesh.core.step.placement import ChunkPlacement
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step's lists, and the layers that they are about."""
+
+    program: StepProgram
+    layers: tuple[range, ...]
+    """Of each chunk. The embedding is with the first, the head with the last."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether backward passes are done in two halves, I and W."""
+        return "I" in self.program.kinds
+
+
+def chunk_layers(plan: ParallelPlan, layers: int) -> tuple[int, ...]:
+    """How many layers each chunk has: as the plan says, or evenly, the chunks in the middle taking what is over.
+
+    The first chunk has the embedding and the last the head, which are work too.
+    """
+    if plan.chunk_layers:
+        if sum(plan.chunk_layers) != layers:
+            raise UsageError(f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {layers}")
+        return plan.chunk_layers
+    chunks = layers if _by_layer(plan) else plan.chunks
+    if chunks > layers:
+        raise UsageError(f"{plan.chunks_words} needs as many layers, the model has {layers}")
+    base, over = divmod(layers, chunks)
+    first = (chunks - over + 1) // 2  # of those in the middle that have one more
+    return tuple(base + (first <= chunk < first + over) for chunk in range(chunks))
+
+
+def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> PlannedStep:
+    """The step of a plan for a model of so many layers, with all that moves data. `update`: the optimizer's step too.
+
+    REDUCE is there where several ranks have parts of a gradient: replicas, or the two holders of a chunk.
+    """
+    counts = chunk_layers(plan, layers)
+    ends = (0, *accumulate(counts))
+    if plan.pp > 1:
+        reason = why_not_built(plan.schedule, plan.pp, plan.accumulation)
+        if reason:
+            raise UsageError(f"schedule {reason}")
+        per_rank = plan.interleave if plan.interleave > 1 else None
+        program = build(plan.schedule, plan.pp, plan.accumulation, per_rank, plan.slices)
+    else:
+        program = one_rank(len(counts), plan.accumulation)
+    if plan.zero == 3:
+        program = gather(program)
+    has_two = any(len(holders) > 1 for holders in program.placement.holders)
+    reduce = "" if plan.dp == 1 and not has_two else "microbatch" if plan.zero > 1 else "step"
+    program = exchange(program, reduce=reduce, update=update)
+    return PlannedStep(program, tuple(range(begin, end) for begin, end in pairwise(ends)))
+
+
+def one_rank(chunks: int, microbatches: int) -> StepProgram:
+    """Every microbatch through all chunks and back, one after the other, on one rank."""
+    actions: list[Action] = []
+    for m in range(microbatches):
+        actions += [Action("F", chunk, m) for chunk in range(chunks)]
+        actions += [Action("B", chunk, m) for chunk in reversed(range(chunks))]
+    return StepProgram("one rank", ChunkPlacement("one rank", 1, ((0,) * chunks,)), microbatches, (tuple(actions),))
+
+
+def _by_layer(plan: ParallelPlan) -> bool:
+    """Whether each layer is a chunk of its own."""
+    return plan.pp == 1 and plan.zero == 3

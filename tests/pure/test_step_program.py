@@ -1,0 +1,72 @@
+"""From a plan to a step's lists: every schedule by its name, proved; layers of the chunks; what cannot be made."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Schedule
+from tilemesh.core.step.book import SCHEDULES, build, microbatches_of, why_not_built
+from tilemesh.core.step.check import check
+from tilemesh.core.step.program import chunk_layers, step_program
+
+
+def plan_of(schedule: str, pp: int, accumulation: int, **more: object) -> ParallelPlan:
+    interleave = 2 if schedule in INTERLEAVED else 1
+    return ParallelPlan(pp=pp, schedule=schedule, accumulation=accumulation, interleave=interleave, **more)  # type: ignore[arg-type]
+
+
+def test_a_plan_may_name_every_schedule() -> None:
+    assert set(get_args(Schedule)) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_every_schedule_becomes_a_proved_step(schedule: str, dp: int) -> None:
+    plan = plan_of(schedule, 4, 8, dp=dp)
+    step = step_program(plan, 9)
+    check(step.program)
+    assert step.program.chunks == plan.chunks == len(step.layers)
+    assert [layer for layers in step.layers for layer in layers] == list(range(9))
+    reduces = "REDUCE" in step.program.kinds
+    assert reduces == (dp > 1 or schedule in ("dualpipe", "chimera"))
+    check(step_program(plan, 9, update=True).program)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_without_a_pipeline(zero: int) -> None:
+    step = step_program(ParallelPlan(dp=2, zero=zero, accumulation=3), 5, update=True)
+    check(step.program)
+    assert step.program.chunks == (5 if zero == 3 else 1)
+    assert ("GATHER" in step.program.kinds) == (zero == 3)
+
+
+@given(schedule=st.sampled_from(SCHEDULES), pp=st.integers(2, 5), microbatches=st.integers(1, 12))
+@settings(max_examples=150, deadline=None)
+def test_what_is_refused_is_what_cannot_be_made(schedule: str, pp: int, microbatches: int) -> None:
+    reason = why_not_built(schedule, pp, microbatches)
+    try:
+        build(schedule, pp, microbatches)
+        assert reason is None
+    except UsageError:
+        assert reason is not None
+    if reason is not None and "stages" not in reason:
+        least, multiple = microbatches_of(schedule, pp)
+        nearest = int(reason.rsplit(", ", 1)[1].split()[0])
+        assert nearest >= least
+        assert nearest % multiple == 0
+        build(schedule, pp, nearest)
+
+
+def test_layers_are_cut_evenly_and_the_ends_have_less() -> None:
+    assert chunk_layers(ParallelPlan(pp=4), 10) == (2, 3, 3, 2)
+    assert chunk_layers(ParallelPlan(pp=2, schedule="zb-v", accumulation=4), 6) == (1, 2, 2, 1)
+    assert chunk_layers(ParallelPlan(pp=2, chunk_layers=(5, 1)), 6) == (5, 1)
+    with pytest.raises(UsageError, match="pp 2 x 2 chunks of zb-v needs as many layers, the model has 3"):
+        chunk_layers(ParallelPlan(pp=2, schedule="zb-v"), 3)
+    with pytest.raises(UsageError, match="add up to 6"):
+        chunk_layers(ParallelPlan(pp=2, chunk_layers=(5, 1)), 7)
