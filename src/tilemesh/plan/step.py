@@ -18,7 +18,7 @@ from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
 from tilemesh.core.step.book import SPLIT, chunk_placement
-from tilemesh.core.step.program import chunk_layers
+from tilemesh.core.step.pace import RankLoad
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
@@ -26,7 +26,7 @@ from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
 from tilemesh.plan.cut import cut, spread
-from tilemesh.plan.memory import STATE_BYTES, RankMemory, Room, usable_bytes
+from tilemesh.plan.memory import STATE_BYTES, Room, usable_bytes
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
@@ -51,6 +51,9 @@ class Frame(NamedTuple):
     chunks: Chunks
     most_parameters: int
     """Of any rank: it exchanges and updates longest."""
+
+    load: RankLoad
+    """As `pace.closed_form_s` takes it."""
 
     def busy_s(self, rank: int) -> float:
         """A rank's passes for one microbatch."""
@@ -117,16 +120,18 @@ class Estimator:
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
+        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
     # ---- two answers -------------------------------------------------------------------------------------------
 
     def fits(self, plan: ParallelPlan) -> bool:
-        return self.memory(plan).total_bytes <= self.usable_bytes
+        return self.total_bytes(plan) <= self.usable_bytes
 
-    def memory(self, plan: ParallelPlan) -> RankMemory:
-        return self.room.fullest(plan, self._frame(plan).counts)
+    def total_bytes(self, plan: ParallelPlan) -> int:
+        """Of the fullest rank, quickly."""
+        return self.room.most_bytes(plan, self._counts(plan, exact=False))
 
     def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
@@ -138,15 +143,9 @@ class Estimator:
         )
         return max(device_s, self._host_s(plan, max(frame.layers)))
 
-    def settled(self, plan: ParallelPlan) -> ParallelPlan:
-        """The plan with its layers cut into chunks as even in time as they can be."""
-        if plan.pp == 1 or plan.chunk_layers:
-            return plan
-        return dataclasses.replace(plan, chunk_layers=self._cut(plan, exact=True))
-
     def predict(self, plan: ParallelPlan) -> Prediction:
-        """The full answer; UsageError for a layout that cannot exist. A plan that does not say where its layers are cut
-        is predicted as it is run, with as many in each chunk."""
+        """The full answer; UsageError for a layout that cannot exist. Where the plan does not say how its layers are
+        cut into chunks, they are cut as even in time as they can be (`Prediction.settled_plan`)."""
         problem = why_not(self.model, plan, self.cluster.world)
         if problem:
             raise UsageError(problem)
@@ -160,7 +159,7 @@ class Estimator:
             model_flops=model_flops(self.model, plan.batch, self.context),
             hardware_flops=hardware_flops(self.model, plan.batch, self.context, plan.recompute),
             peak_flops_per_s=peak,
-            memory=self.room.fullest(plan, frame.counts, exact=True),
+            memory=self.room.fullest(plan, frame.counts),
             usable_bytes=self.usable_bytes,
             times=times,
             traffic=self._traffic(plan, frame),
@@ -191,31 +190,39 @@ class Estimator:
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
-            if exact:
-                counts = chunk_layers(plan, self.model.layers) if plan.pp > 1 else (self.model.layers,)
-            else:
-                counts = plan.chunk_layers or self._cut(plan, exact=False)
+            counts = self._counts(plan, exact)
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
             held = placement.held if plan.pp > 1 else ((0,),)
             layers = tuple(sum(counts[chunk] for chunk in mine) for mine in held)
             shards, last = self.room.shards(plan.tp), len(counts) - 1
             most = max(shards.stage(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
-            found = self._frames[key] = Frame(counts, held, len(placement.directions), layers, chunks, most)
+            ways = len(placement.directions)
+            load = RankLoad.of(held, chunks.step_times, ways)
+            found = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
         return found
 
-    def _cut(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
-        """Layers of each chunk, as even in time as can be; `exact`: by dynamic programming."""
+    def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
+        """Layers of each chunk: as the plan says, or as even in time as can be; `exact`: by dynamic programming."""
+        if plan.chunk_layers:
+            return plan.chunk_layers
         if plan.pp == 1:
             return (self.model.layers,)
-        layer = self.clock.layer(plan)
-        one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
-        one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
-        # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
-        first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
-        last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
+        key = (
+            plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
+            plan.accumulation > 1,
+        )  # fmt: skip
+        ends = self._ends.get(key)
+        if ends is None:
+            layer = self.clock.layer(plan)
+            one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
+            one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
+            # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
+            first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
+            last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
+            ends = self._ends[key] = (first, last)
         if exact and self.model.layers * plan.chunks < MOST_CUTS:
-            return cut((1.0,) * self.model.layers, plan.chunks, first, last)
-        return spread(self.model.layers, plan.chunks, first, last)
+            return cut((1.0,) * self.model.layers, plan.chunks, *ends)
+        return spread(self.model.layers, plan.chunks, *ends)
 
     def _accumulate_s(self, plan: ParallelPlan) -> float:
         """Adding a microbatch's gradients of a layer to those before."""
@@ -262,7 +269,7 @@ class Estimator:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
         if plan.world > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
             return False
-        return self.graph and self.memory(plan).total_bytes <= REPLAY_ROOM * self.cluster.device.usable_bytes
+        return self.graph and self.total_bytes(plan) <= REPLAY_ROOM * self.cluster.device.usable_bytes
 
     def host_s(self, plan: ParallelPlan) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
@@ -332,4 +339,4 @@ def _closed_form_s(plan: ParallelPlan, frame: Frame) -> float:
     if plan.pp == 1:
         return plan.accumulation * frame.busy_s(0)
     shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
-    return pace.closed_form_s(*shape, frame.chunks.step_times)
+    return pace.closed_form_s(*shape, frame.load)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SPLIT, build, chunk_placement
@@ -63,6 +64,7 @@ def program_for_memory(name: str, stages: int, microbatches: int, interleave: in
     return _built(name, stages, count, interleave, slices)
 
 
+@functools.cache
 def bubble_fraction(name: str, stages: int, microbatches: int, interleave: int = 1) -> float:
     """What a step waits, if all chunks take equally long, F, I and W too: (p-1)/(m+p-1) for 1F1B and GPipe,
     (p-1)/(v m+p-1) interleaved."""
@@ -78,25 +80,40 @@ def bubble_fraction(name: str, stages: int, microbatches: int, interleave: int =
     )
 
 
-def closed_form_s(name: str, stages: int, microbatches: int, interleave: int, times: StepTimes) -> float:
+class RankLoad(NamedTuple):
+    """What closed forms need of a pipeline's times: one microbatch's work on the busiest rank, on all the others
+    together, and of that the parts F, I and W; the longest of an average rank's F, I and W; and a message's time."""
+
+    slowest_s: float
+    others_s: float
+    forward_s: float
+    input_s: float
+    weight_s: float
+    longest_s: float
+    transfer_s: float
+
+    @classmethod
+    def of(cls, held: Sequence[Sequence[int]], times: StepTimes, ways: int = 1) -> RankLoad:
+        """For ranks that hold these chunks. `ways`: with two directions each sees half of the microbatches."""
+        parts = [
+            [sum([taken[chunk] for chunk in mine]) / ways for mine in held]
+            for taken in (times.forward_s, times.input_s, times.weight_s)
+        ]
+        work = [sum(each) for each in zip(*parts, strict=True)]
+        f, i, w = (sum(each) - max(each) for each in parts)
+        return cls(max(work), sum(work) - max(work), f, i, w, max(map(sum, parts)) / len(held), times.transfer_s)
+
+
+def closed_form_s(name: str, stages: int, microbatches: int, interleave: int, load: RankLoad) -> float:
     """Length of a step, quickly: all microbatches through the busiest rank, and the bubble of the schedule.
 
     What simulation gives for equal chunks of GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2, and on a V where I is no
     shorter than F; a ranking for the others.
     """
-    held = chunk_placement(name, stages, interleave).held
-    forward, inputs, weights = (
-        [sum(taken[chunk] for chunk in mine) for mine in held]
-        for taken in (times.forward_s, times.input_s, times.weight_s)
-    )
-    both_ways = 2 if name in ("dualpipe", "chimera") else 1  # every chunk is on two ranks, half of the batch on each
-    work = [(f + i + w) / both_ways for f, i, w in zip(forward, inputs, weights, strict=True)]
-    slowest = max(work)
-    total = microbatches * slowest
+    f, i, w = load.forward_s, load.input_s, load.weight_s
+    total = microbatches * load.slowest_s
     if stages == 1:
         return total
-    rest = [sum(taken) - max(taken) for taken in (forward, inputs, weights)]
-    f, i, w = (each / both_ways for each in rest)
     match name:
         case "zb-h1":
             waits = max(f, f + i - w)
@@ -105,8 +122,8 @@ def closed_form_s(name: str, stages: int, microbatches: int, interleave: int, ti
         case "zb-v":
             waits = max(f / 2, i / 2, i - w)
         case "v-half" | "v-min":
-            # Their slots are equally long: where F, I and W are not, a rank waits in every one.
-            slots = microbatches * (3 * max(max(forward), max(inputs), max(weights)) - slowest)
+            # Their slots are equally long: where F, I and W are not, a rank waits in every one, but in a short V.
+            slots = microbatches * max(0.0, 3 * load.longest_s - load.slowest_s) if stages > 3 else 0.0
             waits = i + 0.4 * f + slots / 2 if name == "v-half" else f + 0.9 * i + slots
         case "dualpipe-v":
             waits = max(f, f + i - w)
@@ -115,8 +132,8 @@ def closed_form_s(name: str, stages: int, microbatches: int, interleave: int, ti
         case "chimera":
             waits = (f + i + w) * (stages - 2) / (stages - 1)
         case _:
-            waits = (sum(work) - slowest) / (interleave if name in ("interleaved", "breadth-first") else 1)
-    return total + waits + _messages(name, stages, interleave) * times.transfer_s
+            waits = load.others_s / (interleave if name in ("interleaved", "breadth-first") else 1)
+    return total + waits + _messages(name, stages, interleave) * load.transfer_s
 
 
 def _messages(name: str, stages: int, interleave: int) -> int:
