@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tilemesh.comm.chart import draw
+from tilemesh.bench.collective.chart import draw
 from tilemesh.measure.row import read_rows
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import math
 import re
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+from tilemesh.bench.kernel.book import bench_of
+from tilemesh.bench.kernel.matmul import BENCH
+from tilemesh.bench.kernel.measure import MeasuredDevice, _check, _limit, bench_rows
+from tilemesh.bench.roofline import draw, svg
 from tilemesh.cli.bench_kernel import bench_kernel
 from tilemesh.cli.main import main
 from tilemesh.cli.tune import tune
@@ -24,8 +29,6 @@ from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
 from tilemesh.kernels import FusedLinear, registry, scale_shift
-from tilemesh.kernels.bench.chart import draw, svg
-from tilemesh.kernels.bench.measure import MeasuredDevice, _check, _limit, bench_rows
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import program
 from tilemesh.kernels.launch.gpu import Gpu
@@ -33,7 +36,6 @@ from tilemesh.kernels.launch.program import Operand, _typed, compile_step
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.matmul import choose, op, trial
 from tilemesh.kernels.matmul.arguments import problem_of
-from tilemesh.kernels.matmul.bench import BENCH
 from tilemesh.kernels.matmul.config import Config, default, space
 from tilemesh.kernels.matmul.cost import FORM, SUITE, cost, predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
@@ -231,9 +233,9 @@ def test_a_wrong_last_row_is_seen_by_the_tuner_and_by_the_rows(monkeypatch, c_ki
     inputs = timed.sets[0]
     wrong(inputs.a, inputs.b, inputs.c, inputs.d, None)
     with pytest.raises(RunError, match="ours is wrong"):
-        _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
+        _check(BENCH, problem, {}, set(), [inputs.given], ON_THE_CPU).verify("ours", inputs.d, 0)
     inputs.d[-1] -= 0.5
-    _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
+    _check(BENCH, problem, {}, set(), [inputs.given], ON_THE_CPU).verify("ours", inputs.d, 0)
 
 
 def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path):
@@ -373,7 +375,7 @@ ON_THE_CPU = MeasuredDevice(
 def test_rows_of_any_operator_are_made_the_same_way(monkeypatch, name, shape, given, peers):
     monkeypatch.setattr(calibration, "find", lambda identity: None)
     entry = registry.find(name)
-    rows = bench_rows(entry.load("bench"), [shape], given, compiled=False, repeats=2, on=ON_THE_CPU)
+    rows = bench_rows(bench_of(entry), [shape], given, compiled=False, repeats=2, on=ON_THE_CPU)
     assert [row.case["time"] for row in rows] == ["kernel", "call"]
     kernel, call = rows
     form, figures = entry.load("form"), DEVICES["h200"]
@@ -392,7 +394,7 @@ def test_rows_of_any_operator_are_made_the_same_way(monkeypatch, name, shape, gi
 
 
 def test_rows_have_what_torch_compile_makes_and_refuse_a_wrong_result(monkeypatch):
-    bench, made = registry.find("scale_shift").load("bench"), []
+    bench, made = bench_of(registry.find("scale_shift")), []
 
     def compiled(function, mode, dynamic):
         made.append(mode)
@@ -411,6 +413,64 @@ def test_rows_have_what_torch_compile_makes_and_refuse_a_wrong_result(monkeypatc
         bench_rows(wrong, ["5x7"], compiled=False, repeats=1, on=ON_THE_CPU)
 
 
+def test_rows_check_what_a_step_in_place_does(monkeypatch):
+    """Torch's own step for adamw is right; one that does nothing is no peer, and says why."""
+    bench = bench_of(registry.find("adamw"))
+    (row, _) = bench_rows(bench, ["2x9"], {"dtype": "float32"}, repeats=1, on=ON_THE_CPU)
+    assert list(row.peers) == ["eager"]
+    idle = {**bench.calls(None), "eager": lambda *given: None}
+    monkeypatch.setattr(bench, "calls", lambda problem: idle)
+    (row, _) = bench_rows(bench, ["2x9"], {"dtype": "float32"}, repeats=1, on=ON_THE_CPU)
+    assert row.missing["eager"].startswith("eager is wrong: tensor 0: error")
+
+
+def liger(functions):
+    """A package like Liger-Kernel that has these functions, each a torch.autograd.Function by its looks."""
+    return SimpleNamespace(**{name: SimpleNamespace(apply=apply) for name, apply in functions.items()})
+
+
+def test_peers_of_other_packages_are_called_on_tensors_of_their_own(monkeypatch):
+    """Liger-Kernel writes gradients over its inputs: nobody else may see that, and its result is still checked."""
+
+    def overwriting(x):
+        y = torch.softmax(x, -1)
+        x.data.fill_(7.0)
+        return y
+
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", liger({"LigerSoftmaxFunction": overwriting}))
+    bench = bench_of(registry.find("softmax"))
+    (row, _) = bench_rows(bench, ["5x7"], compiled=False, repeats=1, on=ON_THE_CPU)
+    assert {"eager", "liger"} == set(row.peers)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", liger({"LigerSoftmaxFunction": lambda x: x.detach() * 2}))
+    (row, _) = bench_rows(bench, ["5x7"], peers=["liger"], repeats=1, on=ON_THE_CPU)
+    assert row.missing["liger"].startswith("liger is wrong: error")
+    assert (row.missing["eager"], row.missing["compile"]) == ("left out: --peers", "left out: --peers")
+
+
+def test_a_peer_that_is_not_there_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)  # as where it is not installed
+    monkeypatch.delattr("torch.nn.functional.linear_cross_entropy", raising=False)
+    bench = bench_of(registry.find("linear_cross_entropy"))
+    (row, _) = bench_rows(bench, ["5x4x7"], compiled=False, repeats=1, on=ON_THE_CPU)
+    assert row.missing["liger"].startswith(
+        "Liger-Kernel cannot be imported: ModuleNotFoundError: import of liger_kernel"
+    )
+    assert row.missing["F.linear_cross_entropy"].endswith("has no F.linear_cross_entropy")
+    (row, _) = bench_rows(bench_of(registry.find("scale_shift")), ["5x7"], peers=["liger"], repeats=1, on=ON_THE_CPU)
+    assert row.missing["liger"] == "Liger-Kernel has no scale_shift like this one"
+    with pytest.raises(UsageError, match="unknown peer of scale_shift 'eagre': did you mean 'eager'"):
+        bench_rows(bench_of(registry.find("scale_shift")), ["5x7"], peers=["eagre"], on=ON_THE_CPU)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs torch 2.13")
+@pytest.mark.parametrize("passes", ["forward", "both"])
+def test_torchs_own_fused_loss_is_a_peer_where_torch_has_it(passes):
+    bench = bench_of(registry.find("linear_cross_entropy"))
+    given = {"dtype": "float32", "passes": passes}
+    (row, _) = bench_rows(bench, ["6x4x9"], given, peers=["F.linear_cross_entropy"], repeats=1, on=ON_THE_CPU)
+    assert list(row.peers) == ["F.linear_cross_entropy"]
+
+
 def wrong_scale_shift(x, scale, shift, activation):
     return x * scale
 
@@ -419,7 +479,7 @@ wrong_scale_shift.reference = scale_shift.reference
 
 
 def test_bench_kernel_measures_an_operator_without_a_tuner(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("tilemesh.kernels.bench.measure.this_gpu", lambda: ON_THE_CPU)
+    monkeypatch.setattr("tilemesh.bench.kernel.measure.this_gpu", lambda: ON_THE_CPU)
     rows, chart, page = (tmp_path / name for name in ("rows.jsonl", "chart.svg", "page.html"))
     command = ["bench", "kernel", "scale_shift", "--shapes", "5x7,9x4", "--dtype", "float32,bfloat16", "--no-compile"]
     written = ["--json", str(rows), "--chart", str(chart), "--html", str(page)]

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tilemesh.comm.cells import Cell, cells_of, crossovers, parse_ranks, parse_sizes
-from tilemesh.comm.chart import svg
+from tilemesh.bench.collective.cells import Cell, cells_of, crossovers, parse_ranks, parse_sizes
+from tilemesh.bench.collective.chart import svg
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
 from tilemesh.measure.row import Row

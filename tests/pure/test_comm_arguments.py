@@ -10,7 +10,7 @@ import pytest
 
 from tilemesh.comm import Communicator, connect, run_threads
 from tilemesh.comm.runtime import watch
-from tilemesh.comm.runtime.engine import Engine
+from tilemesh.comm.runtime.engine import CallEngine
 from tilemesh.comm.runtime.records import private_board
 from tilemesh.comm.runtime.threads import ThreadTransport, run_ranks
 from tilemesh.comm.runtime.transport import TAG_KINDS, tags_below
@@ -110,7 +110,7 @@ def test_a_communicator_over_few_tags_works_on_and_refuses_others() -> None:
     def main(transport: ThreadTransport) -> None:
         few = Few(transport.world, transport.rank, transport.size)
         process = watch.Watchdog(few.rank, private_board(2), lambda reason: None)
-        comm = Communicator(few, Engine(), watch.Watch(process, [0, 1]))
+        comm = Communicator(few, CallEngine(), watch.Watch(process, [0, 1]))
         handles = [comm.all_reduce(np.ones(3), algorithm="ring", wait=False) for _ in range(3)]
         assert [handle.wait()[0] for handle in handles] == [2] * 3
         assert comm.split(0).all_reduce(np.ones(1))[0] == 2  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tilemesh.comm import Communicator, connect, minimal, run_threads
 from tilemesh.comm.runtime import watch
 from tilemesh.comm.runtime.call import watched_call
-from tilemesh.comm.runtime.engine import Engine, Running
+from tilemesh.comm.runtime.engine import CallEngine, Running
 from tilemesh.comm.runtime.records import private_board
 from tilemesh.comm.runtime.texts import compare_calls
 from tilemesh.comm.runtime.threads import ThreadTransport, World
@@ -259,7 +259,7 @@ def test_a_native_call_notes_nothing_and_is_found_on_the_stack() -> None:
 
     process = watch.Watchdog(0, private_board(1), lambda reason: None, watched_call)
     mine = watch.Watch(process, [0])
-    comm = Communicator(Library(look_twice), Engine(), mine)
+    comm = Communicator(Library(look_twice), CallEngine(), mine)
     for _ in range(2):
         comm.all_reduce(np.ones(4, np.float32), algorithm="native")
     assert process.look() is None

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from tilemesh.comm.runtime.arguments import seconds, whole
 from tilemesh.comm.runtime.call import watched_call
 from tilemesh.comm.runtime.communicator import Communicator
-from tilemesh.comm.runtime.engine import Engine, Running
+from tilemesh.comm.runtime.engine import CallEngine, Running
 from tilemesh.comm.runtime.meeting import meeting
 from tilemesh.comm.runtime.records import leave_verdict, private_board, shared_board
 from tilemesh.comm.runtime.texts import Steps, spread
@@ -82,7 +82,7 @@ def run_threads(
     def body(transport: ThreadTransport) -> T:
         process = Watchdog(transport.rank, board, transport.world.fail, pids=False)
         watch = Watch(process, range(ranks), timeout_s=timeout_s)
-        engine = Engine()
+        engine = CallEngine()
         process.start()
         try:
             result = main(Communicator(transport, engine, watch, node_size))
@@ -103,13 +103,13 @@ def _over(transport: Transport, timeout_s: float, node_size: int | None) -> Comm
     process.worlds += 1
     label = "world" if process.worlds == 1 else f"world:{process.worlds}"
     watch = Watch(process, range(transport.size), label, timeout_s)
-    engine = Engine()
+    engine = CallEngine()
     if transport.size > 1:
         atexit.register(say_dropped, transport.rank, engine)
     return Communicator(transport, engine, watch, node_size)
 
 
-def say_dropped(rank: int, engine: Engine) -> None:
+def say_dropped(rank: int, engine: CallEngine) -> None:
     """A program may end without waiting for what it began; but that is seldom what was meant."""
     if hasattr(sys, "last_value"):  # it ends by an exception, which says more
         return
@@ -129,7 +129,7 @@ def _watchdog_of(transport: Transport) -> Watchdog:
     if _watchdog is None:
 
         def tell(text: str) -> str:
-            return str(Engine().run(_told(spread(transport, text, 0, (TAG_KINDS - 1) * transport.tags))))
+            return str(CallEngine().run(_told(spread(transport, text, 0, (TAG_KINDS - 1) * transport.tags))))
 
         def end(reason: str) -> NoReturn:
             leave_verdict(reason)

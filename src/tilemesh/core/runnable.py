@@ -26,8 +26,9 @@ class Lack(NamedTuple):
 
 def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     """All that keeps this plan from being run; nothing where it can be."""
-    if plan.pp > 1:
-        yield Lack("pp", f"pp is {plan.pp}", "training has no pipeline", "pp=1")
+    if plan.pp > 1 and plan.schedule == "terapipe":
+        why = "attention over slices of a sequence has no backward pass here"
+        yield Lack("terapipe", "schedule is terapipe", why, "schedule=1f1b")
     if plan.zero and plan.dp == 1:
         why = "ZeRO shares among replicas and there is one"
         yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0")

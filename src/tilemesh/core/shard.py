@@ -104,6 +104,8 @@ class Shard:
     """In the order in which they are applied, at most one for each axis."""
     partial: tuple[str, ...] = ()
     """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
+    holders: tuple[int, ...] = ()
+    """Places on pp whose ranks hold the parameter; empty: all. Each of several has only a part of its gradient."""
 
     def __post_init__(self) -> None:
         lengths = list(self.whole)
@@ -164,6 +166,8 @@ class Shard:
 
     def copies_along(self, axis: str) -> int:
         """How many consecutive ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
+        if axis == "pp" and self.holders:
+            return 1
         size = size_of(self.axes, axis)
         for cut in self.cuts:
             if cut.axis == axis:
@@ -172,14 +176,15 @@ class Shard:
 
     @property
     def replicas(self) -> Blocks:
-        """Along which axes, and in blocks of how many, ranks hold the same boxes as this one."""
+        """Along which axes, and in blocks of how many, ranks hold the same boxes as this one; not those of other stages
+        of a pipeline, which are `holders`."""
         blocks = ((name, self.copies_along(name)) for name, _ in self.axes)
         return tuple((name, count) for name, count in blocks if count > 1)
 
     @property
     def copies(self) -> int:
         """How many ranks of the whole mesh hold the same boxes."""
-        return math.prod(count for _, count in self.replicas)
+        return math.prod(count for _, count in self.replicas) * max(1, len(self.holders))
 
     @property
     def summed(self) -> Blocks:
@@ -195,6 +200,8 @@ class Shard:
     def writes(self) -> bool:
         """Whether this is the one of all ranks with the same boxes that writes them to a checkpoint: the first."""
         place = coordinates(self.rank, self.axes)
+        if self.holders and place["pp"] != self.holders[0]:
+            return False
         return all(place[name] % self.copies_along(name) == 0 for name, _ in self.axes)
 
 

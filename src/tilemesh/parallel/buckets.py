@@ -40,8 +40,13 @@ class Bucket:
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
+    chunk: int = 0
+    """Of a pipeline, whose parameters these are."""
+    holders: tuple[int, ...] = ()
+    """Stages that hold the same parameters, as `Shard.holders`: summed at the end."""
     missing: int = 0
     """Gradients that are still to come in this backward."""
+    is_started: bool = False
     has_come: list[bool] = field(default_factory=list)
     handle: Any = None
 
@@ -55,7 +60,7 @@ class Bucketed(Exchanging):
     def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
         self.overlap = overlap
-        self.buckets = _buckets(self.held, bucket_bytes)
+        self.buckets = _buckets(self.held, bucket_bytes, parts.chunks)
         self._next = 0  # the first bucket that has not started
         self._is_last = False
         self._is_open = False
@@ -84,15 +89,38 @@ class Bucketed(Exchanging):
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         if not self._is_last:
             raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
-        for bucket in self.buckets[self._next :]:
-            self._start(bucket)
+        for bucket in self.buckets:
+            if not bucket.is_started:
+                self._start(bucket)
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
             self.sum_over(bucket.copies_summed, bucket.flat)
+            if len(bucket.holders) > 1:
+                self.holders[bucket.holders].all_reduce(bucket.flat, out=bucket.flat, algorithm=self.algorithm)
         self._is_open = self._is_last = False
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def begin(self, scale: float) -> None:
+        """Open a step whose passes a list of actions makes: gradients are added to zeroed buffers, by whoever has them.
+
+        Its exchange is started by `reduce`, chunk by chunk, or else by `finish`.
+        """
+        device = self.buckets[0].flat.device
+        self._totals, self._scale = torch.zeros(2, dtype=torch.float64, device=device), scale
+        self._is_last = True
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.is_started, bucket.has_come = False, [True] * len(bucket.parameters)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def reduce(self, chunk: int) -> None:
+        """All gradients of a chunk are there: begin to sum them over replicas."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk and not bucket.is_started:
+                self._start(bucket)
 
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the ranks that took other parts of the batch; a handle to wait for, or None.
@@ -117,7 +145,7 @@ class Bucketed(Exchanging):
         """A new step. Gradients begin as None: autograd then hands over its own tensor instead of adding to zeros."""
         self._is_open, self._next = True, 0
         for bucket in self.buckets:
-            bucket.has_come = [False] * len(bucket.parameters)
+            bucket.is_started, bucket.has_come = False, [False] * len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -151,6 +179,7 @@ class Bucketed(Exchanging):
             self.buckets[started - 1].handle.test()
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.is_started = True
         for place, parameter in enumerate(bucket.parameters):
             if not bucket.has_come[place]:
                 bucket.views[place].zero_()
@@ -158,14 +187,15 @@ class Bucketed(Exchanging):
         bucket.handle = self.exchange(bucket)
 
 
-def _buckets(held: Mapping[str, Held], bucket_bytes: int) -> list[Bucket]:
-    """Parameters in the order backward comes to them, the last one first, packed by kind, dtype and size."""
+def _buckets(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[Bucket]:
+    """Parameters in the order backward comes to them, the last one first, packed by chunk, kind, dtype and size."""
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
     packed: list[tuple[int, Any, list[nn.Parameter]]] = []  # (place of its last parameter, kind, parameters)
     filling: dict[Any, tuple[int, list[nn.Parameter], int]] = {}
-    for place, (parameter, shard) in enumerate(list(held.values())[::-1]):
-        kind = (shard.copies, batch_summed(shard), copies_summed(shard), parameter.dtype, parameter.device)
+    for place, (name, (parameter, shard)) in enumerate(list(held.items())[::-1]):
+        sums = (shard.copies, batch_summed(shard), copies_summed(shard), chunks.get(name, 0), shard.holders)
+        kind = (sums, parameter.dtype, parameter.device)
         _, members, nbytes = filling.get(kind, (0, [], 0))
         members.append(parameter)
         nbytes += parameter.numel() * parameter.element_size()
@@ -173,16 +203,15 @@ def _buckets(held: Mapping[str, Held], bucket_bytes: int) -> list[Bucket]:
         if nbytes >= bucket_bytes:
             packed.append((place, kind, filling.pop(kind)[1]))
     packed += [(place, kind, members) for kind, (place, members, _) in filling.items()]
-    return [
-        _bucket(kind[0], kind[1], kind[2], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])
-    ]
+    return [_bucket(kind[0], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])]
 
 
-def _bucket(copies: int, batch: Blocks, alike: Blocks, parameters: list[nn.Parameter]) -> Bucket:
+def _bucket(sums: tuple[int, Blocks, Blocks, int, tuple[int, ...]], parameters: list[nn.Parameter]) -> Bucket:
     first = parameters[0]
     flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
     views, start = [], 0
     for parameter in parameters:
         views.append(flat[start : start + parameter.numel()].view(parameter.shape))
         start += parameter.numel()
-    return Bucket(copies, batch, alike, parameters, flat, views)
+    copies, batch, alike, chunk, holders = sums
+    return Bucket(copies, batch, alike, parameters, flat, views, chunk, holders)

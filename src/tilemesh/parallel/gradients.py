@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import BATCH, Blocks
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
@@ -102,14 +103,21 @@ class Parts:
     mesh: Mesh
     algorithm: str = "auto"
     """Of every exchange, as a communicator takes it."""
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    """The chunk of a pipeline that a parameter is of, where there are several."""
+    holders: Mapping[tuple[int, ...], Communicator] = field(default_factory=dict)
+    """Ranks of other stages that hold the same parameters, by `Shard.holders`."""
 
 
 Way = Callable[[Parts], Gradients]
 
 
 def loss_shard(mesh: Mesh) -> Shard:
-    """A step's loss as a value on the mesh: a part of it along the axes of the batch, the same along all others."""
-    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=BATCH)
+    """A step's loss as a value on the mesh: a part of it along the axes of the batch, the same along all others.
+
+    Along pp it is a part too: of a stage without the head, nothing.
+    """
+    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=(*BATCH, "pp"))
 
 
 def batch_summed(mine: Shard) -> Blocks:
@@ -174,6 +182,7 @@ class Exchanging:
         wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
         # Asked for now, in the same order on every rank: making a group is a collective call.
         self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
+        self.holders = parts.holders
 
     def count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
         """Add a microbatch to the step's totals."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class StepPiece(NamedTuple):
+    """A microbatch as a step is given it."""
+
+    tokens: Tensor
+    targets: Tensor
+    row: int
+    """Where its first row stands in the step's whole batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +76,38 @@ class Laid:
 
     @property
     def loss_copies(self) -> int:
-        """How many ranks have the same loss: a sum over all ranks of the mesh counts it so many times."""
+        """How many ranks have the same part of a loss: a sum over all ranks of the mesh counts it so many times."""
         return loss_shard(self.mesh).alike
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model, or this part of it, ends in logits."""
+        return self._transformer().part.head
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of activations between parts of a model: that of the weights, which is as wide as any of them."""
+        return next(self.module.parameters()).dtype
+
+    def empty_stream(self, tokens_BT: Tensor) -> Tensor:
+        """A buffer for the activations of these tokens between two parts of a model; with sequence parallelism, of this
+        rank's."""
+        rows, tokens = tokens_BT.shape
+        if self.seams.sequence:
+            _, tokens = share(tokens, self.mesh.tp.size, self.mesh.tp.index)
+        shape = (rows, tokens, self._transformer().config.width)
+        return torch.empty(shape, dtype=self.stream_dtype, device=tokens_BT.device)
+
     # Forward ------------------------------------------------------------------------------------------------------
+
+    def passes(
+        self, pieces: Sequence[StepPiece], *, dropout_seed: int | Tensor | None = None, scale: float = 1
+    ) -> None:
+        """Forward and backward passes of all microbatches of a step; then `gradients.finish`."""
+        for turn, (tokens_BT, targets_BT, row) in enumerate(pieces):
+            place = DropoutPlace(row=row)
+            total, count = self.loss(tokens_BT, targets_BT, dropout_seed=dropout_seed, place=place)
+            self.gradients.backward(total, count, last=turn == len(pieces) - 1, scale=scale)
 
     def loss(
         self,
@@ -106,15 +143,20 @@ class Laid:
             return loss_sum(logits_BTV, targets_BT)
         return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary, model.kernels.loss)
 
-    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
-        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
+    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
+
+        `x_BTD`: for the last part of a model; a part without the head gives activations.
+        """
         model = self._transformer()
         was_training, sequence = model.training, self.seams.sequence
         model.eval()
         self.seams.sequence = False  # one new token cannot be cut over ranks
         try:
             with torch.no_grad(), self.autocast():
-                stream = self._stream(model, tokens_BT, None, None, ORIGIN, cache)
+                stream = self._stream(model, tokens_BT, x_BTD, None, ORIGIN, cache)
+                if not model.part.head:
+                    return added(stream)
                 logits_BTV = model.project(self._to_project(model, stream))
         finally:
             model.train(was_training)
@@ -208,6 +250,10 @@ class Laid:
 
         `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights.
         """
+        return self._gather(values)
+
+    def _gather(self, values: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """What the ranks of this rank's stage hold together."""
         given = dict(self.module.named_parameters()) if values is None else dict(values)
         for name in given:
             if name not in self.shards:
@@ -216,7 +262,7 @@ class Laid:
         cutting = {cut.axis for mine in self.shards.values() for cut in mine.cuts}
         group = self.mesh.group(*cutting)
         members = self.mesh.members(*cutting)
-        if any(axis.index for name, axis in self.mesh.axes.items() if name not in cutting):
+        if any(axis.index for name, axis in self.mesh.axes.items() if name not in (*cutting, "pp")):
             return None
         whole = {
             name: given[name].detach().cpu().clone()
@@ -286,7 +332,7 @@ class Laid:
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""
-        self.load(_Fresh(self.shards, seed, self._transformer().config.layers))
+        self.load(Fresh(self.shards, seed, self._transformer().config.layers))
 
 
 def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
@@ -310,7 +356,7 @@ def _gather_packed(
     return {shards[0].name: join(shards, held) for shards, held in columns}
 
 
-class _Fresh(Mapping[str, Tensor]):
+class Fresh(Mapping[str, Tensor]):
     """Whole parameters, drawn when asked for."""
 
     def __init__(self, shards: Mapping[str, Shard], seed: int, layers: int) -> None:

@@ -29,7 +29,7 @@ from tilemesh.comm.runtime import arguments as check
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.asked import Call, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
-from tilemesh.comm.runtime.engine import Engine, Handle
+from tilemesh.comm.runtime.engine import CallEngine, Handle
 from tilemesh.comm.runtime.group import Closed
 from tilemesh.comm.runtime.inspection import Inspected
 from tilemesh.comm.runtime.memory import Like, described, flattened, here, opened, store
@@ -55,7 +55,7 @@ class Communicator(Inspected):
     def __init__(
         self,
         transport: Transport,
-        engine: Engine,
+        engine: CallEngine,
         watch: Watch,
         node_size: int | None = None,
         nodes: Sequence[int] | None = None,

@@ -66,7 +66,7 @@ _SPINS = 10
 _NAP_S = 100e-6
 
 
-class Engine:
+class CallEngine:
     """All that is under way in the communicators that came from one `connect`.
 
     Several threads may be in here at once, each in calls of a communicator of its own: the lock is held while things
@@ -148,7 +148,7 @@ class Handle:
     There is no thread in the background: things move inside `test()`, `wait()` and other calls of the communicator.
     """
 
-    def __init__(self, engine: Engine, running: Running, watch: Watch, doing: tuple[int, str, int]) -> None:
+    def __init__(self, engine: CallEngine, running: Running, watch: Watch, doing: tuple[int, str, int]) -> None:
         self._engine = engine
         self._running = running
         self._watch = watch
@@ -179,7 +179,7 @@ class ObservedHandle(Handle):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CallEngine,
         running: Running,
         watch: Watch,
         doing: tuple[int, str, int],

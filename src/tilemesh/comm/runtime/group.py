@@ -16,7 +16,7 @@ import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_arena
 from tilemesh.comm.runtime.choose import Choice, Choices
-from tilemesh.comm.runtime.engine import Engine, Handle, ObservedHandle, Running, Turns
+from tilemesh.comm.runtime.engine import CallEngine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fit import Fit, stored_fit
 from tilemesh.comm.runtime.flags import MARK_BITS, Asked
 from tilemesh.comm.runtime.lower import Planner
@@ -60,7 +60,7 @@ class Group:
     """The ranks of one communicator, as its calls see them."""
 
     def __init__(
-        self, transport: Transport, engine: Engine, watch: Watch, observers: Observers, node_size: int | None = None
+        self, transport: Transport, engine: CallEngine, watch: Watch, observers: Observers, node_size: int | None = None
     ) -> None:
         self.transport = transport
         self.engine = engine

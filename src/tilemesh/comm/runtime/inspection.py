@@ -13,7 +13,7 @@ from tilemesh.comm.runtime.arena import Arena
 from tilemesh.comm.runtime.arithmetic import require_operation
 from tilemesh.comm.runtime.call import Caller
 from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, explanation
-from tilemesh.comm.runtime.engine import Engine
+from tilemesh.comm.runtime.engine import CallEngine
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.lower import Planner
 from tilemesh.comm.runtime.observe import Observer, Observers
@@ -30,7 +30,7 @@ class Inspected:
     def __init__(
         self,
         transport: Transport,
-        engine: Engine,
+        engine: CallEngine,
         watch: Watch,
         node_size: int | None,
         observers: Sequence[tuple[Observer, int]],

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.cells import COLLECTIVES, ITEM, Cell
+from tilemesh.bench.collective.cells import COLLECTIVES, ITEM, Cell
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit

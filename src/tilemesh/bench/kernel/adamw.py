@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,17 +11,17 @@ from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import accumulator, excess, rounding_error
 from tilemesh.kernels.adamw.cost import FORM
 from tilemesh.kernels.adamw.reference import AdamW, exact_step
-from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench
-from tilemesh.kernels.bench.problems import SizedProblem
+from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
+from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.rates import pass_s
 
 _RATE, _STEP = 1e-3, 10
-_CHECKED_SEED = 1_000_003  # of arguments that no candidate has stepped
 
 
-class _Bench(OperatorBench[SizedProblem]):
+class AdamWBench(OperatorBench[SizedProblem]):
     name, form = "adamw", FORM
     compile_modes: ClassVar[dict[str, str | None]] = {}
+    in_place = True
 
     def arguments(self, problem: SizedProblem, device: torch.device, seed: int) -> Arguments:
         tensors, elements = problem.sizes
@@ -69,19 +68,12 @@ class _Bench(OperatorBench[SizedProblem]):
 
         return {OURS: ours, EAGER: eager}
 
-    def wrong(self, problem: SizedProblem, arguments: Arguments, result: Tensor) -> str | None:
-        raise NotImplementedError("it works in place")
-
-    def wrong_in_place(
-        self, problem: SizedProblem, function: Callable[..., object], device: torch.device
-    ) -> str | None:
-        """One step from fresh arguments, tensor by tensor against float64."""
-        given, before = (self.arguments(problem, device, _CHECKED_SEED) for _ in range(2))
-        function(*given)
-        parameters, _, _, _, masters = given
+    def wrong(self, problem: SizedProblem, arguments: Arguments, result: Any) -> str | None:
+        """One step, tensor by tensor against float64; `arguments` are those before it, `result` those after it."""
+        parameters, _, _, _, masters = result
+        starts, *states = (arguments[0] if masters is None else arguments[4]), *arguments[1:4]
         for at, parameter in enumerate(parameters):
-            starts = before[0] if masters is None else before[4]
-            exact, bound = exact_step(starts[at], *(tensors[at] for tensors in before[1:4]), rate=_RATE, step=_STEP)
+            exact, bound = exact_step(starts[at], *(tensors[at] for tensors in states), rate=_RATE, step=_STEP)
             found = parameter if masters is None else masters[at]
             wrong = excess(found, exact, bound + rounding_error(exact, found.dtype))
             if wrong is None and masters is not None and not torch.equal(parameter, found.to(parameter.dtype)):
@@ -94,4 +86,4 @@ class _Bench(OperatorBench[SizedProblem]):
         return pass_s(FORM.cost(problem), figures)
 
 
-BENCH = _Bench()
+BENCH = AdamWBench()

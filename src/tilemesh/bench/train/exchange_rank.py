@@ -11,23 +11,38 @@ What `bucketed` hides is (after - bucketed) / (after - compute): the same bytes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
+from tilemesh.bench.train.exchange import config_of
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.measure.ranks import rank_timer
-from tilemesh.measure.sample import Sample, equal
+from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import compare
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gradients import Way, read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
+
+
+def on_a_rank(model: str, **given: Any) -> dict[str, Any]:
+    """What a rank measured: every rank has the same, of the slowest one at each turn."""
+    config, comm = config_of(model), connect()
+    samples = measure(comm, config, **given)
+    case = {
+        "transport": comm.backend, "parameters": count_parameters(config).total, "rows": given["rows"],
+        "tokens": given["tokens"], "bucket_bytes": given["bucket_bytes"], "algorithm": given["algorithm"],
+    }  # fmt: skip
+    return {"case": case, "samples": {name: asdict(sample) for name, sample in samples.items()}}
 
 
 def measure(
@@ -70,14 +85,3 @@ def measure(
     }
     timer = rank_timer(comm)
     return dict(compare(candidates, timer=timer, repeats=repeats, warmup=2, seconds=seconds, on_error="raise"))
-
-
-def hidden(samples: dict[str, Sample]) -> float | None:
-    """The fraction of the exchange that is not seen in the step: 1 all of it, 0 none, below 0 it costs more.
-
-    None where the exchange itself cannot be told from noise.
-    """
-    after, compute = samples["after"], samples["compute"]
-    if equal(after, compute) or after.median < compute.median:
-        return None
-    return (after.median - samples["bucketed"].median) / (after.median - compute.median)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from tilemesh.comm.cells import crossovers
+from tilemesh.bench.collective.cells import crossovers
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.measure.row import Row

@@ -17,13 +17,13 @@ from torch import Tensor
 from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.activations import reference as activations
-from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench
 from tilemesh.kernels.matmul import reference
 from tilemesh.kernels.matmul.choose import choose
 from tilemesh.kernels.matmul.cost import FORM, predict_s, rates_of
 from tilemesh.kernels.matmul.op import fused_matmul
 from tilemesh.kernels.matmul.problem import Problem
 from tilemesh.kernels.matmul.trial import allowed_error, checked_rows, exact_rows, input_bytes, make_inputs
+from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
 
 ALONE = "a @ b alone"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilemesh.bench.train.peers import PlainStep
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
@@ -30,7 +31,6 @@ from tilemesh.train.config import TrainConfig, from_toml
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.peers import PlainStep
 from tilemesh.train.rank import choose_device, keep_collectives, lay_model
 from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource, next_token

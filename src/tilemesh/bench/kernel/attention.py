@@ -20,7 +20,7 @@ from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.attention import reference
 from tilemesh.kernels.attention.cost import FORM, WINDOW, AttentionProblem
-from tilemesh.kernels.bench.operator import EAGER, OURS, Arguments, OperatorBench, both_ways
+from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench, both_ways
 from tilemesh.kernels.rates import LAUNCH_S
 
 SUSTAINED = {True: (0.6, 0.45), False: (0.37, 0.35)}

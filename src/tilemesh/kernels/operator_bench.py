@@ -1,7 +1,7 @@
 """What an operator gives to be measured beside its peers: arguments, what a user would call instead, what is right.
 
-`measure.py` makes rows of it, the same way for every operator. An operator that is one decorated function needs a
-`FunctionBench`, which is a value; one with more peers or a model of its own writes an `OperatorBench`.
+`tilemesh.bench.kernel` makes rows of it, the same way for every operator. An operator that is one decorated function
+needs a `FunctionBench`, which is a value; one with more peers or a model of its own writes an `OperatorBench`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilemesh.core.hardware import Device
 from tilemesh.kernels.accuracy import accumulator, excess, rounding_error, unit
-from tilemesh.kernels.bench.problems import ProblemForm, ProblemT, SizedProblem
+from tilemesh.kernels.problems import ProblemForm, ProblemT, SizedProblem
 from tilemesh.kernels.rates import pass_s
 
 OURS, EAGER = "ours", "eager"
@@ -35,6 +35,8 @@ class OperatorBench(ABC, Generic[ProblemT]):
     """Peers that torch.compile makes of `eager`, and the mode of each."""
     no_peers: Sequence[str] = ()
     """Calls that compute less: shown for what they tell, neither checked nor compared."""
+    in_place: ClassVar[bool] = False
+    """Whether a call changes its arguments and returns nothing."""
 
     @abstractmethod
     def arguments(self, problem: ProblemT, device: torch.device, seed: int) -> Arguments:
@@ -45,12 +47,8 @@ class OperatorBench(ABC, Generic[ProblemT]):
         """Functions of the arguments: `ours`, `eager` (plain torch, which is also what is compiled) and other peers."""
 
     @abstractmethod
-    def wrong(self, problem: ProblemT, arguments: Arguments, result: Tensor) -> str | None:
-        """What is wrong with a result, or None."""
-
-    def wrong_in_place(self, problem: ProblemT, function: Callable[..., object], device: torch.device) -> str | None:
-        """The same of a call that returns nothing and changes what it is given."""
-        return "it returned nothing"
+    def wrong(self, problem: ProblemT, arguments: Arguments, result: Any) -> str | None:
+        """What is wrong with a call's first result (in place: with the arguments after it), or None."""
 
     @abstractmethod
     def predict_s(self, problem: ProblemT, device: torch.device, figures: Device) -> float:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.bench_job import Job
-from tilemesh.comm.cells import Cell, cells_of
+from tilemesh.bench.collective.cells import Cell, cells_of
+from tilemesh.bench.collective.fit import arrays, measure_fit, timer_of
+from tilemesh.bench.collective.peers import peer_call
+from tilemesh.bench.collective.run import CollectiveJob
 from tilemesh.comm.connection import connect
-from tilemesh.comm.measure_fit import arrays, measure_fit, timer_of
-from tilemesh.comm.peer_calls import peer_call
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.schedules.book import is_direct
@@ -34,7 +34,7 @@ LARGEST_NAIVE = 1 << 20  # beyond, the slowest algorithms take minutes and tell 
 
 
 def measure(fields: dict[str, Any]) -> list[str]:
-    job = Job(**fields)
+    job = CollectiveJob(**fields)
     comm = connect(timeout_s=120.0)
     sys.setswitchinterval(1e-3)
 
@@ -64,7 +64,7 @@ def measure(fields: dict[str, Any]) -> list[str]:
 class Bench:
     """Measures cells. Every rank builds the same rows; rank 0's are kept."""
 
-    def __init__(self, comm: Communicator, job: Job) -> None:
+    def __init__(self, comm: Communicator, job: CollectiveJob) -> None:
         self.comm = comm
         self.job = job
         self.timer = timer_of(comm)

@@ -22,7 +22,7 @@ from tilemesh.train.config import TrainConfig
 OURS = "ours"
 PEERS = {"eager": "PyTorch eager", "compile": "PyTorch + torch.compile", "ddp": "DDP over gloo"}
 READY_WITHIN_S = 300.0
-_SIDE = "tilemesh.train.bench_rank"
+_SIDE = "tilemesh.bench.train.rank"
 
 
 @dataclass

@@ -1,0 +1,67 @@
+"""Full pages by the tokens that lead to them, so that equal beginnings of prompts are computed once.
+
+The one idea: a page is found by (serial number of the page before it, its own tokens). The serial stands for all tokens
+before, so a chain of lookups compares every token, and two prompts whose hashes collide are still two prompts. A serial
+is never given twice: pages that followed an evicted page cannot be found by accident under its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilemesh.serve.pages import PagePool
+
+ROOT = 0  # what comes before the first page
+Key = tuple[int, tuple[int, ...]]
+
+
+class PrefixCache:
+    """Which pages of the pool hold which beginnings; the pool evicts those idle for longest."""
+
+    def __init__(self, pool: PagePool, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._pool = pool
+        self._pages: dict[Key, int] = {}
+        self._entries: dict[int, tuple[int, Key]] = {}  # page: its serial, and the key that it is found by
+        self._last = ROOT
+        pool.on_evict = self._forget
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def match(self, tokens: Sequence[int], most: int) -> tuple[list[int], list[int]]:
+        """The cached pages, and their serials, that hold the first tokens; at most `most` tokens. Nobody's use is
+        counted yet: call `pool.share`."""
+        pages: list[int] = []
+        serials: list[int] = []
+        while (page := self._pages.get(self.key(tokens, serials), -1)) >= 0:
+            if (len(pages) + 1) * self.page_tokens > most:
+                break
+            pages.append(page)
+            serials.append(self._entries[page][0])
+        return pages, serials
+
+    def key(self, tokens: Sequence[int], serials: Sequence[int]) -> Key:
+        """What the page after these would be found by."""
+        begin = len(serials) * self.page_tokens
+        return (serials[-1] if serials else ROOT, tuple(tokens[begin : begin + self.page_tokens]))
+
+    def publish(self, key: Key, page: int) -> tuple[int, int]:
+        """Let a computed page be found; returns the page to use from now on, and its serial.
+
+        Where another page with the same tokens is there already, that one is shared and this one released.
+        """
+        there = self._pages.get(key)
+        if there is not None:
+            self._pool.share([there])
+            self._pool.release([page])
+            return there, self._entries[there][0]
+        self._last += 1
+        self._pages[key] = page
+        self._entries[page] = (self._last, key)
+        self._pool.keep(page)
+        return page, self._last
+
+    def _forget(self, page: int) -> None:
+        _, key = self._entries.pop(page)
+        del self._pages[key]

@@ -1,0 +1,148 @@
+"""What is asked of the engine, and what the scheduler knows of a request that is under way. No tensors.
+
+The one idea: a request is its list of tokens (prompt, then output) and how many of them have their keys and values in
+pages. The next step computes some of those that have none; when none is left, the last one's logits give a new token.
+So a prompt's chunks, decoding, a prefix found in the cache and the recomputation after a preemption are one case.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import SEED, TEMPERATURE, Range, shown
+
+_NUMBERS = {
+    "temperature": TEMPERATURE, "top_p": Range(0, 1, above=True), "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, above=True), "presence_penalty": Range(-2, 2), "frequency_penalty": Range(-2, 2),
+}  # fmt: skip
+MOST_LOGPROBS = 20
+_WHOLE = {
+    "max_tokens": Range(1, 10_000_000), "top_k": Range(0, 1_000_000_000), "n": Range(1, 128), "seed": SEED,
+    "logprobs": Range(0, MOST_LOGPROBS), "prompt_logprobs": Range(0, MOST_LOGPROBS),
+}  # fmt: skip
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_BIAS = Range(-100, 100)
+_MOST_STOPS = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen, and when it ends.
+
+    The order: logit bias, penalties, temperature, then of the distribution's tokens those that min-p, top-k and top-p
+    all keep, each looking at what the one before it left.
+    """
+
+    max_tokens: int | None = None
+    """None: until the context, or the pool of pages, is full."""
+    temperature: float = 1.0
+    """0 always takes the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest that together reach this share."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """The same for each time that the output has them."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int | None = None
+    """Random numbers are keyed by (seed, number of the answer, position). None: the engine gives each request one."""
+    n: int = 1
+    """Answers to the same prompt."""
+    stop: tuple[str, ...] = ()
+    """The output ends before the first of these."""
+    stop_tokens: tuple[int, ...] = ()
+    """The output ends with the first of these."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log-probabilities of each output token and of so many likeliest, before bias, penalties and temperature."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on."""
+
+    def __post_init__(self) -> None:
+        for name, numbers in _NUMBERS.items():
+            numbers.check(name, getattr(self, name))
+        for name, numbers in _WHOLE.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                numbers.check(name, value, whole=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}: expected true or false")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise UsageError(f"stop is {shown(self.stop)}: expected texts that are not empty")
+        if len(self.stop) > _MOST_STOPS:
+            raise UsageError(f"stop has {len(self.stop)} texts: expected at most {_MOST_STOPS}")
+        for token in (*self.stop_tokens, *self.logit_bias):
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise UsageError(f"stop_tokens and logit_bias name token {shown(token)}: expected whole numbers from 0")
+        for token, bias in self.logit_bias.items():
+            _BIAS.check(f"logit_bias of token {token}", bias)
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    """Waiting, with its keys and values in the CPU's pages."""
+    DONE = "done"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(eq=False, slots=True)
+class ServeRequest:
+    """One answer in the making. The scheduler alone writes the fields below `max_tokens`."""
+
+    name: str
+    tokens: list[int]
+    """Prompt and output."""
+    max_tokens: int
+    ends: frozenset[int] = frozenset()
+    """Tokens after which the output ends."""
+    priority: int = 0
+    """Lower runs first."""
+    shares: bool = True
+    """Whether it may take pages that others computed; not where every prompt token's logits are wanted."""
+
+    prompt: int = 0
+    """How many tokens the prompt has."""
+    rank: tuple[int, int] = (0, 0)
+    """Its place in line: lower runs first."""
+    state: RequestState = RequestState.WAITING
+    finish: FinishReason | None = None
+    computed: int = 0
+    """Tokens whose keys and values are in pages."""
+    pages: list[int] = field(default_factory=list)
+    swapped: list[int] = field(default_factory=list)
+    """Pages of the CPU's pool, while it is swapped out."""
+    published: list[int] = field(default_factory=list)
+    """Serial numbers of its leading pages in the prefix cache."""
+    found: int = 0
+    """Prompt tokens that it did not have to compute when it first ran."""
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed: 1 while it decodes, except right after it was preempted."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt :]

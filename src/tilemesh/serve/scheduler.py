@@ -1,0 +1,364 @@
+"""What runs in the next step: prompts in chunks beside decoding, under a budget of tokens and a pool of pages.
+
+The one idea: every decision follows from the requests, the pools and the step's number alone. No clock, no tensors, no
+threads; so the engine and the simulator share this file, and a fake model proves it.
+
+A step is `plan()`, then whoever computes does what the plan says, then `commit(plan, sampled)`. Requests may be added
+or aborted at any time between; an abort during a step frees pages at once, and the step's results are dropped.
+
+Who runs: requests in line by rank. A rank is the step of arrival plus `patience` steps for each unit of priority, so
+only those that come within so many steps can overtake a request: nobody starves. A request that needs a page takes it
+from the pool, else from the running request of the last rank. The first in line thus always advances.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import Range
+from tilemesh.serve.pages import PagePool
+from tilemesh.serve.prefix import Key, PrefixCache
+from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
+
+
+class QueueFullError(RunError):
+    """No room for another waiting request: ask again later."""
+
+
+@dataclass(frozen=True)
+class ServeLimits:
+    """What a scheduler may use."""
+
+    pages: int
+    context: int
+    """The most tokens that a sequence may have."""
+    page_tokens: int = 16
+    step_tokens: int = 512
+    """The budget of one step."""
+    chunk_tokens: int = 512
+    """The most tokens of one prompt in one step."""
+    running: int = 64
+    """The most requests that have pages."""
+    waiting: int = 1024
+    """The most requests that have none; more are refused."""
+    swap_pages: int = 0
+    """Pages in the CPU's memory for preempted requests; where they are used up, a request is computed again."""
+    share_prefixes: bool = True
+    patience: int = 256
+    """Steps that one unit of priority is worth."""
+
+    def __post_init__(self) -> None:
+        for name in ("pages", "context", "page_tokens", "step_tokens", "chunk_tokens", "running", "waiting"):
+            Range(1, 2**40).check(name, getattr(self, name), whole=True)
+        for name in ("swap_pages", "patience"):
+            Range(0, 2**40).check(name, getattr(self, name), whole=True)
+        if self.running > self.step_tokens:
+            raise UsageError(
+                f"running is {self.running} and step_tokens {self.step_tokens}: expected room for a token of each "
+                "running request in a step"
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """The most tokens that one request may have in all: the last token of an output needs no page."""
+        return min(self.context, self.pages * self.page_tokens + 1)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request's part in a step: compute tokens `start` to `start + count`, then the drafts, in these pages."""
+
+    request: ServeRequest
+    start: int
+    count: int
+    drafts: tuple[int, ...]
+    """Guesses of the tokens after; only where it samples."""
+    samples: bool
+    """Whether the last of its tokens is the last that is known: its logits give the next."""
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. Copies out of the pool come first, then those into it, then the computation."""
+
+    number: int
+    entries: tuple[Scheduled, ...]
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    """(page of the pool, page of the CPU's pool)"""
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    """(page of the CPU's pool, page of the pool)"""
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.count + len(entry.drafts) for entry in self.entries)
+
+
+@dataclass
+class _Draft:
+    """A plan while it is made."""
+
+    left: int
+    """Tokens of the budget, beside one for each request that decodes."""
+    entries: list[Scheduled] = field(default_factory=list)
+    out: list[tuple[int, int]] = field(default_factory=list)
+    into: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    stalled: bool = False
+    """Whether a running request found no page."""
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """What a step meant for one request: the new tokens, and whether it has ended."""
+
+    request: ServeRequest
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+
+
+def no_drafts(request: ServeRequest, most: int) -> Sequence[int]:
+    return ()
+
+
+class Scheduler:
+    def __init__(self, limits: ServeLimits, propose: Callable[[ServeRequest, int], Sequence[int]] = no_drafts) -> None:
+        """`propose(request, most)` guesses at most so many of a decoding request's next tokens."""
+        self.limits = limits
+        self.pool = PagePool(limits.pages)
+        self.swap = PagePool(limits.swap_pages)
+        self.prefixes = PrefixCache(self.pool, limits.page_tokens)
+        self.running: list[ServeRequest] = []
+        self.waiting: list[ServeRequest] = []
+        self.step = 0
+        self._arrivals = 0
+        self._propose = propose
+
+    # ---- requests come and go ----------------------------------------------------------------------------------
+
+    def check(self, prompt: int, max_tokens: int | None) -> int:
+        """Refuse a request that can never run; returns the most tokens that its output may have."""
+        most = self.limits.sequence_tokens
+        held = f"the context is {self.limits.context} tokens"
+        if most < self.limits.context:
+            held = f"{self.limits.pages} pages of {self.limits.page_tokens} tokens hold no longer sequence than {most}"
+        if prompt == 0:
+            raise UsageError("an empty prompt: give at least one token")
+        if prompt >= most:
+            raise UsageError(f"the prompt has {prompt} tokens and {held}: give at most {most - 1}")
+        if max_tokens is not None and prompt + max_tokens > most:
+            raise UsageError(
+                f"a prompt of {prompt} tokens and max_tokens of {max_tokens} are {prompt + max_tokens}, and {held}: "
+                f"set max_tokens to at most {most - prompt}"
+            )
+        return most - prompt if max_tokens is None else max_tokens
+
+    def has_room(self, requests: int = 1) -> bool:
+        return len(self.waiting) + requests <= self.limits.waiting
+
+    def add(self, request: ServeRequest) -> None:
+        self.check(request.prompt, request.max_tokens)
+        if not self.has_room():
+            raise QueueFullError(f"{len(self.waiting)} requests are waiting: ask again later")
+        self._arrivals += 1
+        request.rank = (self.step + request.priority * self.limits.patience, self._arrivals)
+        bisect.insort(self.waiting, request, key=_rank)
+
+    def finish(self, request: ServeRequest, reason: FinishReason) -> None:
+        """End a request, whatever it is doing, and free what it holds."""
+        if request.state is RequestState.DONE:
+            return
+        (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
+        self._free(request)
+        self.swap.release(request.swapped)
+        request.swapped = []
+        request.state, request.finish = RequestState.DONE, reason
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        self.step += 1
+        decoding = sum(request.pending == 1 for request in self.running)
+        draft = _Draft(left=self.limits.step_tokens - decoding)
+        for request in list(self.running):
+            if request.state is RequestState.RUNNING:  # an earlier one may just have preempted it
+                self._continue(request, draft)
+        if not draft.stalled:
+            self._admit_waiting(draft)
+        return StepPlan(self.step, tuple(draft.entries), tuple(draft.out), tuple(draft.into), tuple(draft.preempted))
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> list[Progressed]:
+        """What the step gave, by the requests' names: after its last token one, and one more per accepted draft."""
+        done = []
+        for entry in plan.entries:
+            request = entry.request
+            if request.state is not RequestState.RUNNING:
+                continue  # aborted while the step ran: nobody wants its tokens, and its pages were never published
+            new = sampled[request.name] if entry.samples else ()
+            accepted = tuple(new[:-1])
+            if entry.samples and (not new or accepted != entry.drafts[: len(accepted)]):
+                raise RunError(f"{request.name}: tokens {new} after drafts {entry.drafts}: a bug in the engine")
+            taken, reason = self._extend(request, new)
+            # The step computed the drafts too; of those, the accepted ones are tokens of the request now.
+            request.computed = min(entry.start + entry.count + len(accepted), len(request.tokens))
+            if self.limits.share_prefixes:
+                self._publish(request)
+            if reason is not None:
+                self.finish(request, reason)
+            if taken or reason is not None:
+                done.append(Progressed(request, taken, reason))
+        return done
+
+    # ---- inside a step -----------------------------------------------------------------------------------------
+
+    def _continue(self, request: ServeRequest, draft: _Draft) -> None:
+        """Give a running request its part of the step."""
+        decodes = request.pending == 1
+        count = 1 if decodes else min(request.pending, self.limits.chunk_tokens, draft.left)
+        if count == 0:
+            return
+        while (room := self._room(request)) < count:
+            victim = self.running[-1]
+            if victim is request:
+                break
+            self._preempt(victim, draft)
+        if room == 0:
+            # Waiting loses less than starting again, and those in front of it do advance.
+            draft.stalled = True
+            return
+        count = min(count, room)
+        if not decodes:
+            draft.left -= count
+        self._schedule(request, count, draft)
+
+    def _room(self, request: ServeRequest) -> int:
+        """How many more tokens its own pages and those that nobody uses could hold."""
+        return (len(request.pages) + self.pool.available) * self.limits.page_tokens - request.computed
+
+    def _schedule(self, request: ServeRequest, count: int, draft: _Draft) -> None:
+        missing = self.limits.pages_for(request.computed + count) - len(request.pages)
+        if missing > 0:
+            request.pages += self.pool.take(missing)
+        samples = count == request.pending
+        drafts: tuple[int, ...] = ()
+        if samples and request.pending == 1:
+            most = min(draft.left, request.max_tokens - (len(request.tokens) - request.prompt) - 1)
+            most = min(most, len(request.pages) * self.limits.page_tokens - request.computed - 1)  # takes no page
+            if most > 0:
+                drafts = tuple(self._propose(request, most))[:most]
+                draft.left -= len(drafts)
+        draft.entries.append(Scheduled(request, request.computed, count, drafts, samples, tuple(request.pages)))
+
+    def _preempt(self, victim: ServeRequest, draft: _Draft) -> None:
+        """Take a running request's pages; what they hold goes to the CPU's pool if it has room, else it is lost."""
+        held = victim.pages[: self.limits.pages_for(victim.computed)]
+        swapping = 0 < len(held) <= self.swap.available
+        if swapping:
+            victim.swapped = self.swap.take(len(held))
+            draft.out += zip(held, victim.swapped, strict=True)
+        computed = victim.computed
+        self.running.remove(victim)
+        self._free(victim)
+        victim.state = RequestState.SWAPPED if swapping else RequestState.WAITING
+        victim.computed = computed if swapping else 0
+        victim.preemptions += 1
+        draft.preempted.append(victim.name)
+        bisect.insort(self.waiting, victim, key=_rank)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Start requests in line, until one does not fit: none behind it may overtake it and take its pages."""
+        under_way = {key for request in self.running if (key := self._next_page(request)) is not None}
+        index = 0
+        while index < len(self.waiting) and len(self.running) < self.limits.running and draft.left > 0:
+            request = self.waiting[index]
+            pages, serials = self._match(request)
+            key = self._next_page(request, serials)
+            if key in under_way:
+                index += 1  # another one computes this very page: a step later it is found
+                continue
+            if not self._start(request, pages, serials, draft):
+                return
+            if key is not None:
+                under_way.add(key)
+
+    def _match(self, request: ServeRequest) -> tuple[list[int], list[int]]:
+        """Cached pages with its first tokens. At least one token stays to be computed, whose logits are needed."""
+        if not (self.limits.share_prefixes and request.shares):
+            return [], []
+        return self.prefixes.match(request.tokens, len(request.tokens) - 1)
+
+    def _next_page(self, request: ServeRequest, serials: Sequence[int] | None = None) -> Key | None:
+        """The page that this request would publish next, if it has all the page's tokens already."""
+        known = request.published if serials is None else serials
+        end = (len(known) + 1) * self.limits.page_tokens
+        if not (self.limits.share_prefixes and request.shares) or end >= len(request.tokens):
+            return None
+        return self.prefixes.key(request.tokens, known)
+
+    def _start(self, request: ServeRequest, pages: list[int], serials: list[int], draft: _Draft) -> bool:
+        """Move a waiting request among the running, if pages for all its tokens can be had; pages found count less."""
+        swapped = request.state is RequestState.SWAPPED
+        # Of what was swapped out, pages that are still cached need no copy; the cache may even have more.
+        computed = max(len(pages) * self.limits.page_tokens, request.computed)
+        whole = self.limits.pages_for(len(request.tokens))
+        idle = sum(self.pool.users(page) == 0 for page in pages)
+        promised = sum(max(0, self.limits.pages_for(len(other.tokens)) - len(other.pages)) for other in self.running)
+        spare = max(1, self.limits.pages // 100) if self.running else 0  # or the next tokens would preempt at once
+        if self.pool.available - idle < whole - len(pages) + promised + spare:
+            return False
+        self.pool.share(pages)
+        request.pages, request.published = pages, serials
+        if swapped:
+            copied = request.swapped[len(pages) :]
+            fresh = self.pool.take(len(copied))
+            draft.into += zip(copied, fresh, strict=True)
+            request.pages = pages + fresh
+            self.swap.release(request.swapped)
+            request.swapped = []
+        elif request.preemptions == 0:
+            request.found = min(computed, request.prompt)
+        request.computed = computed
+        self.waiting.remove(request)
+        request.state = RequestState.RUNNING
+        bisect.insort(self.running, request, key=_rank)
+        count = min(request.pending, self.limits.chunk_tokens, draft.left)
+        draft.left -= count
+        self._schedule(request, count, draft)
+        return True
+
+    def _extend(self, request: ServeRequest, new: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append sampled tokens up to the one that ends the request."""
+        for index, token in enumerate(new):
+            request.tokens.append(token)
+            if token in request.ends:
+                return tuple(new[: index + 1]), FinishReason.STOP
+            if len(request.tokens) - request.prompt == request.max_tokens:
+                return tuple(new[: index + 1]), FinishReason.LENGTH
+        return tuple(new), None
+
+    def _publish(self, request: ServeRequest) -> None:
+        """Let others find the pages that are full now."""
+        while (len(request.published) + 1) * self.limits.page_tokens <= request.computed:
+            number = len(request.published)
+            key = self.prefixes.key(request.tokens, request.published)
+            request.pages[number], serial = self.prefixes.publish(key, request.pages[number])
+            request.published.append(serial)
+
+    def _free(self, request: ServeRequest) -> None:
+        self.pool.release(reversed(request.pages))
+        request.pages, request.published, request.computed = [], [], 0
+
+
+def _rank(request: ServeRequest) -> tuple[int, int]:
+    return request.rank
