@@ -100,8 +100,8 @@ def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
     out = run(*MEGATRON_530B, "--save", str(path)).stdout
-    assert "cannot run it, not yet: pp" in out
-    assert "for one it can: --fix pp=1,recompute=full,attention=fused" in out
+    assert "cannot run it, not yet: selective" in out
+    assert "for one it can: --fix recompute=full,attention=fused" in out
     found = config.load(ParallelPlan, file=path)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert "# predicted:" in path.read_text()

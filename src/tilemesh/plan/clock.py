@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
-from tilemesh.core.hardware import DTYPE_BYTES, Cluster
+from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import IN_A_V, ParallelPlan
 from tilemesh.core.step.book import SPLIT
 from tilemesh.core.step.simulate import StepTimes
@@ -119,16 +119,12 @@ class Clock:
         """One microbatch of this layout."""
         return Task.of(plan, self.context, self.code(plan), self.cluster.device.kind == "gpu")
 
-    def stream_bytes(self, plan: ParallelPlan) -> int:
-        """One microbatch's activations between two layers."""
-        return plan.microbatch * self.context * self.model.width * DTYPE_BYTES[plan.compute_dtype]
-
     def hop_s(self, plan: ParallelPlan) -> float:
-        """One microbatch's activations to the next stage: each rank of tp sends its share."""
-        whole = self.stream_bytes(plan)
-        hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, whole / plan.tp)
-        if plan.tp > 1 and not plan.sequence_parallel:
-            hop += self.group(plan.tp, 1).all_gather_s(whole)
+        """One microbatch's activations to the next stage."""
+        sent = sent_bytes(self.model, self.task(plan))
+        hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, sent)
+        if plan.tp > 1 and not plan.sequence_parallel and self.code(plan) == "fused":
+            hop += self.group(plan.tp, 1).all_gather_s(plan.tp * sent)
         return hop
 
     def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
@@ -150,6 +146,13 @@ class Clock:
         fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
         return Chunks(tuple(fs), tuple(bs), tuple(weights * count for count in counts), hop, sender_waits)
+
+
+def sent_bytes(model: ModelConfig, task: Task) -> int:
+    """Of one microbatch's activations between two layers, what a rank sends to the next stage. Ours sends what it has
+    of the residual stream; hand-fused code a share of it, which the receiving ranks gather."""
+    whole = task.tokens * model.width
+    return whole * task.size // task.tp if task.code == "fused" else whole * task.stream // task.split
 
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
@@ -241,7 +244,7 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
 
 
 def exchanged(
-    model: ModelConfig, plan: ParallelPlan, task: Task, counts: tuple[int, ...], held: tuple[int, ...]
+    model: ModelConfig, plan: ParallelPlan, task: Task, counts: tuple[int, ...], held: tuple[int, ...] = (0,)
 ) -> dict[str, dict[str, int]]:
     """Bytes of the buffers that the first rank, which holds these chunks, hands to each collective in a step, by axis
     and operation.
@@ -271,7 +274,7 @@ def exchanged(
         # Each chunk's output goes on, but for the model's own; the gradient of each chunk's input goes back, but for
         # that of the model's own input.
         sends = plan.accumulation * (2 * len(held) - 1 - last)
-        add("pp", "send", sends * task.tokens * model.width * task.size // plan.tp)
+        add("pp", "send", sends * sent_bytes(model, task))
     if plan.dp > 1:
         nbytes = {"weights": weight, "gradients": gradient}
         for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):

@@ -24,7 +24,7 @@ from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
-from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s, sent_bytes
 from tilemesh.plan.cut import cut, spread
 from tilemesh.plan.memory import STATE_BYTES, Room, usable_bytes
 from tilemesh.plan.prediction import Prediction, Times
@@ -329,7 +329,7 @@ class Estimator:
         hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways
         return {
             "tp": plan.accumulation / frame.ways * max(frame.layers) * (forward + backward),
-            "pp": plan.accumulation * hops * self.clock.stream_bytes(plan) / plan.tp,
+            "pp": plan.accumulation * hops * sent_bytes(self.model, self.clock.task(plan)),
             "dp": self._exchange(plan, frame).sent_bytes,
         }
 
