@@ -114,10 +114,6 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             "schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b",
         ),
         (
-            {"schedule": "interleaved", "interleave": 2},
-            "schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b",
-        ),
-        (
             {"schedule": "1b1f"},
             "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, zb-h1, zb-h2, "
             "interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe",
