@@ -96,10 +96,15 @@ def prepare(
     """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`."""
     from pathlib import Path
 
+    from tilemesh.core.errors import UsageError
     from tilemesh.data.config import DataConfig
     from tilemesh.data.corpus import prepare as write
 
     chosen = None if tokenizer is None else Path(tokenizer)
-    made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
+    try:
+        made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
+    except UsageError as error:
+        typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in ("tokenizer", "held_out", "pattern")}
+        raise error.as_typed(typed | {"data.source": "SOURCE"}) from None
     total = sum(made["files"].values())
     print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")

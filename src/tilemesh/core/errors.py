@@ -7,7 +7,7 @@ prints it as it stands. Anything that is not one of these two is a bug and keeps
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class Argument(str):
@@ -35,6 +35,10 @@ class UsageError(ValueError):
     def typed(self) -> str:
         """The message for somebody who typed a command."""
         return "".join(piece.typed if isinstance(piece, Argument) else str(piece) for piece in self.args)
+
+    def as_typed(self, names: Mapping[str, str]) -> UsageError:
+        """The same error for a command that has options of its own for settings: what its user types, by setting."""
+        return UsageError(*(Argument(piece, names[piece]) if piece in names else piece for piece in self.args))
 
 
 class RunError(RuntimeError):

@@ -178,11 +178,9 @@ class ParallelPlan(StepSettings, ModelPlacement):
             raise UsageError(
                 f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
             )
-        if is_open and self.pp == 1:
-            raise UsageError(f"schedule is {self.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b")
         if self.slices > 1 and self.schedule != "terapipe":
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: set schedule=terapipe")
-        if self.chunk_layers and len(self.chunk_layers) != self.chunks:
+        if self.chunk_layers and self.pp > 1 and len(self.chunk_layers) != self.chunks:
             raise UsageError(
                 f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
                 f"chunk{'s' * (self.chunks > 1)}: give one for each, or leave it empty"

@@ -39,13 +39,14 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source.strip():
-            raise UsageError(f"data.source is {shown(self.source)}: expected {_EXPECTED}")
+            raise UsageError("data.source", f" is {shown(self.source)}: expected {_EXPECTED}")
         for name, numbers in RANGES.items():
             numbers.check(f"data.{name}", getattr(self, name))
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
-            raise UsageError(f"data.pattern is {shown(self.pattern)}: expected a pattern of file names, such as *.py")
+            given = shown(self.pattern)
+            raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")
         if self.tokenizer is not None and not isinstance(self.tokenizer, Path):
-            raise UsageError(f"data.tokenizer is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
+            raise UsageError("data.tokenizer", f" is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
 
 
 _EXPECTED = f"{STDLIB}, a text file, a folder of text, or a folder of {SHARD_SUFFIX} shards"
@@ -66,14 +67,15 @@ def has_shards(folder: Path) -> bool:
 def check_source(data: DataConfig) -> None:
     """Refuse a source, or a tokenizer, that is not there or that cannot be read as text."""
     if data.tokenizer is not None and not data.tokenizer.is_file():
-        raise UsageError(f"data.tokenizer {shown(str(data.tokenizer))} does not exist: expected a tokenizer.json file")
+        given = shown(str(data.tokenizer))
+        raise UsageError("data.tokenizer", f" {given} does not exist: expected a tokenizer.json file")
     if data.source == STDLIB:
         return
     path = source_path(data.source)
     try:
         is_there = path.exists()
     except OSError as error:  # a name that is too long
-        raise UsageError(f"data.source {shown(data.source)}: {error.strerror}") from None
+        raise UsageError("data.source", f" {shown(data.source)}: {error.strerror}") from None
     if not is_there:
         raise no_source(data.source)
     if path.is_file():
@@ -90,8 +92,10 @@ def require_text(path: Path) -> None:
     """Refuse a file that would be read as something else than the text in it."""
     if path.suffix.lower() in _UNREAD:
         raise UsageError(
-            f"data.source has {path}: {path.suffix} would be read as raw JSON; expected plain text: write its text out "
-            "first, or leave it out with data.pattern"
+            "data.source",
+            f" has {path}: {path.suffix} would be read as raw JSON; expected plain text: write its text out first, or "
+            "leave it out with ",
+            "data.pattern",
         )
 
 
@@ -111,8 +115,9 @@ def _is_pattern(pattern: str) -> bool:
 
 
 def no_source(source: str) -> UsageError:
-    return UsageError(f"data.source {shown(source)} does not exist: expected {_EXPECTED}")
+    return UsageError("data.source", f" {shown(source)} does not exist: expected {_EXPECTED}")
 
 
 def no_files(source: str, pattern: str) -> UsageError:
-    return UsageError(f"data.source {shown(source)} has no text file named like {shown(pattern)}: set data.pattern")
+    found = f" {shown(source)} has no text file named like {shown(pattern)}: set "
+    return UsageError("data.source", found, "data.pattern")

@@ -85,15 +85,16 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
-        # The weight itself is kept, not its cast copy: one cast more in backward, and no copy per microbatch.
-        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
-        ctx.deferral = deferral
+        ctx.save_for_backward(x)
+        # The parameters themselves, whose `.grad` is meant: what hooks on saved tensors give back is another object.
+        # And not a cast copy: one cast more in backward, and no copy per microbatch.
+        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
         return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *biases = ctx.saved_tensors
-        bias = biases[0] if biases else None
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         x_gradient = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         if ctx.deferral.is_waiting:
             ctx.deferral.products.append(WeightProduct(weight, bias, x, gradient))

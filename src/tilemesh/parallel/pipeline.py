@@ -8,7 +8,7 @@ and backward passes, follows the list of the plan's schedule (`core/step/program
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
+from tilemesh.core.step.action import Action
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.core.step.program import PlannedStep
 from tilemesh.model.cache import KeyValueCache
@@ -100,9 +101,7 @@ class Pipeline(Laid):
         super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients)
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
-        self.config, self.names, self.step, self.buckets = config, tuple(names), step, gradients
-        self.note: Callable[[str], None] = self._note
-        """Told each action before it is done."""
+        self.config, self._names, self.step, self.buckets = config, tuple(names), step, gradients
         self.data = StepData(count=self._count)
         self.parts = {
             number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
@@ -113,7 +112,11 @@ class Pipeline(Laid):
             for number, part in self.parts.items()
         }
         services = ReducingServices(gradients)
-        self.runner = StepRunner(step.program, mesh.pp.comm, self.passers, services, lambda text: self.note(text))
+        self.runner = StepRunner(step.program, mesh.pp.comm, self.passers, services, self._note)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
 
     @property
     def recompute_every(self) -> int:
@@ -131,6 +134,10 @@ class Pipeline(Laid):
 
     def _note(self, text: str) -> None:
         self.mesh.comm.watch.process.stage = text
+
+    def watch_actions(self, note: Callable[[str], None], around: Callable[[Action, Callable[[], None]], None]) -> None:
+        """Let somebody know what a step is at: as `StepRunner` says."""
+        self.runner.note, self.runner.around = note, around
 
     # A step -------------------------------------------------------------------------------------------------------
 
@@ -206,8 +213,10 @@ class Pipeline(Laid):
 
     # The whole ----------------------------------------------------------------------------------------------------
 
-    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
-        mine = self._gather(values)
+    def gather(
+        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
+    ) -> dict[str, Tensor] | None:
+        mine = self._gather(values, shards)
         if any(axis.index for name, axis in self.mesh.axes.items() if name != "pp"):
             return None
         comm, whole = self.mesh.pp.comm, {}
