@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tilemesh.train.load import load as load_config
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
-    from tilemesh.train.sampling import generate
 
 _WHERE = {
     "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
@@ -24,11 +23,10 @@ _WHERE = {
     "Shown": ("tilemesh.train.progress", "Shown"),
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
     "fit": ("tilemesh.train.job", "fit"),
-    "generate": ("tilemesh.train.sampling", "generate"),
     "load_config": ("tilemesh.train.load", "load"),
 }
 
-__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "WeightsLostError", "fit", "generate", "load_config"]
+__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "WeightsLostError", "fit", "load_config"]
 
 
 def __getattr__(name: str) -> Any:
