@@ -35,6 +35,7 @@ from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
 from tilemesh.parallel.shard import Column, Held, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.zero import Zero
 
 Splits = Mapping[str, str | Split]
 
@@ -72,7 +73,7 @@ def lay(
     def exchange(held: Mapping[str, Held], **stages: Any) -> Gradients:
         if not held:
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
-        return _gradients(gradients, Parts(held, mesh, algorithm, **stages), bucket_bytes, tokens)
+        return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
 
     if mesh.pp.size > 1:
         assert isinstance(model, Transformer)
@@ -143,9 +144,13 @@ def _lay_stages(
     return laid
 
 
-def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | None) -> Gradients:
+def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: int, tokens: int | None) -> Gradients:
     if callable(way):
         return way(parts)
+    if plan.zero:
+        if way != "bucketed":
+            raise UsageError(f"{way} gradients with ZeRO-{plan.zero}: it exchanges them in buckets; use 'bucketed'")
+        return Zero(parts, plan.zero, plan.zero_group, bucket_bytes)
     if way == "bucketed":
         return Bucketed(parts, bucket_bytes)
     if way == "naive":

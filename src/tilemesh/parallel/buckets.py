@@ -12,7 +12,7 @@ thread-multiple (mpi4py does), and nothing else may use this mesh's communicator
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tilemesh.parallel.shard import Held
 BUCKET_BYTES = 8 << 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients travel together: all of them are held and summed by the same ranks."""
 
@@ -50,6 +50,13 @@ class Bucket:
     has_come: list[bool] = field(default_factory=list)
     handle: Any = None
 
+    @classmethod
+    def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor]) -> Bucket:
+        """Of parameters that are all held and summed alike."""
+        mine, parameters = held[0].shard, [one.tensor for one in held]
+        sums = (mine.copies, batch_summed(mine), copies_summed(mine))
+        return cls(*sums, parameters, flat, views, chunk, mine.holders)
+
 
 class Bucketed(Exchanging):
     """The bucketed exchange, in pieces of about `bucket_bytes`.
@@ -59,8 +66,8 @@ class Bucketed(Exchanging):
 
     def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
-        self.overlap = overlap
-        self.buckets = _buckets(self.held, bucket_bytes, parts.chunks)
+        self.overlap, self.chunks = overlap, parts.chunks
+        self.buckets = [self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks)]
         self._next = 0  # the first bucket that has not started
         self._is_last = False
         self._is_open = False
@@ -69,6 +76,20 @@ class Bucketed(Exchanging):
             for place, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(register(self._hook(bucket, place)))
+
+    def made(self, names: Sequence[str]) -> Bucket:
+        """A bucket of these parameters, with its memory."""
+        held = [self.held[name] for name in names]
+        first = held[0].tensor
+        flat = torch.empty(sum(p.numel() for p, _ in held), dtype=first.dtype, device=first.device)
+        pieces = flat.split_with_sizes([parameter.numel() for parameter, _ in held])
+        chunk = self.chunks.get(names[0], 0)
+        return Bucket.of(held, chunk, flat, [piece.view(p.shape) for piece, (p, _) in zip(pieces, held, strict=True)])
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether gradients of the microbatch at work are exchanged: here those of the last one alone."""
+        return self._is_last
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -81,26 +102,26 @@ class Bucketed(Exchanging):
         if self._is_last:
             raise UsageError("backward after the last microbatch of a step: call finish() first")
         self._is_last = last
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+        self._begin_backward()
         self.count(loss_sum, count, scale)
         torch.autograd.backward(loss_sum if scale == 1.0 else loss_sum * scale)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
-        if not self._is_last:
-            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
-        for bucket in self.buckets:
-            if not bucket.is_started:
-                self._start(bucket)
+        self._require_last()
+        self._start_rest()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
             self.sum_over(bucket.copies_summed, bucket.flat)
-            if len(bucket.holders) > 1:
-                self.holders[bucket.holders].all_reduce(bucket.flat, out=bucket.flat, algorithm=self.algorithm)
+            self.sum_over_holders(bucket, bucket.flat)
         self._is_open = self._is_last = False
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def sum_over_holders(self, bucket: Bucket, flat: Tensor) -> None:
+        """Sum over the stages of a pipeline that hold the same parameters, in place."""
+        if len(bucket.holders) > 1:
+            self.holders[bucket.holders].all_reduce(flat, out=flat, algorithm=self.algorithm)
 
     def begin(self, scale: float) -> None:
         """Open a step whose passes a list of actions makes: gradients are added to zeroed buffers, by whoever has them.
@@ -137,6 +158,18 @@ class Bucketed(Exchanging):
         """What this rank keeps of an exchanged bucket, and how many ranks of `counted_over` hold the same."""
         return bucket.flat, bucket.copies
 
+    def take(self, bucket: Bucket, place: int) -> None:
+        """A gradient that backward has made: into the bucket, of which `.grad` then is a view."""
+        parameter, view = bucket.parameters[place], bucket.views[place]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            if bucket.has_come[place]:  # someone set .grad to None between microbatches
+                view.add_(parameter.grad)
+            else:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.has_come[place] = True
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -149,22 +182,27 @@ class Bucketed(Exchanging):
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def _hook(self, bucket: Bucket, place: int) -> Any:
-        view = bucket.views[place]
+    def _begin_backward(self) -> None:
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
 
+    def _require_last(self) -> None:
+        if not self._is_last:
+            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
+
+    def _start_rest(self) -> None:
+        """Exchange what has not been: buckets of which backward has not reached every parameter."""
+        for bucket in self.buckets:
+            if not bucket.is_started:
+                self._start(bucket)
+
+    def _hook(self, bucket: Bucket, place: int) -> Any:
         def arrived(parameter: Tensor) -> None:
             if not self._is_open:
                 return  # somebody else's backward
-            if parameter.grad is not view:
-                assert parameter.grad is not None
-                if bucket.has_come[place]:  # someone set .grad to None between microbatches
-                    view.add_(parameter.grad)
-                else:
-                    view.copy_(parameter.grad)
-                parameter.grad = view
-            bucket.has_come[place] = True
+            self.take(bucket, place)
             bucket.missing -= 1
-            if self._is_last and self.overlap:
+            if self.overlap and self.is_sending:
                 self._launch()
 
         return arrived
@@ -187,31 +225,20 @@ class Bucketed(Exchanging):
         bucket.handle = self.exchange(bucket)
 
 
-def _buckets(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[Bucket]:
-    """Parameters in the order backward comes to them, the last one first, packed by chunk, kind, dtype and size."""
+def packed(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[list[str]]:
+    """Names of parameters in the order backward comes to them, the last one first, packed by chunk, kind and size."""
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
-    packed: list[tuple[int, Any, list[nn.Parameter]]] = []  # (place of its last parameter, kind, parameters)
-    filling: dict[Any, tuple[int, list[nn.Parameter], int]] = {}
+    full: list[tuple[int, list[str]]] = []  # (place of its last parameter, names)
+    filling: dict[Any, tuple[int, list[str], int]] = {}
     for place, (name, (parameter, shard)) in enumerate(list(held.items())[::-1]):
         sums = (shard.copies, batch_summed(shard), copies_summed(shard), chunks.get(name, 0), shard.holders)
         kind = (sums, parameter.dtype, parameter.device)
-        _, members, nbytes = filling.get(kind, (0, [], 0))
-        members.append(parameter)
+        _, names, nbytes = filling.get(kind, (0, [], 0))
+        names.append(name)
         nbytes += parameter.numel() * parameter.element_size()
-        filling[kind] = (place, members, nbytes)
+        filling[kind] = (place, names, nbytes)
         if nbytes >= bucket_bytes:
-            packed.append((place, kind, filling.pop(kind)[1]))
-    packed += [(place, kind, members) for kind, (place, members, _) in filling.items()]
-    return [_bucket(kind[0], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])]
-
-
-def _bucket(sums: tuple[int, Blocks, Blocks, int, tuple[int, ...]], parameters: list[nn.Parameter]) -> Bucket:
-    first = parameters[0]
-    flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-    views, start = [], 0
-    for parameter in parameters:
-        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
-        start += parameter.numel()
-    copies, batch, alike, chunk, holders = sums
-    return Bucket(copies, batch, alike, parameters, flat, views, chunk, holders)
+            full.append((place, filling.pop(kind)[1]))
+    full += [(place, names) for place, names, _ in filling.values()]
+    return [names for _, names in sorted(full, key=lambda entry: entry[0])]

@@ -5,6 +5,7 @@ the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor
 model is laid (`apply.lay(..., gradients=...)`) and never changes:
 
     bucketed   summed over the ranks in a few flat buffers, while backward still runs (`buckets.py`)
+    zero       of the sums each rank gets its own rows alone, and its optimizer steps these (`zero.py`)
     naive      one blocking all_reduce per parameter, after backward: to read first, and to compare with
     local      a model on one process: nothing is exchanged, and nothing makes the host wait for the device
 
@@ -12,8 +13,7 @@ model is laid (`apply.lay(..., gradients=...)`) and never changes:
 tensors that are still being computed, and `read` waits once for any number of steps.
 
 Where later methods plug in, by subclassing the bucketed one. *Compressed* gradients replace `exchange`: compress,
-exchange, expand into `bucket.flat`. *ZeRO* makes `exchange` a reduce_scatter and lets `kept` return this rank's part of
-the bucket; the optimizer is then handed parameters that are cut alike. *Local updates* leave `exchange` out, let `kept`
+exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out, let `kept`
 count copies within the replica, set `counted_over` to the replica's ranks, and average weights themselves every few
 steps. None of them needs other calls than these; tests/mpi/test_backward.py has each in a few lines.
 """
@@ -71,6 +71,9 @@ class Gradients(Protocol):
     is_late: bool
     """Whether `finish` returns before the device is done: its loss and norm are tensors."""
 
+    stepped: Mapping[str, Held]
+    """What an optimizer steps, with its gradient after `finish`: the parameters, or under ZeRO this rank's rows."""
+
     @property
     def buffers(self) -> list[Tensor]:
         """The memory of all gradients."""
@@ -87,6 +90,9 @@ class Gradients(Protocol):
         Without `divide` gradients may be left as they are, with `Step.divisor` for the optimizer to divide them by on
         its way, which saves a pass over all of them.
         """
+
+    def updated(self) -> None:
+        """After the update, or after weights were read into `stepped`: the model's weights are whole again."""
 
     def clear(self) -> None:
         """After the update: give back what the next step makes anew."""
@@ -173,6 +179,7 @@ class Exchanging:
 
     def __init__(self, parts: Parts) -> None:
         self.held, self.mesh, self.algorithm = dict(parts.held), parts.mesh, parts.algorithm
+        self.stepped: Mapping[str, Held] = self.held
         self._totals: Tensor | None = None
         self._scale = 1.0
         self._alike = loss_shard(parts.mesh).alike
@@ -212,6 +219,9 @@ class Exchanging:
         """Sum gradients over a group of ranks, in place."""
         if blocks:
             self.groups[blocks].all_reduce(flat, out=flat, algorithm=self.algorithm)
+
+    def updated(self) -> None:
+        return None
 
     def clear(self) -> None:
         return None
@@ -267,6 +277,7 @@ class LocalGradients:
     def __init__(self, parts: Parts, tokens: int) -> None:
         if parts.mesh.comm.size > 1:
             raise UsageError(f"local gradients on a mesh of {parts.mesh}: they are for one process; use 'bucketed'")
+        self.stepped: Mapping[str, Held] = parts.held
         self.parameters = [mine.tensor for mine in parts.held.values()]
         self.tokens = tokens
         self._total: Tensor | None = None
@@ -291,6 +302,9 @@ class LocalGradients:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
         total, self._total = self._total, None
         return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
+
+    def updated(self) -> None:
+        return None
 
     def clear(self) -> None:
         # Autograd then hands over its own tensors instead of adding to old ones.

@@ -250,32 +250,42 @@ class Laid:
 
     # The whole ----------------------------------------------------------------------------------------------------
 
-    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+    def gather_gradients(self) -> dict[str, Tensor] | None:
+        """Whole gradients as `gather` gives weights, after `gradients.finish`, whoever holds which rows of them."""
+        held = {name: mine for name, mine in self.gradients.stepped.items() if mine.tensor.grad is not None}
+        values = {name: mine.tensor.grad for name, mine in held.items() if mine.tensor.grad is not None}
+        return self.gather(values, {name: mine.shard for name, mine in held.items()})
+
+    def gather(
+        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
+    ) -> dict[str, Tensor] | None:
         """Whole tensors by name on rank 0 of the mesh, in CPU memory; None on the others. A collective call.
 
-        `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights.
+        `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights. `shards`:
+        how they are cut, where that is not as the weights are.
         """
-        return self._gather(values)
+        return self._gather(values, shards)
 
-    def _gather(self, values: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    def _gather(
+        self, values: Mapping[str, Tensor] | None, shards: Mapping[str, Shard] | None
+    ) -> dict[str, Tensor] | None:
         """What the ranks of this rank's stage hold together."""
         given = dict(self.module.named_parameters()) if values is None else dict(values)
+        cut_as = self.shards if shards is None else shards
         for name in given:
-            if name not in self.shards:
+            if name not in cut_as:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
         # Along the axes that cut nothing, the first rank has all that the others have.
-        cutting = {cut.axis for mine in self.shards.values() for cut in mine.cuts}
+        cutting = {cut.axis for mine in cut_as.values() for cut in mine.cuts}
         group = self.mesh.group(*cutting)
         members = self.mesh.members(*cutting)
         if any(axis.index for name, axis in self.mesh.axes.items() if name not in (*cutting, "pp")):
             return None
         whole = {
-            name: given[name].detach().cpu().clone()
-            for name, mine in self.shards.items()
-            if name in given and not mine.cuts
+            name: given[name].detach().cpu().clone() for name, mine in cut_as.items() if name in given and not mine.cuts
         }
         waiting: list[tuple[Shard, Tensor]] = []
-        for name, mine in self.shards.items():
+        for name, mine in cut_as.items():
             if name not in given or not mine.cuts:
                 continue
             local = given[name].detach()
@@ -285,7 +295,7 @@ class Laid:
             waiting.append((mine, local))
         if waiting:
             whole |= _gather_packed(waiting, group, members)
-        return {name: whole[name] for name in self.shards if name in whole} if group.rank == 0 else None
+        return {name: whole[name] for name in cut_as if name in whole} if group.rank == 0 else None
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:

@@ -223,8 +223,10 @@ class Pipeline(Laid):
 
     # The whole ----------------------------------------------------------------------------------------------------
 
-    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
-        mine = self._gather(values)
+    def gather(
+        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
+    ) -> dict[str, Tensor] | None:
+        mine = self._gather(values, shards)
         if any(axis.index for name, axis in self.mesh.axes.items() if name != "pp"):
             return None
         comm, whole = self.mesh.pp.comm, {}

@@ -172,7 +172,11 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
         known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
         measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
     parameters = shard_parameters(run.model, run.plan.tp).stage(run.model.layers, True, True)
-    least = sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.dp)) if run.plan.pp == 1 else None
+    least = (
+        sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.zero_ranks))
+        if run.plan.pp == 1
+        else None
+    )
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
 

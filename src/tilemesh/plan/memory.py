@@ -199,7 +199,7 @@ class Room:
         layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
         shards = self.shards(plan.tp)
         parameters = shards.stage(layers, stage == 0, last)
-        weights, gradients, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.dp)
+        weights, gradients, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
         kept, recomputed = self.layer(plan)
         activations = layers_in_flight(plan, stage, counts) * kept
         stretch = plan.stretch(layers)

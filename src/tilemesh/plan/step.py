@@ -210,7 +210,7 @@ class Estimator:
         return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
 
     def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
-        updated = -(-parameters // plan.dp) if plan.zero else parameters
+        updated = -(-parameters // plan.zero_ranks)
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION

@@ -45,7 +45,10 @@ class _Start:
     def plan(self, **changes: Any) -> _Start:
         if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and "plan.chunk_layers" not in self.told:
             changes["chunk_layers"] = ()
-        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=_changed(self.made.plan, **changes)))
+        made = _changed(self.made.plan, **changes)
+        if made.dp == 1 and "plan.zero" not in self.told:  # nobody is left to share with
+            made = dataclasses.replace(made, zero=0, zero_group=0)
+        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=made))
 
 
 def load(

@@ -133,7 +133,7 @@ def train_here(
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision, stepped_by)
+    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,

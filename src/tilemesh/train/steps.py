@@ -96,6 +96,7 @@ class Stepper:
         with recorder.span("optimizer"):
             if not overflowed:
                 self.optimizer.step(self._rate(number), done.divisor)
+                self.gradients.updated()
             self.scale.update(overflowed)
             self._count_gradients()
             self.gradients.clear()
@@ -209,7 +210,7 @@ class Stepper:
 
     def _count_gradients(self) -> None:
         if self.gradients_bytes is None:
-            self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
+            self.gradients_bytes = storage_bytes(self.gradients.buffers)
 
     # Data ---------------------------------------------------------------------------------------------------------
 

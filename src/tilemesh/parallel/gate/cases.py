@@ -43,6 +43,8 @@ class GateLayout:
     accumulation: int = 1
     pp: int = 1
     schedule: Schedule = "1f1b"
+    zero: int = 0
+    zero_group: int = 0
 
     @property
     def ranks(self) -> int:
@@ -54,6 +56,8 @@ class GateLayout:
 
     def __str__(self) -> str:
         more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
+        if self.zero:
+            more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
         return f"dp={self.dp} tp={self.tp}{stages}{more}"
 
@@ -66,6 +70,8 @@ class GateLayout:
             interleave=2 if self.schedule in INTERLEAVED else 1,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
+            zero=self.zero,
+            zero_group=self.zero_group,
             precision=precision,
         )
 

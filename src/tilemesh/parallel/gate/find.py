@@ -39,7 +39,7 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         off.append(max((_off(a, b) for a, b in zip(seen.get(site, ()), slices, strict=False)), default=0.0))
     forward = _first(mesh, list(wanted), off, tolerance)
     [(loss, _)] = read([laid.gradients.finish()])
-    gradients = laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
+    gradients = laid.gather_gradients()
     names = list(laid.names)
     off = [0.0] * len(names)
     if gradients is not None:
