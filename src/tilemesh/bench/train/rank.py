@@ -92,7 +92,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
     stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision, stepped_by)
+    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
     source = TextSource(config, open_corpus(config.data), mesh.dp, device)

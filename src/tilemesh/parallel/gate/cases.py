@@ -41,6 +41,8 @@ class GateLayout:
     tp: int = 1
     sequence: bool = False
     accumulation: int = 1
+    zero: int = 0
+    zero_group: int = 0
 
     @property
     def ranks(self) -> int:
@@ -48,6 +50,8 @@ class GateLayout:
 
     def __str__(self) -> str:
         more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
+        if self.zero:
+            more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
         return f"dp={self.dp} tp={self.tp}{more}"
 
     def plan(self, precision: Precision) -> ParallelPlan:
@@ -56,6 +60,8 @@ class GateLayout:
             tp=self.tp,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
+            zero=self.zero,
+            zero_group=self.zero_group,
             precision=precision,
         )
 

@@ -107,7 +107,7 @@ class Gate:
         """The layout's training, whole, on rank 0 of the mesh."""
         laid = self.laid(case, mesh)
         config = MODELS[case.model]
-        optimizer = alone.Momentum(laid.module)
+        optimizer = alone.Momentum(held.tensor for held in laid.gradients.stepped.values())
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))
@@ -123,12 +123,13 @@ class Gate:
                 laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
             [(loss_mean, norm)] = read([laid.gradients.finish(MAX_NORM)])
             clip = min(1.0, MAX_NORM / (norm + 1e-6))
-            gradients.append(laid.gather(_gradients(laid)) or {})
+            gradients.append(laid.gather_gradients() or {})
             for value in gradients[-1].values():
                 value /= clip  # as it was before clipping
             losses.append(loss_mean)
             norms.append(norm)
             optimizer.step()
+            laid.gradients.updated()
         weights = laid.gather()
         return None if weights is None else GateTrace(losses, norms, gradients, weights)
 
@@ -156,10 +157,6 @@ class Gate:
             ORDER_FACTOR * max(other.gradient, chain),
             ORDER_FACTOR * max(other.weights, norm_error(STEPS, torch.float32)),
         )
-
-
-def _gradients(laid: Laid) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None}
 
 
 def apart(one: GateTrace, other: GateTrace) -> Apart:

@@ -39,7 +39,7 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         off.append(max(_off(a, b) for a, b in zip(pieces, slices, strict=True)))
     forward = _first(mesh, sites, off, tolerance)
     [(loss, _)] = read([laid.gradients.finish()])
-    gradients = laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
+    gradients = laid.gather_gradients()
     names = [name for name, _ in laid.module.named_parameters()]
     off = [0.0] * len(names)
     if gradients is not None:
