@@ -27,11 +27,14 @@ def train(
     fallback_dir: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For the last checkpoint, where the run's folder has no room.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would run: model, layout, memory, time, files.")
+    ] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
-    """Train a Transformer over ranks, watch it, lose nothing, and see where the time went."""
+    """Train a Transformer on one or several processes, with checkpoints, restarts and a report."""
     from tilemesh.cli.targets import check_targets
-    from tilemesh.cli.train_run import Asked
+    from tilemesh.cli.train_run import Asked, show_preview
     from tilemesh.cli.train_run import run as run_training
 
     check_targets(json=json)  # not after hours of training
@@ -50,7 +53,7 @@ def train(
         fallback_dir=fallback_dir,
         json=json,
     )
-    raise typer.Exit(run_training(asked))
+    raise typer.Exit(show_preview(asked) if dry_run else run_training(asked))
 
 
 def generate(
