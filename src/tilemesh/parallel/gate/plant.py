@@ -26,8 +26,8 @@ from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 @dataclass(frozen=True)
 class Plant:
-    """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: whether
-    it is one of pipelines; otherwise of models on one stage."""
+    """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: a bug
+    of pipelines, and otherwise of models on one stage."""
 
     name: str
     kind: str
