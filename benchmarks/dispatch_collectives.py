@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilemesh.comm.cells import Cell
+from tilemesh.bench.collective.cells import Cell
+from tilemesh.bench.collective.fit import arrays, timer_of
+from tilemesh.bench.collective.peers import peer_call
 from tilemesh.comm.connection import connect
-from tilemesh.comm.measure_fit import arrays, timer_of
-from tilemesh.comm.peer_calls import peer_call
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.ranks import ranks_case

@@ -11,8 +11,8 @@ import argparse
 import time
 from pathlib import Path
 
-from tilemesh.kernels.bench.measure import bench_rows
-from tilemesh.kernels.matmul.bench import BENCH
+from tilemesh.bench.kernel.matmul import BENCH
+from tilemesh.bench.kernel.measure import bench_rows
 from tilemesh.kernels.matmul.cost import SUITE
 
 

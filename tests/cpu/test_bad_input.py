@@ -169,19 +169,19 @@ OPTIONS = [
     (["plan", "tiny", "--cluster", "8xh100", "--fix", f"tp={MANY_DIGITS}"], "expected a whole number below 2**63"),
     (
         ["data", "prepare", "stdlib", "out", "--held-out", "-1"],
-        "data.held_out is -1.0: expected at least 0 and below 1",
+        "--held-out is -1.0: expected at least 0 and below 1",
     ),
-    (["data", "prepare", "stdlib", "out", "--held-out", "1"], "data.held_out is 1.0"),
-    (["data", "prepare", "stdlib", "out", "--held-out", "2"], "data.held_out is 2.0"),
-    (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "data.held_out is nan"),
-    (["data", "prepare", "stdlib", "out", "--pattern", ""], "data.pattern is ''"),
-    (["data", "prepare", "stdlib", "out", "--pattern", "."], "data.pattern is '.'"),
-    (["data", "prepare", "", "out"], "data.source is ''"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "1"], "--held-out is 1.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "2"], "--held-out is 2.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "--held-out is nan"),
+    (["data", "prepare", "stdlib", "out", "--pattern", ""], "--pattern is ''"),
+    (["data", "prepare", "stdlib", "out", "--pattern", "."], "--pattern is '.'"),
+    (["data", "prepare", "", "out"], "SOURCE is ''"),
     (["data", "prepare", "stdlib", ""], "is empty"),
     (["data", "prepare", "~nosuchuser/x", "out"], "does not exist"),
     (
         ["data", "prepare", "stdlib", "out", "--tokenizer", "/nonexistent"],
-        "data.tokenizer '/nonexistent' does not exist",
+        "--tokenizer '/nonexistent' does not exist",
     ),
 ]
 

@@ -51,6 +51,8 @@ def shared_memory_left_clean() -> Iterator[None]:
 
 
 def is_left(path: Path) -> bool:
+    if path.name.endswith("0000.0"):  # MPI's segment of job number 0: a process that neither a test nor mpiexec started
+        return False
     return is_stale(path) if path.name.startswith("tilemesh-job-") else path.exists() and not is_mapped(path)
 
 

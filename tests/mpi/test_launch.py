@@ -249,10 +249,9 @@ def test_a_job_that_takes_too_long_names_the_rank_that_is_stuck() -> None:
 
 @pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 def test_inside_mpiexec_it_joins(tmp_path: Path) -> None:
-    environ = os.environ | {
-        "OMPI_MCA_btl_sm_backing_directory": str(
-            tmp_path
-        ),  # the user's mpiexec leaves a segment there when a rank aborts
+    environ = os.environ | {  # the user's mpiexec leaves a segment when a rank aborts; Open MPI 4 says vader, 5 says sm
+        "OMPI_MCA_btl_sm_backing_directory": str(tmp_path),
+        "OMPI_MCA_btl_vader_backing_directory": str(tmp_path),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

@@ -30,19 +30,22 @@ def bench_kernel(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting of the operator's problems.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile (minutes).")] = True,
+    peers: Annotated[
+        str, typer.Option("--peers", metavar="NAMES", help="Which to time: eager, compile, liger, cuDNN, …; or all.")
+    ] = "all",
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     chart: Annotated[
-        str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline: .svg or .png.")
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw rates by shape, and the roofline: .svg or .png.")
     ] = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Roofline, peers and rows as a page.")
+        str | None, typer.Option("--html", metavar="FILE", help="Charts, peers and rows as a page.")
     ] = None,
     tried: Annotated[
         str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
     ] = None,
 ) -> None:
-    """Time an operator against eager, torch.compile and its own peers: kernel time and call time."""
+    """Time an operator against eager, torch.compile, Liger-Kernel and its own peers: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
     from tilemesh.cli.operators import given_settings
     from tilemesh.core.errors import UsageError
@@ -61,33 +64,36 @@ def bench_kernel(
         raise UsageError(f"--repeats {repeats}: expected at least 1")
     check_targets(json=json, chart=chart, html=html)
     if chart is not None:  # what cannot be written or read is told before minutes of measuring
-        from tilemesh.kernels.bench.chart import check_path
+        from tilemesh.report.picture import check_picture
 
-        check_path(chart)
+        check_picture(chart)
     if tried is not None:
         from tilemesh.cli.bench_page import read_trials
 
         read_trials(tried)
-    from tilemesh.kernels.bench.measure import bench_rows
+    from tilemesh.bench.kernel.book import bench_of
+    from tilemesh.bench.kernel.measure import bench_rows
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
-    bench, rows = entry.load("bench"), []
+    named = None if peers == "all" else [name.strip() for name in peers.split(",")]
+    bench, rows = bench_of(entry), []
     for settled in each:
         with console.status("") as status:
 
             def show(done: int, total: int, words: str, status: Status = status) -> None:
                 status.update(f"[{done + 1}/{total}] {words}")
 
-            rows += bench_rows(bench, wanted, settled, compiled=compiled, repeats=repeats, progress=show)
+            rows += bench_rows(bench, wanted, settled, compiled=compiled, peers=named, repeats=repeats, progress=show)
     print_rows(rows, console)
     if json is not None:
         write_rows(rows, json)
     if chart is not None:
-        from tilemesh.kernels.bench.chart import draw
+        from tilemesh.cli.bench_page import bench_drawings
+        from tilemesh.report.picture import write_picture
 
-        draw(rows, chart, form.cost_of)
-        console.print(f"roofline: {chart}", soft_wrap=True)
+        write_picture(bench_drawings(rows), chart)
+        console.print(f"chart: {chart}", soft_wrap=True)
     if html is not None:
         from tilemesh.cli.bench_page import write_bench_page
 

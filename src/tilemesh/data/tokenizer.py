@@ -63,15 +63,17 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise RunError(
-                f"data.tokenizer is {path} and the package `tokenizers` is not installed: pip install tokenizers, "
-                "or leave data.tokenizer out to read text as bytes"
+                "data.tokenizer",
+                f" is {path} and the package `tokenizers` is not installed: pip install tokenizers, or leave ",
+                "data.tokenizer",
+                " out to read text as bytes",
             ) from None
         if not path.is_file():
-            raise UsageError(f"data.tokenizer {path} does not exist: expected a tokenizer.json file")
+            raise UsageError("data.tokenizer", f" {path} does not exist: expected a tokenizer.json file")
         try:
             self._inner = Loaded.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            raise UsageError(f"data.tokenizer {path} is not a tokenizers file: {error}") from None
+            raise UsageError("data.tokenizer", f" {path} is not a tokenizers file: {error}") from None
         self.name = str(path)
         self.vocabulary = int(self._inner.get_vocab_size())
         ends = [self._inner.token_to_id(name) for name in _END_NAMES]
@@ -94,7 +96,7 @@ class Unknown:
     end: int = 0
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
-        raise UsageError("these shards do not say which tokenizer made them: set data.tokenizer")
+        raise UsageError("these shards do not say which tokenizer made them: set ", "data.tokenizer")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in tokens)

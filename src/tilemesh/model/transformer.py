@@ -24,6 +24,7 @@ from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.deferral import Deferral
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
@@ -67,9 +68,17 @@ def added(stream: ResidualStream) -> Tensor:
 class Linear(nn.Linear):
     """torch's, but where it has no memory it draws no weights: random ops on the meta device import for two seconds."""
 
+    deferral: Deferral | None = None
+    """Who puts off its weight's gradient, where somebody does."""
+
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        if self.deferral is not None:
+            return self.deferral.linear(input, self.weight, self.bias)
+        return functional.linear(input, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):

@@ -18,6 +18,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import settled
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
@@ -120,7 +121,8 @@ def code_of(run: RunSummary, cluster: Cluster) -> Code | None:
 
 def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Graded:
     """Every figure of a run beside its prediction."""
-    now = predict(run.model, cluster, run.plan, run.context, rates=rates, code=code_of(run, cluster))
+    plan = settled(run.plan, run.model.layers)
+    now = predict(run.model, cluster, plan, run.context, rates=rates, code=code_of(run, cluster))
     told = run.data.get("predicted")
     before = isinstance(told, Mapping) and isinstance(told.get("step_time_s"), (int, float))
     step_s = float(told["step_time_s"]) if before and isinstance(told, Mapping) else now.step_time_s
@@ -172,7 +174,11 @@ def _memory(run: RunSummary, cluster: Cluster, now: Prediction) -> Grade:
         known = bases if isinstance(bases, list) and len(bases) == len(peaks) else [0] * len(peaks)
         measured = max(float(peak) - float(base) for peak, base in zip(peaks, known, strict=True))
     parameters = shard_parameters(run.model, run.plan.tp).stage(run.model.layers, True, True)
-    least = sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.dp)) if run.plan.pp == 1 else None
+    least = (
+        sum(state_bytes(parameters, run.plan.precision, run.plan.zero, run.plan.zero_ranks))
+        if run.plan.pp == 1
+        else None
+    )
     return Grade("peak memory", "B", predicted, measured, least, note="the fullest rank")
 
 
@@ -274,7 +280,7 @@ def expected_memory(
             name = str(summary.get("cluster", "")).partition("x")[2]
             device = device_for(name) if name != "local" else None
             cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
-            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+            told = dataclasses.asdict(predict(model, cluster, settled(plan, model.layers), context).memory)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
             return {}
     kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}

@@ -99,6 +99,11 @@ def _check_plan(made: TrainConfig) -> None:
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}")
+    if plan.pp > 1 and made.train.compile:
+        raise UsageError(
+            f"train.compile with plan.pp {plan.pp}: compiled code computes all gradients of a pass at once and in one "
+            "graph per microbatch's shape, and a stage's list of actions does not; set train.compile=false"
+        )
 
 
 def check_machine(made: TrainConfig) -> None:
@@ -108,9 +113,8 @@ def check_machine(made: TrainConfig) -> None:
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.plan.world > most:
         raise UsageError(
-            f"a plan of {made.plan.world} ranks (dp {made.plan.dp} x tp {made.plan.tp}) on a machine with "
-            f"{available_cores()} cores: at most {most} are started here; set plan.dp and plan.tp lower, or start them "
-            "with mpiexec or srun"
+            f"a plan of {made.plan.world} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
+            f"most {most} are started here; set plan.dp and plan.tp lower, or start them with mpiexec or srun"
         )
     fallback = made.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
@@ -126,6 +130,10 @@ def check_machine(made: TrainConfig) -> None:
             f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
             f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
         )
+
+
+def _axes_words(made: TrainConfig) -> str:
+    return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items())
 
 
 def _check_length(made: TrainConfig) -> None:

@@ -133,7 +133,7 @@ def train_here(
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision, stepped_by)
+    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -197,13 +197,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
-    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=kernels)
+    is_piped = config.plan.pp > 1
+    # Of a pipeline no rank makes the whole: each draws the weights of its own layers.
+    where = torch.device("meta") if is_piped else device
+    model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
     if late is None:
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
-    laid = lay(model, mesh, config.plan, gradients=way, tokens=config.tokens_per_step)
+    laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
+    if is_piped:
+        laid.initialize(config.train.seed)
     laid.module.train()
     return laid
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tilemesh.comm.runtime.observe import WAIT, Note, Observer, Seen
+from tilemesh.core.step.action import Action
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
 
@@ -55,6 +56,16 @@ class Recorder:
         with self.trace.span(name, kind=kind, step=self.step):
             yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
+
+    def action(self, action: Action, do: Callable[[], None]) -> None:
+        """An action of a step's list; drawn while steps are traced."""
+        if not self.trace.on:
+            do()
+            return
+        began = time.perf_counter()
+        do()
+        details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch}
+        self.trace.add(str(action), began, time.perf_counter(), kind="action", action=action.kind, **details)
 
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""

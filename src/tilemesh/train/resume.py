@@ -58,7 +58,7 @@ def restore(loop: Loop, reader: Reader) -> None:
     manifest = reader.manifest
     check_written_model(manifest.written_by.get(MODEL), manifest.step, loop.config.model, loop.folder / CONFIG)
     more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
-    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
@@ -68,6 +68,7 @@ def restore(loop: Loop, reader: Reader) -> None:
         for name in loop.optimizer.stepped
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
+    loop.laid.gradients.updated()
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
@@ -139,6 +140,8 @@ def _load_hugging_face(loop: Loop, folder: Path) -> None:
     different = unlike(to_dict(read_config(folder)), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
-    shards = loop.laid.shards
-    weights = {name: take(shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
+    shards = loop.optimizer.shards
+    read = huggingface.read_parameters(folder)
+    weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
     loop.optimizer.load_weights(weights)
+    loop.laid.gradients.updated()

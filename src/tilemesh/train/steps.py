@@ -19,7 +19,8 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
-from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.train.config import NO_GRAPH, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import SavedBytes, storage_bytes
@@ -62,6 +63,8 @@ class Stepper:
         self.replay: StepGraph | None = None
         if self._replays():
             self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
+        if isinstance(laid, Pipeline):
+            laid.watch_actions(recorder.at, recorder.action)
         self._pace = Pace()
         self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
@@ -93,6 +96,7 @@ class Stepper:
         with recorder.span("optimizer"):
             if not overflowed:
                 self.optimizer.step(self._rate(number), done.divisor)
+                self.gradients.updated()
             self.scale.update(overflowed)
             self._count_gradients()
             self.gradients.clear()
@@ -138,6 +142,11 @@ class Stepper:
 
     def _passes(self, batches: Batch, seed: Tensor | None) -> None:
         """Forward and backward for each microbatch."""
+        if isinstance(self.laid, Pipeline):
+            with self._counted(), self.recorder.span("pipeline"):
+                pieces = [StepPiece(tokens, targets, row) for (tokens, targets), row in batches]
+                self.laid.passes(pieces, dropout_seed=seed, scale=self.scale.value)
+            return
         with self._counted():
             for turn, (tensors, row) in enumerate(batches):
                 # Without dropout nothing that changes is handed to a compiled model.
@@ -201,7 +210,7 @@ class Stepper:
 
     def _count_gradients(self) -> None:
         if self.gradients_bytes is None:
-            self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
+            self.gradients_bytes = storage_bytes(self.gradients.buffers)
 
     # Data ---------------------------------------------------------------------------------------------------------
 

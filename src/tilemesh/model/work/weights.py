@@ -228,6 +228,8 @@ def why_not(model: ModelConfig, plan: ParallelPlan, ranks: int | None = None) ->
     """
     if ranks is not None and plan.world != ranks:
         return f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} is {plan.world} ranks, the cluster has {ranks}"
+    if plan.pp == 1 and plan.interleave > 1:
+        return f"schedule is {plan.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b"
     if plan.chunks > model.layers:
         most = model.layers // (plan.chunks // plan.pp)
         at_most = f": pp {most} at most" if most else ""
