@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tilemesh.data.tokenizer import Bytes, FileTokenizer
 from tilemesh.model.sampling import keyed_uniform, pick
 from tilemesh.serve.request import Sampling
-from tilemesh.serve.sampling import Drawing, draw_tokens, logprobs_of
+from tilemesh.serve.sampling import TokenDraw, draw_tokens, logprobs_of
 from tilemesh.serve.text import TextStream
 
 V = 50
 
 
-def drawing(sampling: Sampling, number: int = 0, tokens: Sequence[int] = (), prompt: int = 0) -> Drawing:
-    return Drawing(sampling, sampling.seed or 0, 0, number, tokens, prompt)
+def drawing(sampling: Sampling, number: int = 0, tokens: Sequence[int] = (), prompt: int = 0) -> TokenDraw:
+    return TokenDraw(sampling, sampling.seed or 0, 0, number, tokens, prompt)
 
 
-def reference(logits: Sequence[float], drawn: Drawing) -> int:
+def reference(logits: Sequence[float], drawn: TokenDraw) -> int:
     """The definition, one number at a time."""
     ask, scores = drawn.sampling, list(logits)
     for token, bias in ask.logit_bias.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilemesh.serve.request import FinishReason, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
-from tilemesh.serve.sampling import Drawing, TokenLogprobs, draw_tokens, logprobs_of
+from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
 from tilemesh.serve.text import Decoder, TextStream
 
@@ -136,7 +136,7 @@ class EngineCore:
         """Tokens after each request's last token and its drafts, up to the first draft that was wrong."""
         entries: list[Scheduled] = []
         rows: list[Tensor] = []
-        drawings: list[Drawing] = []
+        drawings: list[TokenDraw] = []
         for entry in plan.entries:
             found = logits.get(entry.request.name)
             if found is None:
@@ -168,18 +168,18 @@ class EngineCore:
                 logprobs[name] = logprobs_of(own_NV[: right + 1], sampled[name], top)
         return sampled, logprobs
 
-    def _drawn_tokens(self, rows: Sequence[Tensor], drawings: Sequence[Drawing]) -> list[int]:
+    def _drawn_tokens(self, rows: Sequence[Tensor], drawings: Sequence[TokenDraw]) -> list[int]:
         if self.runner.invariant:
             # One row at a time: no kernel then sees how many rows there are.
             each = [row_V[None] for own_NV in rows for row_V in own_NV]
             return [draw_tokens(row, [one])[0] for row, one in zip(each, drawings, strict=True)]
         return draw_tokens(rows[0] if len(rows) == 1 else torch.cat(list(rows)), drawings)
 
-    def _drawings(self, entry: Scheduled) -> list[Drawing]:
+    def _drawings(self, entry: Scheduled) -> list[TokenDraw]:
         answer, request = self._live[entry.request.name], entry.request
         job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
         return [
-            Drawing(
+            TokenDraw(
                 job.sampling,
                 job.seed,
                 answer.number,

@@ -27,7 +27,7 @@ _CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
-class Drawing:
+class TokenDraw:
     """What the token after one row of logits is drawn with."""
 
     sampling: Sampling
@@ -53,7 +53,7 @@ class TokenLogprobs:
     """The likeliest, first first."""
 
 
-def draw_tokens(logits_NV: Tensor, drawings: Sequence[Drawing]) -> list[int]:
+def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     """One token for each row."""
     if not bool(torch.isfinite(logits_NV).all()):
         raise RunError("the model's logits are NaN or infinite, so there is no token to draw: are its weights sound?")
@@ -83,13 +83,13 @@ def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     ]
 
 
-def _changes_logits(drawing: Drawing) -> bool:
+def _changes_logits(drawing: TokenDraw) -> bool:
     sampling = drawing.sampling
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return bool(sampling.logit_bias) or penalties != (1, 0, 0) or drawing.allowed_V is not None
 
 
-def _change_logits(row_V: Tensor, drawing: Drawing) -> None:
+def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:
     """Bias and penalties, from the tokens alone: nothing is kept between steps that a preemption could lose."""
     sampling = drawing.sampling
     if drawing.allowed_V is not None:
@@ -113,7 +113,7 @@ def _columns(by_token: Mapping[int, float], row_V: Tensor) -> tuple[Tensor, Tens
     return ids, torch.tensor(list(by_token.values()), dtype=row_V.dtype, device=row_V.device)
 
 
-def _draw(rows_NV: Tensor, drawings: Sequence[Drawing]) -> Tensor:
+def _draw(rows_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
     samplings = [drawing.sampling for drawing in drawings]
     temperature_N = torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float64)
     uniform_N = torch.tensor(
