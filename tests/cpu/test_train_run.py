@@ -21,6 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tilemesh.bench.train import rank as bench_rank
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.config import section
 from tilemesh.core.errors import RunError, UsageError
@@ -50,7 +51,7 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
-from tilemesh.train import bench_rank, graph, optimizer, sampling
+from tilemesh.train import graph, optimizer, sampling
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.load import load
@@ -161,12 +162,11 @@ class TestResume:
     @pytest.mark.parametrize(
         "sets",
         [
-            "optimizer.name=sgd,optimizer.lr=0.1",
             "plan.precision=bf16-master",
             "plan.precision=bf16,model.dropout=0.1",
             "plan.precision=fp16",
             "plan.precision=fp64,plan.recompute=full,plan.recompute_every=sqrt",
-            "train.compile=false,plan.microbatch=2,checkpoint.background=false",
+            "optimizer.name=sgd,optimizer.lr=0.1,train.compile=false,plan.microbatch=2,checkpoint.background=false",
         ],
     )
     def test_every_precision_and_optimiser_resumes_bit_for_bit(self, text: str, tmp_path: Path, sets: str) -> None:
