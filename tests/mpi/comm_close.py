@@ -12,7 +12,7 @@ import numpy as np
 from tilemesh.comm import connect
 
 GROUPS = 24
-UNCLOSED, AT_ONCE = 200, 40  # more at once would need more descriptors than many machines allow a process
+AT_ONCE = 40  # more would need more descriptors than many machines allow a process
 
 
 def come_and_go() -> list[Any]:
@@ -60,8 +60,8 @@ def come_and_go() -> list[Any]:
     return [GROUPS, third.backend]
 
 
-def drop_unclosed() -> list[int]:
-    """How many descriptors and threads two hundred groups leave that nobody closed, once they are dropped."""
+def drop_unclosed(total: int) -> list[int]:
+    """How many descriptors and threads so many groups leave that nobody closed, once they are dropped."""
 
     def counted() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -72,7 +72,7 @@ def drop_unclosed() -> list[int]:
     assert first is not None
     first.all_reduce(np.ones(3), algorithm="ring")
     before = counted()
-    for _ in range(UNCLOSED // AT_ONCE):
+    for _ in range(total // AT_ONCE):
         groups = [comm.split(0) for _ in range(AT_ONCE)]
         assert all(group.all_reduce(np.ones(3), algorithm="ring")[0] == comm.size for group in groups)
         assert comm.backend == "mpi" or counted()[0] > before[0] + 2 * AT_ONCE
