@@ -51,7 +51,8 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
-from tilemesh.train import graph, optimizer, sampling
+from tilemesh.serve.write import generate
+from tilemesh.train import export, graph, optimizer
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.load import load
@@ -314,9 +315,9 @@ class TestFiles:
 
     def test_generation_in_one_process_writes_what_the_ranks_wrote(self, text: str, whole: Path) -> None:
         config = made(text)
-        wrote = sampling.generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
+        wrote = generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
         assert (whole / "sample.txt").read_text() == "def " + wrote
-        longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
+        longer = generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
     @pytest.mark.parametrize(
@@ -330,17 +331,17 @@ class TestFiles:
     )
     def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
         with pytest.raises(UsageError, match=words):
-            sampling.generate(whole, **{"prompt": "def ", **asked})
+            generate(whole, **{"prompt": "def ", **asked})
 
     def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
         shutil.copytree(whole, tmp_path / "run")
         config = tmp_path / "run" / "config.toml"
         config.write_text(config.read_text().replace(text, "/nothing/here.txt"))
-        wrote = sampling.generate(tmp_path / "run", "line ", tokens=8)
-        assert wrote == sampling.generate(whole, "line ", tokens=8)
+        wrote = generate(tmp_path / "run", "line ", tokens=8)
+        assert wrote == generate(whole, "line ", tokens=8)
 
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
-        assert sampling.export(whole, tmp_path / "hf") == 10
+        assert export.export(whole, tmp_path / "hf") == 10
         # As a program that knows nothing of training reads it: the model's section, and the checkpoint.
         ours = read_model(section(ModelConfig, "model", *read_config(whole, TRAIN)), open_checkpoint(whole))
         theirs = huggingface.load(tmp_path / "hf")
@@ -363,16 +364,16 @@ class TestFiles:
 
     def test_what_is_asked_of_a_run_that_has_nothing(self, text: str, whole: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no run"):
-            sampling.generate(tmp_path, "x")
+            generate(tmp_path, "x")
         with pytest.raises(UsageError, match="no checkpoint of step 7"):
-            sampling.generate(whole, "x", step=7)
+            generate(whole, "x", step=7)
         new_run(TRAIN, made(text).to_toml(), tmp_path / "empty")
         with pytest.raises(RunError, match="has no checkpoint yet"):
-            sampling.generate(tmp_path / "empty", "x")
+            generate(tmp_path / "empty", "x")
         with pytest.raises(UsageError, match="has a run already"):
             new_run(TRAIN, made(text).to_toml(), whole)
         with pytest.raises(UsageError, match="empty prompt"):
-            sampling.generate(whole, "")
+            generate(whole, "")
 
 
 def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
@@ -684,7 +685,7 @@ class TestFaults:
         victim = tmp_path / "run" / CHECKPOINTS / "step-00000005" / "shard-00000.safetensors"
         os.truncate(victim, 1000)
         with pytest.raises(RunError, match=r"shard-00000\.safetensors has 1000 bytes"):
-            sampling.generate(tmp_path / "run", "x")
+            generate(tmp_path / "run", "x")
 
     def test_a_loss_that_is_no_number_stops_with_the_batch_kept(self, text: str, tmp_path: Path) -> None:
         config = made(text, "dp=2,tp=1", "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")

@@ -47,7 +47,9 @@ def bench_collective(
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
-    chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size, as .svg.")] = None,
+    chart: Annotated[
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size: .svg, .png.")
+    ] = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="A page of the rows, or of the rounds with a slider.")
     ] = None,

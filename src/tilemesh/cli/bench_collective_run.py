@@ -17,6 +17,7 @@ from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import ALGORITHMS, build
 from tilemesh.core.errors import RunError, UsageError, unknown
 from tilemesh.measure.row import Row, write_rows
+from tilemesh.report.picture import check_picture, write_picture
 
 MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
 
@@ -37,8 +38,8 @@ def measure(
         if name not in COLLECTIVES:
             raise unknown("collective to bench", name, COLLECTIVES)
     chosen = ("none",) if names == "none" else _named(names)
-    if chart is not None and not chart.endswith(".svg"):
-        raise UsageError(f"chart '{chart}': expected a file that ends in .svg")
+    if chart is not None:
+        check_picture(chart)
     check_targets(json=json, chart=chart, html=html)
     counts, wanted = parse_ranks(ranks), parse_sizes(sizes)
     check_transport(transport, counts)
@@ -53,9 +54,9 @@ def measure(
     if json is not None:
         write_rows(rows, json)
     if chart is not None:
-        from tilemesh.bench.collective.chart import draw
+        from tilemesh.cli.bench_page import bench_drawings
 
-        draw(rows, chart)
+        write_picture(bench_drawings(rows), chart)
         console.print(f"chart: {chart}", soft_wrap=True)
     if html is not None:
         from tilemesh.cli.bench_page import write_bench_page

@@ -36,10 +36,10 @@ def bench_kernel(
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     chart: Annotated[
-        str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline: .svg or .png.")
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw rates by shape, and the roofline: .svg or .png.")
     ] = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Roofline, peers and rows as a page.")
+        str | None, typer.Option("--html", metavar="FILE", help="Charts, peers and rows as a page.")
     ] = None,
     tried: Annotated[
         str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
@@ -64,9 +64,9 @@ def bench_kernel(
         raise UsageError(f"--repeats {repeats}: expected at least 1")
     check_targets(json=json, chart=chart, html=html)
     if chart is not None:  # what cannot be written or read is told before minutes of measuring
-        from tilemesh.bench.roofline import check_path
+        from tilemesh.report.picture import check_picture
 
-        check_path(chart)
+        check_picture(chart)
     if tried is not None:
         from tilemesh.cli.bench_page import read_trials
 
@@ -89,10 +89,11 @@ def bench_kernel(
     if json is not None:
         write_rows(rows, json)
     if chart is not None:
-        from tilemesh.bench.roofline import draw
+        from tilemesh.cli.bench_page import bench_drawings
+        from tilemesh.report.picture import write_picture
 
-        draw(rows, chart, form.cost_of)
-        console.print(f"roofline: {chart}", soft_wrap=True)
+        write_picture(bench_drawings(rows), chart)
+        console.print(f"chart: {chart}", soft_wrap=True)
     if html is not None:
         from tilemesh.cli.bench_page import write_bench_page
 

@@ -139,6 +139,16 @@ class Pipeline(Laid):
         """Let somebody know what a step is at: as `StepRunner` says."""
         self.runner.note, self.runner.around = note, around
 
+    def takes(self, module: str, microbatch: int) -> bool:
+        """Whether this rank passes a microbatch through a module of the model."""
+        kind, _, rest = module.partition(".")
+        ends = {"token_embedding": 0, "position_embedding": 0}
+        chunk = ends.get(kind, self.step.program.chunks - 1)
+        if kind == "layers":
+            layer = int(rest.partition(".")[0])
+            chunk = next(number for number, layers in enumerate(self.step.layers) if layer in layers)
+        return self.step.program.placement.rank(chunk, microbatch) == self.mesh.pp.index
+
     # A step -------------------------------------------------------------------------------------------------------
 
     def passes(self, pieces: Any, *, dropout_seed: int | Tensor | None = None, scale: float = 1) -> None:

@@ -18,6 +18,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import settled
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import count_parameters, shard_parameters
@@ -120,7 +121,8 @@ def code_of(run: RunSummary, cluster: Cluster) -> Code | None:
 
 def grade(run: RunSummary, cluster: Cluster, rates: Rates | None = None) -> Graded:
     """Every figure of a run beside its prediction."""
-    now = predict(run.model, cluster, run.plan, run.context, rates=rates, code=code_of(run, cluster))
+    plan = settled(run.plan, run.model.layers)
+    now = predict(run.model, cluster, plan, run.context, rates=rates, code=code_of(run, cluster))
     told = run.data.get("predicted")
     before = isinstance(told, Mapping) and isinstance(told.get("step_time_s"), (int, float))
     step_s = float(told["step_time_s"]) if before and isinstance(told, Mapping) else now.step_time_s
@@ -278,7 +280,7 @@ def expected_memory(
             name = str(summary.get("cluster", "")).partition("x")[2]
             device = device_for(name) if name != "local" else None
             cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
-            told = dataclasses.asdict(predict(model, cluster, plan, context).memory)
+            told = dataclasses.asdict(predict(model, cluster, settled(plan, model.layers), context).memory)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
             return {}
     kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}

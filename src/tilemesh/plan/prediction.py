@@ -62,7 +62,7 @@ class Prediction:
     bubble_fraction: float
     """Of the schedule itself, as if all stages took equally long."""
     chunk_layers: tuple[int, ...]
-    """Layers of each chunk; chunk c lies on stage c % pp."""
+    """Layers of each chunk; the schedule says on which stage a chunk lies."""
     exchanges: dict[str, dict[str, int]]
     """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
 

@@ -7,7 +7,7 @@ that gathers have places to stand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
@@ -47,6 +47,11 @@ def chunk_layers(plan: ParallelPlan, layers: int) -> tuple[int, ...]:
     base, over = divmod(layers, chunks)
     first = (chunks - over + 1) // 2  # of those in the middle that have one more
     return tuple(base + (first <= chunk < first + over) for chunk in range(chunks))
+
+
+def settled(plan: ParallelPlan, layers: int) -> ParallelPlan:
+    """The plan with the chunks it is run with, where it does not say them."""
+    return plan if plan.pp == 1 else replace(plan, chunk_layers=chunk_layers(plan, layers))
 
 
 def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> PlannedStep:

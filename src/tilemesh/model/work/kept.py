@@ -98,6 +98,31 @@ def _kept_by_torch(model: ModelConfig, task: Task, whole: int, kv: int, hidden: 
         yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
 
 
+_INPUTS = (
+    "input of q, k, v",
+    "input of the output projection",
+    "input of the MLP",
+    "input of the MLP's last projection",
+)
+
+
+def kept_for_weights(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
+    """What a layer keeps between the two halves of its backward pass: both operands of each weight gradient, which are
+    a matrix's input and the gradient of its output."""
+    size, tp, cut = task.size, task.tp, task.split
+    tokens, per_kv = task.tokens, min(tp, model.kv_heads)
+    whole, kv, hidden = tokens * model.width, tokens * model.kv_width, tokens * model.mlp_width
+    joined = 1 if not task.gpu and task.code == "eager" else cut
+    return (
+        *(one for one in kept_tensors(model, task) if one.name in _INPUTS),
+        Kept("gradient of the queries", "b S D", whole, size, tp),
+        Kept("gradients of keys and values", "2 b S K", 2 * kv, size, per_kv),
+        Kept("gradient of the output projection's result", "b S D", whole, size, joined),
+        Kept("gradient of the activation's input", "b S F (each input)", model.mlp_inputs * hidden, size, tp),
+        Kept("gradient of the MLP's result", "b S D", whole, size, joined),
+    )
+
+
 def kept_bytes(kept: tuple[Kept, ...], recompute: str) -> tuple[int, int]:
     """Bytes a layer keeps on one rank, and bytes that come back while its backward pass runs."""
     everything, scores = sum(one.nbytes for one in kept), sum(one.nbytes for one in kept if one.scores)
@@ -129,3 +154,12 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
         Kept("input of the logits and its gradient", "2 b S D", 2 * whole, size, 1),
         Kept("gradient of the output table", "V/tp D", rows * model.width, size, 1),
     )
+
+
+def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
+    """Of that, what stays from the last chunk's forward pass to its backward pass, which may come much later."""
+    rows, whole = output_weight(model).shape(task.tp)[0], task.tokens * model.width
+    if task.chunked_loss:  # both gradients are made in the forward pass
+        return whole * task.size + rows * model.width * 4
+    wide = max(task.size, 4) if task.code != "compiled" else task.size
+    return task.tokens * rows * wide + whole * (task.stream + task.size)
