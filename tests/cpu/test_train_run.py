@@ -163,12 +163,11 @@ class TestResume:
     @pytest.mark.parametrize(
         "sets",
         [
-            "optimizer.name=sgd,optimizer.lr=0.1",
             "plan.precision=bf16-master",
             "plan.precision=bf16,model.dropout=0.1",
             "plan.precision=fp16",
             "plan.precision=fp64,plan.recompute=full,plan.recompute_every=sqrt",
-            "train.compile=false,plan.microbatch=2,checkpoint.background=false",
+            "optimizer.name=sgd,optimizer.lr=0.1,train.compile=false,plan.microbatch=2,checkpoint.background=false",
         ],
     )
     def test_every_precision_and_optimiser_resumes_bit_for_bit(self, text: str, tmp_path: Path, sets: str) -> None:
