@@ -42,6 +42,17 @@ class Messages:
             tell(began_s, BEGIN)
         return handle
 
+    def start_on_device(self, is_send: bool, tensor: Any, peer: int) -> Handle:
+        """A message between GPUs that never leaves them, where the transport can; both sides know its size."""
+        nbytes = tensor.numel() * tensor.element_size()
+        tell = self.group.teller("send" if is_send else "recv", nbytes, peer=peer)
+        name = f"{'send to' if is_send else 'recv from'} rank {self.transport.names[peer]}"
+        began_s = clock() if self.group.observers else 0.0
+        handle = self.group.start(self.transport.device.message(is_send, tensor, peer), (-1, name, nbytes), tell)
+        if tell is not None:
+            tell(began_s, BEGIN)
+        return handle
+
     def _plain(self, message: Message, tag: int) -> Iterator[Token]:
         yield self.transport.post([message], tag, exact=True)
 
