@@ -81,7 +81,8 @@ class Bench:
         x, out = arrays(comm, cell)
         method = getattr(comm, cell.collective)
         calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
-        for name, refusal in candidates(request, comm.transport).items():
+        known = candidates(request, comm.transport)
+        for name, refusal in known.items():
             # The library's own is the peer, called without us; as called by us it is what auto may pick.
             wanted = name != "native" and (not self.job.algorithms or name in self.job.algorithms)
             hopeless = name in ("naive", "ring_segmented") and cell.payload > LARGEST_NAIVE
