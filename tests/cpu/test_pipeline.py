@@ -21,7 +21,7 @@ from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.pipeline import Pipeline, ReducingServices
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import StepRunner, StepServices, sends_first
 
 GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
 LLAMA = ModelConfig(
@@ -203,7 +203,7 @@ def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_n
         said: list[str] = []
         notes: list[str] = []
         StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices(), notes.append)()
-        assert notes[:-1] == [str(action) for action in program.actions[comm.rank]]
+        assert notes[:-1] == [str(action) for action in sends_first(program.actions[comm.rank])]
         with pytest.raises(UsageError, match="was not given chunk"):
             StepRunner(program, comm, {}, StepServices())
         runner = StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices())

@@ -27,6 +27,7 @@ class Running:
         self.name = ""  # what to call it when nobody waits for it
         self.token: Token | None = None
         self.is_claimed = False  # a thread is blocked in its token: nobody else may touch it
+        self.is_napping = False  # who waits for it leaves its core to others meanwhile
         self.is_free = False  # one step that the library ends by itself: only who asks for it looks at it
         self.is_done = False
         self.result: Any = None
@@ -139,7 +140,9 @@ class CallEngine:
         this one."""
         with self.lock:
             is_alone = all(other is running or other.is_free for other in self.pending)
-            if not is_alone or running not in self.pending or running.token is None or running.is_claimed:
+            if not is_alone or running.is_napping or running.token is None or running.is_claimed:
+                return False
+            if running not in self.pending:
                 return False
             running.is_claimed = True
             return True

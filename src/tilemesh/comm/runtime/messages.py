@@ -37,6 +37,9 @@ class Messages:
         name = f"{'send to' if message.is_send else 'recv from'} rank {self.transport.names[message.peer]}"
         running = Running(steps, finish)
         running.is_free = self.transport.caps.moves_alone and not sized
+        # A library that spins while it waits takes the core of the rank that it waits for. All ranks of the job count:
+        # those of other groups want their cores as well.
+        running.is_napping = self.transport.caps.spins and self.group.watch.process.board.ranks > self.group.cores
         handle = self.group.start(running, (-1, name, message.nbytes), tell)
         if tell is not None:
             tell(began_s, BEGIN)
