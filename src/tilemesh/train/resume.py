@@ -18,7 +18,7 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
