@@ -57,7 +57,7 @@ def train(
 
 
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
     tokens: Annotated[int, typer.Option(metavar="N", help="How many.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.7,
@@ -65,7 +65,7 @@ def generate(
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
     """Write text with a trained model."""
-    from tilemesh.train.sampling import generate as write
+    from tilemesh.serve.write import generate as write
 
     print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step, say=_tell))
 
@@ -76,7 +76,7 @@ def export(
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
-    from tilemesh.train.sampling import export as write
+    from tilemesh.train.export import export as write
 
     print(f"step {write(run, folder, step, _tell)} of {run}: {folder}")
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from tilemesh.core.config import to_dict
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range, shown
 
@@ -257,6 +258,26 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         raise unknown("model", name, PRESETS)
     return ModelConfig(**PRESETS[name])
+
+
+def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
+    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    ours = to_dict(here)
+    return [
+        f"{name} is {value} there and {ours.get(name)} here"
+        for name, value in there.items()
+        if value != ours.get(name) and name not in ("dropout", "context")
+    ]
+
+
+def check_written_model(told: object, step: int, model: ModelConfig, source: object) -> None:
+    """Refuse a checkpoint whose weights, by what was told when they were written, are not of the model configured."""
+    different = unlike(told, model) if isinstance(told, dict) else []
+    if different:
+        raise UsageError(
+            f"{source} is not the configuration that step {step} was written with: "
+            f"{'; '.join(f'model.{words}' for words in different)}; put it back"
+        )
 
 
 def _default_mlp_width(width: int, activation: str) -> int:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tilemesh.train.preview import Preview, preview
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
-    from tilemesh.train.sampling import generate
 
 _WHERE = {
     "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
@@ -25,7 +24,6 @@ _WHERE = {
     "Shown": ("tilemesh.train.progress", "Shown"),
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
     "fit": ("tilemesh.train.job", "fit"),
-    "generate": ("tilemesh.train.sampling", "generate"),
     "Preview": ("tilemesh.train.preview", "Preview"),
     "preview": ("tilemesh.train.preview", "preview"),
     "load_config": ("tilemesh.train.load", "load"),
@@ -39,7 +37,6 @@ __all__ = [
     "TrainConfig",
     "WeightsLostError",
     "fit",
-    "generate",
     "load_config",
     "preview",
 ]

@@ -216,13 +216,3 @@ def of_run(folder: str | Path) -> TrainConfig:
 
 def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
-
-
-def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
-    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
-    ours = config.to_dict(here)
-    return [
-        f"{name} is {value} there and {ours.get(name)} here"
-        for name, value in there.items()
-        if value != ours.get(name) and name not in ("dropout", "context")
-    ]
