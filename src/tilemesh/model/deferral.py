@@ -47,11 +47,14 @@ class Deferral:
 
 
 def defer(model: nn.Module) -> Deferral:
-    """Give all projections of a model that can put off their weight's gradient one deferral."""
+    """Give all projections of a model that can put off their weight's gradient one deferral.
+
+    Not the output projection: the gradient of the logits takes too much memory to be kept for later.
+    """
     made = Deferral()
-    for module in model.modules():
-        if hasattr(module, "deferral"):
-            module.deferral = made  # type: ignore[assignment]
+    for name, module in model.named_modules():
+        if hasattr(module, "deferral") and name != "output":
+            module.deferral = made
     return made
 
 
