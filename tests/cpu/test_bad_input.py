@@ -249,7 +249,7 @@ def test_generate(words: list[str], expected: str, run: Path, capsys: pytest.Cap
 
 def test_the_smallest_temperature_takes_the_likeliest(run: Path) -> None:
     """1e-320 divides into infinities, whose softmax was NaN."""
-    assert tm.train.generate(run, "to be", tokens=8, temperature=1e-320) == tm.train.generate(
+    assert tm.serve.generate(run, "to be", tokens=8, temperature=1e-320) == tm.serve.generate(
         run, "to be", tokens=8, temperature=0
     )
 

@@ -19,26 +19,29 @@ STDLIB = "stdlib"
 SHARD_SUFFIX = ".bin"
 _UNREAD = (".jsonl", ".ndjson")
 """Files whose bytes are not the text in them, and yet look like text."""
-_HELD_OUT = Range(0, 1, below=True)
+RANGES = {"held_out": Range(0, 1, below=True)}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned from."""
+    """The text that is trained on, and how it becomes tokens."""
 
     source: str = STDLIB
-    """`stdlib` (this Python's own library as bytes), a text file, a folder of text, or a folder of `.bin` shards."""
+    """`stdlib` (the source code of this Python's standard library), a text file, a folder of text files, or a folder
+    of `.bin` token shards as `tilemesh data prepare` writes them."""
     tokenizer: Path | None = None
-    """A Hugging Face `tokenizers` file (tokenizer.json); without one text is read as bytes."""
+    """A tokenizer.json file of the Hugging Face tokenizers library; none: every byte is a token."""
     held_out: float = 0.02
-    """The fraction that is never trained on: whole documents where there are enough, else the end of the text."""
+    """The fraction of the text that is kept for evaluation and never trained on: whole documents where there are
+    enough, else the end of the text."""
     pattern: str = "*"
-    """Which files of a folder of text: a name pattern such as *.py."""
+    """Which files of a folder of text are read: a name pattern such as *.py."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source.strip():
             raise UsageError("data.source", f" is {shown(self.source)}: expected {_EXPECTED}")
-        _HELD_OUT.check("data.held_out", self.held_out)
+        for name, numbers in RANGES.items():
+            numbers.check(f"data.{name}", getattr(self, name))
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
             given = shown(self.pattern)
             raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from tilemesh.core.config import to_dict
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range, shown
 
@@ -29,7 +30,7 @@ SIZES = {
     "vocabulary": Range(1, 1_000_000_000), "context": Range(1, 1_000_000_000), "kv_heads": Range(0, 1_000_000),
     "mlp_width": Range(0, 100_000_000),
 }  # fmt: skip
-_NUMBERS = {"dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True)}
+NUMBERS = {"dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True)}
 
 
 VOCABULARY_MULTIPLE = 64
@@ -38,29 +39,40 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder. `kv_heads` and `mlp_width` may be left 0: they then follow `heads` and `width`."""
+    """The Transformer, a decoder."""
 
     layers: int
+    """Layers, each of an attention block and an MLP."""
     width: int
+    """Width of the residual stream, also called hidden size or d_model."""
     heads: int
+    """Attention heads (of queries)."""
     vocabulary: int
+    """How many different tokens there are; 256 where text is read as bytes."""
     context: int
-    """Longest sequence; the rows of a learned position table."""
+    """Tokens of the longest sequence; the rows of a learned position table."""
     kv_heads: int = 0
-    """Heads of keys and values; fewer than `heads` is grouped-query attention. 0: as many as `heads`."""
+    """Heads of keys and values; fewer than `heads` is grouped-query attention; 0: as many as `heads`."""
     mlp_width: int = 0
-    """Hidden width of the MLP. 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
+    """Hidden width of the MLP; 0: 4 x width, or for swiglu 8/3 x width rounded up to a multiple of 256."""
     norm: Norm = "layernorm"
+    """Kind of normalization."""
     norm_place: NormPlace = "pre"
+    """pre: each block's input is normalized; post: the sum of its input and output is."""
     positions: Positions = "learned"
+    """How positions enter: a learned table that is added to the embedding, or rotary embeddings of queries and keys."""
     activation: Activation = "gelu"
+    """Of the MLP; gelu is the tanh approximation, as in GPT-2; swiglu has a gate, a second projection."""
     biases: bool = True
-    """Projections have biases; a LayerNorm always has one, an RMSNorm never."""
+    """Whether projections have biases; a LayerNorm always has one, an RMSNorm never."""
     tied: bool = True
-    """The output projection is the token embedding."""
+    """Whether the output projection is the token embedding."""
     dropout: float = 0.0
+    """Probability of dropout after the embedding, attention and MLP."""
     norm_epsilon: float = 1e-5
+    """Added to the variance in every norm."""
     rotary_base: float = 10_000.0
+    """Base of the rotary frequencies, also called theta."""
 
     def __post_init__(self) -> None:
         for name, sizes in SIZES.items():
@@ -68,7 +80,7 @@ class ModelConfig:
         for name in ("biases", "tied"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"model.{name} is {shown(getattr(self, name))}: expected true or false")
-        for name, numbers in _NUMBERS.items():
+        for name, numbers in NUMBERS.items():
             numbers.check(f"model.{name}", getattr(self, name))
         choices = {"norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation}
         for name, choice in choices.items():
@@ -148,6 +160,26 @@ def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
         raise unknown("model", name, PRESETS)
     return ModelConfig(**PRESETS[name])
+
+
+def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
+    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
+    ours = to_dict(here)
+    return [
+        f"{name} is {value} there and {ours.get(name)} here"
+        for name, value in there.items()
+        if value != ours.get(name) and name not in ("dropout", "context")
+    ]
+
+
+def check_written_model(told: object, step: int, model: ModelConfig, source: object) -> None:
+    """Refuse a checkpoint whose weights, by what was told when they were written, are not of the model configured."""
+    different = unlike(told, model) if isinstance(told, dict) else []
+    if different:
+        raise UsageError(
+            f"{source} is not the configuration that step {step} was written with: "
+            f"{'; '.join(f'model.{words}' for words in different)}; put it back"
+        )
 
 
 def _default_mlp_width(width: int, activation: str) -> int:

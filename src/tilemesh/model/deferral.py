@@ -2,8 +2,9 @@
 
 The one idea: a projection's backward is two products, the gradient of its input, which the layer before waits for, and
 the gradient of its weight, which nobody waits for until the optimizer steps. A `Deferral` that is told to wait keeps
-the second product's operands instead of multiplying them, and does so later. The projections of a model ask theirs, if
-they were given one (`defer`); what is no product (norms, tables) is computed in the first half, as ever.
+the second product's operands instead of multiplying them, and does so later. The projections of a model's layers ask
+theirs, if they were given one (`defer`). What is no product (norms, biases, tables) is computed in the first half, as
+ever; so is the output projection, whose operand, the gradient of the logits, is too large to keep.
 
 N: rows x tokens; I: inputs; O: outputs.
 """
@@ -21,7 +22,6 @@ class WeightProduct(NamedTuple):
     """What a weight's gradient will be multiplied from."""
 
     weight: Tensor
-    bias: Tensor | None
     x: Tensor
     gradient: Tensor
     """Of the projection's output."""
@@ -47,13 +47,10 @@ class Deferral:
 
 
 def defer(model: nn.Module) -> Deferral:
-    """Give all projections of a model that can put off their weight's gradient one deferral.
-
-    Not the output projection: the gradient of the logits takes too much memory to be kept for later.
-    """
+    """Give all projections of a model's layers that can put off their weight's gradient one deferral."""
     made = Deferral()
     for name, module in model.named_modules():
-        if hasattr(module, "deferral") and name != "output":
+        if name.startswith("layers.") and hasattr(module, "deferral"):
             module.deferral = made
     return made
 
@@ -63,7 +60,7 @@ def multiply(products: list[WeightProduct]) -> None:
     """The second half: add each product to its weight's gradient. The list is emptied on the way."""
     products.reverse()
     while products:
-        weight, bias, x, gradient = products.pop()
+        weight, x, gradient = products.pop()
         x_NI, g_NO = x.flatten(0, -2), gradient.flatten(0, -2)
         if weight.grad is None:
             weight.grad = torch.mm(g_NO.t(), x_NI).to(weight.dtype)
@@ -71,12 +68,6 @@ def multiply(products: list[WeightProduct]) -> None:
             weight.grad.addmm_(g_NO.t(), x_NI)
         else:
             weight.grad.add_(torch.mm(g_NO.t(), x_NI))
-        if bias is not None:
-            total_O = g_NO.sum(0)
-            if bias.grad is None:
-                bias.grad = total_O.to(bias.dtype)
-            else:
-                bias.grad.add_(total_O)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -91,17 +82,19 @@ class _Projection(torch.autograd.Function):
         ctx.save_for_backward(x)
         # The parameters themselves, whose `.grad` is meant: what hooks on saved tensors give back is another object.
         # And not a cast copy: one cast more in backward, and no copy per microbatch.
-        ctx.weight, ctx.bias, ctx.deferral = weight, bias, deferral
+        ctx.weight, ctx.deferral = weight, deferral
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        weight, g_NO = ctx.weight, gradient.flatten(0, -2)
         x_gradient = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        bias_gradient = None if ctx.bias_dtype is None else g_NO.sum(0).to(ctx.bias_dtype)
+        weight_gradient = None
         if ctx.deferral.is_waiting:
-            ctx.deferral.products.append(WeightProduct(weight, bias, x, gradient))
-            return x_gradient, None, None, None
-        g_NO = gradient.flatten(0, -2)
-        weight_gradient = (g_NO.t() @ x.flatten(0, -2)).to(weight.dtype)
-        return x_gradient, weight_gradient, None if bias is None else g_NO.sum(0).to(bias.dtype), None
+            ctx.deferral.products.append(WeightProduct(weight, x, gradient))
+        else:
+            weight_gradient = (g_NO.t() @ x.flatten(0, -2)).to(weight.dtype)
+        return x_gradient, weight_gradient, bias_gradient, None

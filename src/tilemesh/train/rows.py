@@ -7,6 +7,7 @@ from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
@@ -21,6 +22,8 @@ TAKING_TURNS = (
     "ranks outnumber cores: a rank's wait for another's turn on its core is measured as exchange and predicted as "
     "computing; the step time has both"
 )
+_STATES_DEPEND_ON = ("dp", "tp", "pp", "zero", "zero_group", "precision")
+"""Fields of a plan that decide how many bytes a rank keeps from step to step."""
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 
@@ -84,7 +87,9 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             )
         )  # fmt: skip
     # What a layout must keep is no limit that a run could come close to: activations and temporaries come on top.
-    kept = format_bytes(_least_bytes(model, plan))
+    kept = format_bytes(
+        least_bytes(model, ParallelPlan(**{name: plan[name] for name in _STATES_DEPEND_ON if name in plan}))
+    )
     least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
@@ -124,7 +129,11 @@ def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:
-    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state."""
-    shards = shard_parameters(model, int(plan["tp"]))
-    return float(sum(state_bytes(shards.stage(model.layers, True, True), str(plan["precision"]))))
+def least_bytes(model: ModelConfig, plan: ParallelPlan) -> int:
+    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state.
+
+    With a pipeline those of the first stage.
+    """
+    layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
+    parameters = shard_parameters(model, plan.tp).stage(layers, True, plan.pp == 1)
+    return sum(state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from tilemesh.bench.collective.cells import crossovers
 from tilemesh.comm.schedules.book import algorithms, build
-from tilemesh.comm.schedules.simulate import Memory, simulate
+from tilemesh.comm.schedules.simulate import Memory, crossovers, simulate
 from tilemesh.comm.schedules.topology import Flat, Ring, Topology, TwoLevel, Wire
 from tilemesh.core.errors import UsageError
 from tilemesh.core.units import format_bytes, format_rate, format_seconds

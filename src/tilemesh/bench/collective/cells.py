@@ -115,13 +115,3 @@ def parse_ranks(text: str, most: int | None = None) -> list[int]:
     if most is not None and max(ranks) > most:
         raise UsageError(f"--ranks {text}: expected at most {most:,} ranks here")
     return ranks
-
-
-def crossovers(times: dict[str, Sequence[tuple[int, float]]]) -> list[tuple[int, int, str, str]]:
-    """Where the quickest changes: (last size of the one, first size of the other, the one, the other)."""
-    sizes = sorted({size for points in times.values() for size, _ in points})
-    best = []
-    for size in sizes:
-        here = {name: dict(points)[size] for name, points in times.items() if size in dict(points)}
-        best.append(min(here, key=lambda name: here[name]))
-    return [(sizes[i], sizes[i + 1], best[i], best[i + 1]) for i in range(len(sizes) - 1) if best[i] != best[i + 1]]
