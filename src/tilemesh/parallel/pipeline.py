@@ -8,7 +8,8 @@ and backward passes, follows the list of the plan's schedule (`core/step/program
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from tilemesh.parallel.chunk import ModelChunk, StepData
 from tilemesh.parallel.gradients import Gradients
 from tilemesh.parallel.laid import Fresh, Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.tensor import Seams
+from tilemesh.parallel.zero3 import GatheredChunk, GatheringServices, ZeroWeights
 
 
 class StageModule(nn.Module):
@@ -111,8 +113,14 @@ class Pipeline(Laid):
             number: ModelChunk(part, self.data, defer(part.module) if step.is_split else None)
             for number, part in self.parts.items()
         }
-        services = ReducingServices(gradients)
-        self.runner = StepRunner(step.program, mesh.pp.comm, self.passers, services, self._note)
+        services: StepServices = ReducingServices(gradients)
+        self.gathers = gradients if isinstance(gradients, ZeroWeights) else None
+        """Who makes weights whole that are cut over replicas."""
+        passers: dict[int, ChunkPasses] = dict(self.passers)
+        if self.gathers is not None:
+            services = GatheringServices(self.gathers)
+            passers = {number: GatheredChunk(passes, self.gathers, number) for number, passes in passers.items()}
+        self.runner = StepRunner(step.program, mesh.pp.comm, passers, services, self._note)
 
     @property
     def names(self) -> Sequence[str]:
@@ -164,6 +172,11 @@ class Pipeline(Laid):
     def _count(self, total: Tensor, count: Tensor) -> None:
         self.buckets.count(total, count, self.data.scale)
 
+    def kept(self) -> Iterator[Tensor]:
+        """What a step under way keeps for its backward passes beside what autograd does."""
+        for chunk in self.passers.values():
+            yield from chunk.put_off()
+
     # Forward alone ------------------------------------------------------------------------------------------------
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -203,6 +216,12 @@ class Pipeline(Laid):
         made: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=self.step.program.placement.directions[0][-1])
         return made
 
+    def stand_by(self) -> None:
+        for chunk, rank in enumerate(self.step.program.placement.directions[0]):
+            if self.gathers is not None and rank == self.mesh.pp.index:
+                with self.gathers.whole(chunk):
+                    pass
+
     def _through(self, tokens_BT: Tensor, run: Callable[[Laid, Tensor | None], Any]) -> Any:
         """One pass through all chunks in their order; what the last one gave, on the rank that has it."""
         ranks, comm = self.step.program.placement.directions[0], self.mesh.pp.comm
@@ -213,7 +232,8 @@ class Pipeline(Laid):
             part = self.parts[chunk]
             if chunk and ranks[chunk - 1] != rank:
                 x_BTD = comm.recv(part.empty_stream(tokens_BT), ranks[chunk - 1], chunk)
-            made = run(part, x_BTD)
+            with nullcontext() if self.gathers is None else self.gathers.whole(chunk):
+                made = run(part, x_BTD)
             if chunk == len(ranks) - 1:
                 return made
             x_BTD = made.to(part.stream_dtype)

@@ -24,7 +24,7 @@ from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import usable_gpus
 from tilemesh.model.config import check_written_model, unlike
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
@@ -99,10 +99,11 @@ def _check_plan(made: TrainConfig) -> None:
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}")
-    if plan.pp > 1 and made.train.compile:
+    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
+        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
         raise UsageError(
-            f"train.compile with plan.pp {plan.pp}: compiled code computes all gradients of a pass at once and in one "
-            "graph per microbatch's shape, and a stage's list of actions does not; set train.compile=false"
+            f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
+            "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
         )
 
 

@@ -1,6 +1,5 @@
-"""Where this rank listens: run by a test of the launcher, printed as JSON."""
+"""Where a rank listens: called on ranks by a test of the launcher."""
 
-import json
 import os
 from pathlib import Path
 
@@ -21,9 +20,11 @@ def listening() -> list[str]:
     return [fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine]
 
 
-comm = tm.comm.connect()
-comm.all_reduce(np.ones(100_000), algorithm="ring")  # messages, not shared memory
-with comm.split(0) as group:
-    group.all_reduce(np.ones(3), algorithm="native")
-print(f"listening {json.dumps(listening())}", flush=True)
-comm.barrier()
+def after_messages() -> list[str]:
+    """Where this rank listens once it has exchanged messages and made a group."""
+    with tm.comm.connect() as comm, comm.split(0) as group:
+        comm.all_reduce(np.ones(100_000), algorithm="ring")  # messages, not shared memory
+        group.all_reduce(np.ones(3), algorithm="native")
+        found = listening()
+        comm.barrier()
+        return found
