@@ -198,7 +198,7 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master", "fp16", "fp64"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_replicas_compute_the_bits_of_two_plain_ones(text: str, tmp_path: Path, precision: str, stage: int) -> None:
     """A sum of two is the same in any order; the norm is not, so nothing is clipped. The first fp16 steps overflow."""
     sets = f"plan.precision={precision},optimizer.clip=0,train.steps=4"
@@ -213,6 +213,10 @@ def test_two_replicas_compute_the_bits_of_two_plain_ones(text: str, tmp_path: Pa
     rows = 0.55  # half, but for rows that do not divide
     assert max(held["zero"]["optimizer"]) <= rows * max(held["plain"]["optimizer"])
     assert max(held["zero"]["gradients"]) <= rows * max(held["plain"]["gradients"])
+    if stage == 3:
+        assert max(held["zero"]["weights"]) <= rows * max(held["plain"]["weights"])
+        # Each chunk prepares its passes anew: what they share (positions) is kept once per layer.
+        assert max(held["zero"]["activations"]) <= 1.02 * max(held["plain"]["activations"])
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +234,8 @@ def stopped(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     [
         ("dp=2,tp=2", "plan.zero=1"),
         ("dp=4,tp=1", "plan.zero=2,plan.zero_group=2"),
+        ("dp=4,tp=1", "plan.zero=3"),
+        ("dp=2,tp=1,pp=2", "plan.zero=1"),
         ("dp=1,tp=2", ""),
         ("dp=2,tp=1", "plan.zero=0"),
     ],

@@ -36,8 +36,6 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
         given = f"zero_group is {plan.zero_group} and dp is {plan.dp}"
         why = "groups of several replicas must make up dp"
         yield Lack("zero_group", given, why, f"zero_group={_nearest_divisor(plan.dp, plan.zero_group)}")
-    elif plan.zero == 3:
-        yield Lack("zero3", "zero is 3", "weights are whole in each replica", "zero=2")
     if plan.recompute_every != 1 and plan.recompute != "full":
         given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
         yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full")

@@ -36,6 +36,7 @@ from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, hol
 from tilemesh.parallel.shard import Column, Held, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
 from tilemesh.parallel.zero import Zero
+from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
 Splits = Mapping[str, str | Split]
 
@@ -75,7 +76,7 @@ def lay(
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
         return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
 
-    if mesh.pp.size > 1:
+    if mesh.pp.size > 1 or plan.zero == 3:
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
@@ -127,8 +128,11 @@ def _lay_stages(
         where = next(iter(like.values())).device if has_memory else device
         cut = _cut(chunk, transformer_splits(config, parts[number]), mesh, plan, seams, where)
         for name, mine in cut.items():
-            shards[name] = dataclasses.replace(mine, holders=holders_of(name, number, placement, config))
+            holders = holders_of(name, number, placement, config) if mesh.pp.size > 1 else ()
+            shards[name] = dataclasses.replace(mine, holders=holders)
             chunk_of.setdefault(name, number)
+        if plan.zero == 3 and not has_memory:
+            give_memory_back(list(chunk.parameters()))
         chunks[number] = chunk
     first, last = chunks.get(0), chunks.get(placement.chunks - 1)
     if config.tied and first is not None and last is not None:  # one table for both: its gradients add up by themselves
@@ -136,8 +140,11 @@ def _lay_stages(
         assert last.token_embedding is not None
         last.token_embedding.weight = first.token_embedding.weight
     held = trained(StageModule(chunks), shards)
-    made = exchange(held, chunks=chunk_of, holders=holder_groups(mesh, placement, config))
+    reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
+    made = exchange(held, chunks=chunk_of, reads=reads, holders=holder_groups(mesh, placement, config))
     laid = Pipeline(config, like, chunks, mesh, plan, step, shards, held, seams, made)
+    if mesh.pp.size == 1:  # a chunk is what is computed again together
+        laid.recompute_every = plan.stretch(config.layers)
     if has_memory:
         laid.load(model.state_dict())
     laid.module.train(model.training)
@@ -150,6 +157,8 @@ def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: i
     if plan.zero:
         if way != "bucketed":
             raise UsageError(f"{way} gradients with ZeRO-{plan.zero}: it exchanges them in buckets; use 'bucketed'")
+        if plan.zero == 3:
+            return ZeroWeights(parts, plan.zero_group, bucket_bytes)
         return Zero(parts, plan.zero, plan.zero_group, bucket_bytes)
     if way == "bucketed":
         return Bucketed(parts, bucket_bytes)
@@ -215,6 +224,10 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     elif plan.pp > 1:
         raise UsageError(
             f"pp of a {type(model).__name__}: only tilemesh's Transformer can be cut into stages; set pp=1"
+        )
+    elif plan.zero == 3:
+        raise UsageError(
+            f"ZeRO-3 of a {type(model).__name__}: it gathers layer by layer, tilemesh's Transformer; set zero=2"
         )
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")

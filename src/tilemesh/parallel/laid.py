@@ -80,6 +80,14 @@ class Laid:
         return tuple(self.shards)
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether every pass gathers weights over replicas: all of them must then make as many (ZeRO-3)."""
+        return self.plan.zero == 3
+
+    def stand_by(self) -> None:
+        """What a replica without a batch does while others make a forward pass: gather with them what they gather."""
+
+    @property
     def loss_copies(self) -> int:
         """How many ranks have the same part of a loss: a sum over all ranks of the mesh counts it so many times."""
         return loss_shard(self.mesh).alike
@@ -250,6 +258,11 @@ class Laid:
 
     # The whole ----------------------------------------------------------------------------------------------------
 
+    def weights(self) -> dict[str, Held]:
+        """What this rank keeps of every parameter between steps: its shard, or under ZeRO-3 its rows of it."""
+        kept = {name: Held(parameter, self.shards[name]) for name, parameter in self.module.named_parameters()}
+        return {**kept, **self.gradients.stepped} if self.gathers_weights else kept
+
     def gather_gradients(self) -> dict[str, Tensor] | None:
         """Whole gradients as `gather` gives weights, after `gradients.finish`, whoever holds which rows of them."""
         held = {name: mine for name, mine in self.gradients.stepped.items() if mine.tensor.grad is not None}
@@ -270,8 +283,9 @@ class Laid:
         self, values: Mapping[str, Tensor] | None, shards: Mapping[str, Shard] | None
     ) -> dict[str, Tensor] | None:
         """What the ranks of this rank's stage hold together."""
-        given = dict(self.module.named_parameters()) if values is None else dict(values)
-        cut_as = self.shards if shards is None else shards
+        held = self.weights()
+        given = {name: mine.tensor for name, mine in held.items()} if values is None else dict(values)
+        cut_as = shards or (self.shards if values is not None else {name: mine.shard for name, mine in held.items()})
         for name in given:
             if name not in cut_as:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
@@ -313,8 +327,7 @@ class Laid:
             problem = tell(self.mesh.comm, self._problem(state, shapes=True) if mine_is_it else "", root)
         if problem:
             raise UsageError(problem)
-        for name, parameter in self.module.named_parameters():
-            mine = self.shards[name]
+        for name, (parameter, mine) in self.weights().items():
             if root is None or self.mesh.comm.rank == root:
                 assert state is not None
                 whole = state[name]

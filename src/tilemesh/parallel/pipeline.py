@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from tilemesh.parallel.chunk import ModelChunk, StepData
 from tilemesh.parallel.gradients import Gradients
 from tilemesh.parallel.laid import Fresh, Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.tensor import Seams
+from tilemesh.parallel.zero3 import GatheredChunk, GatheringServices, ZeroWeights
 
 
 class StageModule(nn.Module):
@@ -111,8 +113,14 @@ class Pipeline(Laid):
             number: ModelChunk(part, self.data, defer(part.module) if step.is_split else None)
             for number, part in self.parts.items()
         }
-        services = ReducingServices(gradients)
-        self.runner = StepRunner(step.program, mesh.pp.comm, self.passers, services, self._note)
+        services: StepServices = ReducingServices(gradients)
+        self.gathers = gradients if isinstance(gradients, ZeroWeights) else None
+        """Who makes weights whole that are cut over replicas."""
+        passers: dict[int, ChunkPasses] = dict(self.passers)
+        if self.gathers is not None:
+            services = GatheringServices(self.gathers)
+            passers = {number: GatheredChunk(passes, self.gathers, number) for number, passes in passers.items()}
+        self.runner = StepRunner(step.program, mesh.pp.comm, passers, services, self._note)
 
     @property
     def names(self) -> Sequence[str]:
@@ -203,6 +211,12 @@ class Pipeline(Laid):
         made: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=self.step.program.placement.directions[0][-1])
         return made
 
+    def stand_by(self) -> None:
+        for chunk, rank in enumerate(self.step.program.placement.directions[0]):
+            if self.gathers is not None and rank == self.mesh.pp.index:
+                with self.gathers.whole(chunk):
+                    pass
+
     def _through(self, tokens_BT: Tensor, run: Callable[[Laid, Tensor | None], Any]) -> Any:
         """One pass through all chunks in their order; what the last one gave, on the rank that has it."""
         ranks, comm = self.step.program.placement.directions[0], self.mesh.pp.comm
@@ -213,7 +227,8 @@ class Pipeline(Laid):
             part = self.parts[chunk]
             if chunk and ranks[chunk - 1] != rank:
                 x_BTD = comm.recv(part.empty_stream(tokens_BT), ranks[chunk - 1], chunk)
-            made = run(part, x_BTD)
+            with nullcontext() if self.gathers is None else self.gathers.whole(chunk):
+                made = run(part, x_BTD)
             if chunk == len(ranks) - 1:
                 return made
             x_BTD = made.to(part.stream_dtype)

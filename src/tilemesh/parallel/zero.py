@@ -305,5 +305,6 @@ def _stepped(held: Mapping[str, Held], buckets: Sequence[ZeroBucket]) -> dict[st
     made = {}
     for bucket in buckets:
         for number, (parameter, mine) in enumerate(zip(bucket.parameters, bucket.rows.mine, strict=True)):
-            made[mine.name] = Held(nn.Parameter(bucket.rows.rows(number, parameter)), mine)
-    return {name: made[name] for name in held}
+            if parameter.untyped_storage().nbytes():  # under ZeRO-3 the whole may have no memory
+                made[mine.name] = Held(nn.Parameter(bucket.rows.rows(number, parameter)), mine)
+    return {name: made[name] for name in held if name in made}

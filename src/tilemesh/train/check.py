@@ -99,10 +99,11 @@ def _check_plan(made: TrainConfig) -> None:
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}")
-    if plan.pp > 1 and made.train.compile:
+    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
+        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
         raise UsageError(
-            f"train.compile with plan.pp {plan.pp}: compiled code computes all gradients of a pass at once and in one "
-            "graph per microbatch's shape, and a stage's list of actions does not; set train.compile=false"
+            f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
+            "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
         )
 
 

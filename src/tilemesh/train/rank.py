@@ -197,9 +197,9 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
-    is_piped = config.plan.pp > 1
-    # Of a pipeline no rank makes the whole: each draws the weights of its own layers.
-    where = torch.device("meta") if is_piped else device
+    # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
+    is_in_chunks = config.plan.pp > 1 or config.plan.zero == 3
+    where = torch.device("meta") if is_in_chunks else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
@@ -207,7 +207,7 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
-    if is_piped:
+    if is_in_chunks:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid
@@ -227,7 +227,8 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
             loop.writer.say(f"nothing left to do: all {progress.step} steps are done; for more, set train.steps")
     recorder.at("writing a sample")
     text = None
-    if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
+    takes_part = loop.mesh.dp.index == 0 or loop.laid.gathers_weights
+    if not loop.interrupted and config.sample.tokens and takes_part:
         try:
             text = _sample(loop, corpus)
         except RunError as error:  # what was trained stays, whatever it can write

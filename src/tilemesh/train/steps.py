@@ -229,9 +229,24 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64)
         self.laid.module.eval()
         with self.recorder.span("held-out", "evaluate"):
-            for tensors, _ in self.source.held_out():
-                total, targets = self.objective.held_out(*tensors)
+            for batch in self._held_out():
+                if batch is None:
+                    self.laid.stand_by()
+                    continue
+                total, targets = self.objective.held_out(*batch.tensors)
                 sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / self.laid.loss_copies
         self.laid.module.train()
         total_sum, targets_sum = self.laid.mesh.comm.all_reduce(sums.numpy()).tolist()
         return float(total_sum / targets_sum) if targets_sum else None
+
+    def _held_out(self) -> Iterator[Microbatch | None]:
+        """This replica's held-out batches; where passes gather weights over replicas, None while others have more."""
+        batches = self.source.held_out()
+        if not self.laid.gathers_weights:
+            yield from batches
+            return
+        while True:
+            batch = next(batches, None)
+            if not self.laid.mesh.comm.max_over_ranks([float(batch is not None)])[0]:
+                return
+            yield batch
