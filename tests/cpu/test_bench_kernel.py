@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tilemesh.bench.kernel.book import bench_of
+from tilemesh.bench.kernel.cases import cases_of
 from tilemesh.bench.kernel.measure import MeasuredDevice, _limit, bench_rows
+from tilemesh.bench.kernel.run import measure_cases
 from tilemesh.cli.bench_page import bench_drawings, write_charts
 from tilemesh.cli.main import main
 from tilemesh.core import calibration
@@ -131,9 +133,7 @@ def test_a_peer_that_is_not_there_says_why(monkeypatch):
     )
     assert row.missing["F.linear_cross_entropy"].endswith("has no F.linear_cross_entropy")
     (row, _) = bench_rows(bench_of(registry.find("scale_shift")), ["5x7"], peers=["liger"], repeats=1, on=ON_THE_CPU)
-    assert row.missing["liger"] == "Liger-Kernel has no scale_shift like this one"
-    with pytest.raises(UsageError, match="unknown peer of scale_shift 'eagre': did you mean 'eager'"):
-        bench_rows(bench_of(registry.find("scale_shift")), ["5x7"], peers=["eagre"], on=ON_THE_CPU)
+    assert row.missing["liger"] == "scale_shift has no such peer for this problem"
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs torch 2.13")
@@ -145,6 +145,41 @@ def test_torchs_own_fused_loss_is_a_peer_where_torch_has_it(passes):
     assert list(row.peers) == ["F.linear_cross_entropy"]
 
 
+def test_all_is_every_operator_forward_and_backward():
+    cases = cases_of(["all"])
+    assert list(dict.fromkeys(case.operator for case in cases)) == registry.names()
+    for name in registry.names():
+        form, own = registry.find(name).load("form"), [case for case in cases if case.operator == name]
+        assert list(dict.fromkeys(case.shape for case in own)) == list(form.suite)
+        both = {"forward", "both"} if "passes" in form.settings else set()
+        assert {case.settings["passes"] for case in own if "passes" in case.settings} == both
+    given = cases_of(["all"], settings={"passes": "both"})
+    assert {case.settings["passes"] for case in given if case.settings} == {"both"}
+    two = cases_of(["matmul", "softmax"], settings={"c": "row"}, dtypes="float16,float32")
+    assert {(case.operator, *case.settings.items()) for case in two} == {
+        ("matmul", ("c", "row"), ("dtype", "float16")), ("matmul", ("c", "row"), ("dtype", "float32")),
+        ("softmax", ("dtype", "float16")), ("softmax", ("dtype", "float32")),
+    }  # fmt: skip
+
+
+def test_a_case_that_fails_is_named_and_the_others_go_on(monkeypatch):
+    kept = []
+    cases = cases_of(["softmax", "scale_shift"], ["5x7"])
+    broken = bench_of(registry.find("scale_shift"))
+    monkeypatch.setattr(type(broken), "predict_s", lambda *given: 1 / (given[0].name != "scale_shift"))
+    rows, without = measure_cases(
+        cases, compiled=False, peers=["eager"], times=["call"], repeats=1, keep=lambda rows: kept.append(len(rows)),
+        on=ON_THE_CPU,
+    )  # fmt: skip
+    assert [(row.name, row.case["time"]) for row in rows] == [("softmax", "call")]
+    assert without == {"scale_shift 5x7": "ZeroDivisionError: division by zero"}
+    assert kept == [1, 1]
+    with pytest.raises(RunError, match="none of 2 cases could be measured; softmax 5x7: the time was up"):
+        measure_cases(cases, seconds=1e-9, on=ON_THE_CPU)
+    with pytest.raises(ZeroDivisionError):
+        measure_cases(cases[1:], compiled=False, repeats=1, on=ON_THE_CPU)
+
+
 def wrong_scale_shift(x, scale, shift, activation):
     return x * scale
 
@@ -153,7 +188,7 @@ wrong_scale_shift.reference = scale_shift.reference
 
 
 def test_bench_kernel_measures_an_operator_without_a_tuner(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("tilemesh.bench.kernel.measure.this_gpu", lambda: ON_THE_CPU)
+    monkeypatch.setattr("tilemesh.bench.kernel.run.this_gpu", lambda: ON_THE_CPU)
     rows, chart, page = (tmp_path / name for name in ("rows.jsonl", "chart.svg", "page.html"))
     command = ["bench", "kernel", "scale_shift", "--shapes", "5x7,9x4", "--dtype", "float32,bfloat16", "--no-compile"]
     written = ["--json", str(rows), "--chart", str(chart), "--html", str(page)]

@@ -30,7 +30,9 @@ def bench_collective(
     ] = "auto",
     algorithms: Annotated[
         str,
-        typer.Option("--algorithms", help="Which of ours to time besides auto, or to simulate: all, none, or names."),
+        typer.Option(
+            "--algorithms", help="Besides auto, what to time or simulate: all, none, or names (native: as we call it)."
+        ),
     ] = "all",
     fit: Annotated[bool, typer.Option("--fit", help="Measure and store what auto predicts from.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter readings.")] = False,

@@ -12,12 +12,13 @@ from tilemesh.bench.collective.at_scale import NODE, TOPOLOGIES, assumptions, si
 from tilemesh.bench.collective.cells import COLLECTIVES, parse_ranks, parse_sizes
 from tilemesh.bench.collective.run import check_transport, collective_rows, fit_ranks, store
 from tilemesh.bench.collective.table import fit_lines, summary, table
+from tilemesh.cli.bench_page import write_found
 from tilemesh.cli.targets import check_targets
 from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import ALGORITHMS, build
 from tilemesh.core.errors import RunError, UsageError, unknown
-from tilemesh.measure.row import Row, write_rows
-from tilemesh.report.picture import check_picture, write_picture
+from tilemesh.measure.row import Row
+from tilemesh.report.picture import check_picture
 
 MOST_SIMULATED, MOST_DRAWN = 65_536, 4096  # ranks: beyond it a simulation takes minutes and a drawing is no picture
 
@@ -37,7 +38,7 @@ def measure(
     for name in collectives or ():
         if name not in COLLECTIVES:
             raise unknown("collective to bench", name, COLLECTIVES)
-    chosen = ("none",) if names == "none" else _named(names)
+    chosen = ("none",) if names == "none" else _named(names, (*ALGORITHMS, "native"))
     if chart is not None:
         check_picture(chart)
     check_targets(json=json, chart=chart, html=html)
@@ -51,18 +52,7 @@ def measure(
     console = Console(stderr=json == "-", highlight=False)
     for line in [*table(rows), *summary(rows)]:
         console.print(line, soft_wrap=True, markup=False)
-    if json is not None:
-        write_rows(rows, json)
-    if chart is not None:
-        from tilemesh.cli.bench_page import bench_drawings
-
-        write_picture(bench_drawings(rows), chart)
-        console.print(f"chart: {chart}", soft_wrap=True)
-    if html is not None:
-        from tilemesh.cli.bench_page import write_bench_page
-
-        write_bench_page(rows, html)
-        console.print(f"page: {html}", soft_wrap=True)
+    write_found(rows, console, json=json, chart=chart, html=html)
 
 
 def fit_machine(ranks: str, sizes: str, transport: str, quick: bool) -> None:
@@ -127,10 +117,10 @@ def simulate_scale(
             print("\n".join(simulated(collective, topology, count, wanted, node_size or NODE, _named(names))))
 
 
-def _named(names: str) -> tuple[str, ...]:
+def _named(names: str, known: Sequence[str] = tuple(ALGORITHMS)) -> tuple[str, ...]:
     """The algorithms of --algorithms; none for `all`, which every command reads in its own way."""
     chosen = () if names == "all" else tuple(name for name in names.split(",") if name not in ("none", ""))
     for name in chosen:
-        if name not in ALGORITHMS:
-            raise unknown("algorithm", name, ALGORITHMS)
+        if name not in known:
+            raise unknown("algorithm", name, known)
     return chosen

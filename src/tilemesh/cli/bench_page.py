@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import registry
-from tilemesh.measure.row import Row
+from tilemesh.measure.row import Row, write_rows
 from tilemesh.report import collective_page, kernel_charts, kernel_page
 from tilemesh.report.draw import Drawing
 from tilemesh.report.html import write
@@ -17,6 +19,26 @@ from tilemesh.report.kernel_charts import RowWork
 from tilemesh.report.kernel_page import TimedConfig
 from tilemesh.report.picture import write_picture
 from tilemesh.runs.files import Unread, read_lines
+
+
+def write_found(
+    rows: Sequence[Row],
+    console: Console,
+    *,
+    json: str | None = None,
+    chart: str | None = None,
+    html: str | None = None,
+    tried: str | None = None,
+) -> None:
+    """The files that a bench was asked for: rows, charts, a page."""
+    if json is not None:
+        write_rows(rows, json)
+    if chart is not None:
+        write_picture(bench_drawings(rows), chart)
+        console.print(f"chart: {chart}", soft_wrap=True)
+    if html is not None:
+        write_bench_page(rows, html, tried=tried)
+        console.print(f"page: {html}", soft_wrap=True)
 
 
 def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:

@@ -81,14 +81,17 @@ class Bench:
         x, out = arrays(comm, cell)
         method = getattr(comm, cell.collective)
         calls: dict[str, Callable[[int], object]] = {"auto": lambda _: method(x, out=out)}
-        for name, refusal in candidates(request, comm.transport).items():
+        known = candidates(request, comm.transport)
+        for name, refusal in known.items():
             # The library's own is the peer, called without us; as called by us it is what auto may pick.
             wanted = name != "native" and (not self.job.algorithms or name in self.job.algorithms)
             hopeless = name in ("naive", "ring_segmented") and cell.payload > LARGEST_NAIVE
             cannot = is_direct(name) and cell.buffers != "empty"
             if refusal is None and wanted and not hopeless and not cannot:
                 calls[name] = lambda _, name=name: method(x, out=out, algorithm=name)  # type: ignore[misc]
-        if not self.job.algorithms and candidates(request, comm.transport)["native"] is None:
+        if (not self.job.algorithms or "native" in self.job.algorithms) and candidates(request, comm.transport)[
+            "native"
+        ] is None:
             calls["native_by_us"] = lambda _: method(x, out=out, algorithm="native")
         missing = {}
         x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilemesh.bench.kernel.peers import LIGER, other_peers
+from tilemesh.bench.kernel.peers import other_peers
 from tilemesh.core import calibration
 from tilemesh.core.cost import Ceiling, Cost, limit_s
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels.launch.gpu import gpu_of
 from tilemesh.kernels.operator_bench import EAGER, OURS, Arguments, OperatorBench
@@ -26,9 +26,6 @@ from tilemesh.measure.timing import Check, Timer, compare
 
 SECONDS = 4.0  # of readings for a row, at most
 CHECKED_SEED = 1_000_003  # of arguments that no candidate has changed
-
-# done, total, what is being timed
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ def bench_rows(
     compiled: bool = True,
     peers: Sequence[str] | None = None,
     repeats: int = 30,
-    progress: Progress | None = None,
     on: MeasuredDevice | None = None,
 ) -> list[Row]:
     """A row per shape (the operator's suite where none is given) and kind of time.
@@ -74,12 +70,17 @@ def bench_rows(
     candidates = [Candidates.of(bench, problem, compiled, peers) for problem in problems]
     on = this_gpu() if on is None else on
     rows = []
-    for done, (shape, problem, functions) in enumerate(zip(shapes, problems, candidates, strict=True)):
-        case = bench.form.case(shape, settings)
-        if progress:
-            progress(done, len(shapes), f"{shape} {case['dtype']}")
-        rows += _rows(bench, problem, case, functions, on, repeats)
+    for shape, problem, functions in zip(shapes, problems, candidates, strict=True):
+        rows += _rows(bench, problem, bench.form.case(shape, settings), functions, on, repeats)
     return rows
+
+
+def peer_names(bench: OperatorBench[Any], problem: Any) -> list[str]:
+    """Columns that rows of this problem may have beside ours, in their order; what computes less comes last."""
+    calls = bench.calls(problem)
+    first = [name for name in calls if name not in (OURS, *bench.no_peers)]
+    others = other_peers(bench.name, getattr(problem, "options", {}))
+    return [*first, *bench.compile_modes, *others, *(name for name in bench.no_peers if name in calls)]
 
 
 @dataclass(frozen=True)
@@ -97,20 +98,15 @@ class Candidates:
 
     @classmethod
     def of(cls, bench: OperatorBench[Any], problem: Any, compiled: bool, wanted: Sequence[str] | None) -> Candidates:
-        calls = bench.calls(problem)
-        others = other_peers(bench.name, getattr(problem, "options", {}))
-        order = [*(name for name in calls if name not in bench.no_peers), *bench.compile_modes, *others]
-        order += [name for name in bench.no_peers if name in calls]
+        calls, others = bench.calls(problem), other_peers(bench.name, getattr(problem, "options", {}))
+        order = [OURS, *peer_names(bench, problem)]
         missing = {name: peer.why for name, peer in others.items() if peer.call is None}
         if not compiled:
             missing |= dict.fromkeys(bench.compile_modes, "left out: --no-compile")
         if wanted is not None:
-            for name in wanted:
-                if name == LIGER and LIGER not in others:
-                    missing[LIGER] = f"Liger-Kernel has no {bench.name} like this one"
-                elif name not in order or name == OURS:
-                    raise unknown(f"peer of {bench.name}", name, [name for name in order if name != OURS])
             missing |= {name: "left out: --peers" for name in order if name not in (OURS, *wanted)}
+            absent = [name for name in wanted if name not in order]
+            missing |= dict.fromkeys(absent, f"{bench.name} has no such peer for this problem")
         functions = calls | dict.fromkeys(bench.compile_modes, calls[EAGER])
         functions |= {name: peer.call for name, peer in others.items() if peer.call is not None}
         chosen = {name: functions[name] for name in order if name not in missing}

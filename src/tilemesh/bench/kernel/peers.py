@@ -29,8 +29,10 @@ def other_peers(operator: str, options: dict[str, Any]) -> dict[str, OtherPeer]:
     found = {}
     if operator == "linear_cross_entropy":
         found[TORCHS_LOSS] = _torchs_loss()
-    if operator in _LIGER and options.get("approximate", "tanh") == "tanh":  # its gelu is the approximate one
+    if operator in _LIGER:
         found[LIGER] = _liger(_LIGER[operator])
+    if options.get("approximate", "tanh") != "tanh":
+        found[LIGER] = OtherPeer(None, "Liger-Kernel's geglu has the approximate gelu alone")
     return found
 
 
