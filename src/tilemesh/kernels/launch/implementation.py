@@ -21,7 +21,8 @@ def check_implementation(implementation: str) -> None:
 def implementation_of(implementation: str, tensors: Sequence[Tensor]) -> str:
     """One of triton, interpret and torch: on a CPU `auto` is torch. All tensors are on one device."""
     check_implementation(implementation)
-    on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
+    # torch.compile of torch 2.11 cannot trace bool() of a list: each operator would end a graph.
+    on_gpu = len(tensors) > 0 and tensors[0].device.type == "cuda"
     if implementation == "triton" and not on_gpu:
         where = f", got {tensors[0].device}" if tensors else ""
         raise UsageError(f"implementation 'triton' needs CUDA tensors{where}: use 'auto' or 'interpret'")
