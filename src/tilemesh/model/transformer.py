@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
@@ -96,10 +97,13 @@ class Dropout(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped-query heads. `heads` and `kv_heads` are what this module holds of them."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD
+    ) -> None:
         super().__init__()
         width, kv_width, biases = config.width, config.kv_width, config.biases
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.implementation = kernels.attention
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
         self.fc_q = Linear(width, width, biases, device="meta", dtype=dtype)
@@ -108,8 +112,16 @@ class Attention(nn.Module):
         self.fc_o = Linear(width, width, biases, device="meta", dtype=dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
+        y_BTD: Tensor
         projections = (self.fc_q, self.fc_k, self.fc_v)
-        q, k, v = joined(x_BTD, projections) if self.joined else (one(x_BTD) for one in projections)
+        if self.implementation != TORCH and now.cache is None:
+            options = {"heads": self.heads, "kv_heads": self.kv_heads, "implementation": self.implementation}
+            y_BTD = self.fc_o(self_attention(self._side_by_side(x_BTD, now), **options))
+            return y_BTD
+        if self.joined:
+            q, k, v = torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
+        else:
+            q, k, v = (one(x_BTD) for one in projections)
         q_BTHE = q.unflatten(-1, (self.heads, -1))
         k_BTKE, v_BTKE = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
         if now.cache is None:
@@ -118,8 +130,20 @@ class Attention(nn.Module):
             if now.rotary is not None:
                 q_BTHE, k_BTKE = rotate(q_BTHE, *now.rotary), rotate(k_BTKE, *now.rotary)
             y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE)
-        y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
+        y_BTD = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
+
+    def _side_by_side(self, x_BTD: Tensor, now: Pass) -> Tensor:
+        """Queries, keys and values as `self_attention` takes them: (B, T, (H + 2 K) E)."""
+        projections = (self.fc_q, self.fc_k, self.fc_v)
+        if self.joined and now.rotary is None:
+            return joined(x_BTD, projections)
+        q, k, v = (one(x_BTD) for one in projections)
+        if now.rotary is not None:
+            cos, sin = (table[:, None] for table in now.rotary)  # the same for every head of a token
+            q, k = (rotate(part.unflatten(-1, (count, -1)), cos, sin).flatten(-2)
+                    for part, count in ((q, self.heads), (k, self.kv_heads)))  # fmt: skip
+        return torch.cat((q, k, v), dim=-1)
 
     def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, now: Pass) -> Tensor:
         """The pass's tokens attend to one another; heads stand before tokens from here on, as torch's kernels want."""
@@ -169,7 +193,7 @@ class Layer(nn.Module):
         super().__init__()
         self.post = config.norm_place == "post"
         self.attention_norm = _norm(config, dtype, kernels)
-        self.attention = Attention(config, index, dtype)
+        self.attention = Attention(config, index, dtype, kernels)
         self.mlp_norm = _norm(config, dtype, kernels)
         self.mlp = Mlp(config, dtype, kernels)
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
@@ -365,15 +389,15 @@ class Transformer(nn.Module):
         return total, (targets_BT != IGNORED).sum()
 
 
-def joined(x: Tensor, projections: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What several projections make of the same x, before any activation, by one product with their weights in a row.
+def joined(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
+    """What several projections make of the same x, side by side, by one product with their weights in a row.
 
     Worth it where weights are cast on their way anyway (autocast under torch.compile): the cast then writes them side
     by side. One wide product for three, forward and twice backward, and nothing to add up for x's gradient.
     """
     weight = torch.cat([one.weight for one in projections])
     bias = None if projections[0].bias is None else torch.cat([one.bias for one in projections])
-    return torch.split(functional.linear(x, weight, bias), [one.weight.shape[0] for one in projections], dim=-1)
+    return functional.linear(x, weight, bias)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
