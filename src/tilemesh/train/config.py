@@ -16,7 +16,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kernels import OURS, PLAIN, STANDARD, TORCH, ModelKernels
+from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -143,9 +143,10 @@ class TrainConfig:
         """Whose operations the model is made of on this kind of device."""
         if self.train.kernels == "tilemesh":
             return OURS
-        # Norms and loss of ours join `auto` when rows of a whole training step on a GPU show that they are faster.
-        fuses = self.train.kernels == "auto" and device == "cuda" and not self.train.compile
-        return STANDARD if fuses else PLAIN
+        if self.train.kernels == "torch" or device != "cuda":
+            return PLAIN
+        # What rows of a whole training step on an H200 say (docs/kernels/LOG.md).
+        return COMPILED if self.train.compile else STANDARD
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
