@@ -36,5 +36,5 @@ OURS = ModelKernels(projections="auto", attention="auto", embedding="auto", norm
 PLAIN = ModelKernels(projections=TORCH, attention=TORCH, embedding=TORCH, norms=TORCH, loss=TORCH)
 STANDARD = ModelKernels()
 """Of a model that is made without a choice: torch's, but for the fused projections."""
-COMPILED = ModelKernels(projections=TORCH, embedding="auto", loss="auto")
+COMPILED = ModelKernels(projections=TORCH, embedding="auto", norms="auto", loss="auto")
 """Beside torch.compile: ours where it reads or writes more than it must."""

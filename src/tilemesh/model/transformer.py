@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
+from tilemesh.kernels.rotary.table import turns_of
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
@@ -119,8 +119,8 @@ class Attention(nn.Module):
             y_BTD = self.fc_o(self_attention(self._side_by_side(x_BTD, now), **options))
             return y_BTD
         q, k, v = self._separate(x_BTD)
-        q_BTHE = q.unflatten(-1, (self.heads, -1))
-        k_BTKE, v_BTKE = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
+        q_BTHE = _by_heads(q, self.heads)
+        k_BTKE, v_BTKE = _by_heads(k, self.kv_heads), _by_heads(v, self.kv_heads)
         if now.cache is None:
             y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, now)
         else:
@@ -130,12 +130,14 @@ class Attention(nn.Module):
         y_BTD = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 
-    def _separate(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+    def _separate(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each (B, T, heads x E)."""
         projections = (self.fc_q, self.fc_k, self.fc_v)
         if self.joined:
-            return torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
-        return tuple(one(x_BTD) for one in projections)
+            sizes = [one.weight.shape[0] for one in projections]
+            q, k, v = torch.split(joined(x_BTD, projections), sizes, dim=-1)
+            return q, k, v
+        return self.fc_q(x_BTD), self.fc_k(x_BTD), self.fc_v(x_BTD)
 
     def _side_by_side(self, x_BTD: Tensor, now: Pass) -> Tensor:
         """Queries, keys and values as `self_attention` takes them: (B, T, (H + 2 K) E)."""
@@ -144,7 +146,7 @@ class Attention(nn.Module):
         q, k, v = self._separate(x_BTD)
         if now.rotary is not None:
             cos, sin = (table[:, None] for table in now.rotary)  # the same for every head of a token
-            q, k = (rotate(part.unflatten(-1, (count, -1)), cos, sin).flatten(-2)
+            q, k = (rotate(_by_heads(part, count), cos, sin).flatten(-2)
                     for part, count in ((q, self.heads), (k, self.kv_heads)))  # fmt: skip
         return torch.cat((q, k, v), dim=-1)
 
@@ -157,6 +159,11 @@ class Attention(nn.Module):
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         return y_BHTE.transpose(1, 2)
+
+
+def _by_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, heads x E) as (B, T, heads, E)."""
+    return x.reshape(*x.shape[:-1], heads, -1)
 
 
 class Mlp(nn.Module):
@@ -426,30 +433,7 @@ def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines (..., E/2): pair i of a head turns by position x base^(-2i/E) (Su et al. 2021)."""
-    if is_compiling():  # as one operator, whose results are written once
-        cos, sin = torch.ops.tilemesh.rotary_table(positions, config.head_width, config.rotary_base, dtype)
-        return cos, sin
-    return _rotary_table(positions, config.head_width, config.rotary_base, dtype)
-
-
-def _rotary_table(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    pair = torch.arange(0, width, 2, device=positions.device).to(dtype)
-    angle = positions.to(dtype)[..., None] * base ** (-pair / width)
-    return angle.cos(), angle.sin()
-
-
-# torch.compile would compute powers, cosines and sines anew for every element of every head that is turned: 31 of
-# tinyllama-1.1b's 238 ms per step on an H200.
-_library = torch.library.Library("tilemesh", "FRAGMENT")
-_library.define("rotary_table(Tensor positions, int width, float base, ScalarType dtype) -> (Tensor, Tensor)")
-_library.impl("rotary_table", _rotary_table, "CPU")
-_library.impl("rotary_table", _rotary_table, "CUDA")
-
-
-@torch.library.register_fake("tilemesh::rotary_table", lib=_library)
-def _fake_rotary_table(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, width // 2)
-    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
+    return turns_of(positions, config.head_width, config.rotary_base, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ settings; `check.py` says what it may be. No torch here: the command line reads 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,8 +146,12 @@ class TrainConfig:
             return OURS
         if self.train.kernels == "torch" or device != "cuda":
             return PLAIN
-        # What rows of a whole training step on an H200 say (docs/kernels/LOG.md).
-        return COMPILED if self.train.compile else STANDARD
+        # What profiles of a whole training step on an H200 say (docs/kernels/LOG.md).
+        if not self.train.compile:
+            return STANDARD
+        # Attention of ours saves the copy that joins the gradients of one product for query, key and value.
+        joins = self.plan.tp == 1 and self.model.positions != "rotary"
+        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH)
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
