@@ -120,7 +120,7 @@ def test_who_decides() -> None:
         return config.kernels_on(device)
 
     assert chosen("auto", "cpu") == chosen("torch", "cuda") == PLAIN
-    words = "projections torch, attention tilemesh, embedding tilemesh, norms tilemesh, loss tilemesh"
+    words = "projections torch, attention tilemesh, embedding tilemesh, norms torch, loss tilemesh"
     assert chosen("auto", "cuda", compile=True).words() == words
     assert chosen("tilemesh", "cpu") == chosen("tilemesh", "cuda", compile=True) == OURS
     assert chosen("auto", "cuda") == STANDARD

@@ -72,9 +72,10 @@ class LoopConfig:
     """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
     leaves memory for held-out text."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Who computes projections with their activations, norms with the addition before them, the loss from the last
-    activations, and on a GPU AdamW's steps; auto: on a GPU tilemesh's kernels for AdamW, and for projections unless
-    under torch.compile (which fuses activations with their neighbours); torch for everything else."""
+    """Who computes projections with their activations, attention, the embedding, norms with the addition before them,
+    the loss from the last activations, and on a GPU AdamW's steps; auto: on a GPU tilemesh's kernels for AdamW and,
+    under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, else for
+    projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = 60.0
     """How long a rank may wait for another before the watchdog ends the job."""
@@ -151,7 +152,9 @@ class TrainConfig:
             return STANDARD
         # Attention of ours saves the copy that joins the gradients of one product for query, key and value.
         joins = self.plan.tp == 1 and self.model.positions != "rotary"
-        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH)
+        # LayerNorm and the loss, both of ours, in one compiled step of gpt2-124m were not ready after 170 s.
+        norms = "auto" if self.model.norm == "rmsnorm" else TORCH
+        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH, norms=norms)
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
