@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilemesh.cli.bench_collective_run import MALLOC
-from tilemesh.comm.cells import Cell, parse_sizes
+from tilemesh.bench.collective.cells import Cell, parse_sizes
+from tilemesh.bench.collective.run import MALLOC
 from tilemesh.core.busy import Busyness
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.busy import OtherWork
@@ -134,8 +134,8 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _cell(comm: Any, cell: Cell, options: argparse.Namespace) -> Record:
-    from tilemesh.comm.measure_fit import arrays, timer_of
-    from tilemesh.comm.peer_calls import peer_call
+    from tilemesh.bench.collective.fit import arrays, timer_of
+    from tilemesh.bench.collective.peers import peer_call
     from tilemesh.comm.runtime.choose import Request, candidates
     from tilemesh.comm.schedules.book import is_direct, is_shared
     from tilemesh.measure.timing import compare

@@ -29,6 +29,6 @@ tilemesh() { timeout "$1" "$PYTHON" -m tilemesh "${@:2}"; }
     tilemesh 40 bench collective all_reduce --quick --ranks "$RANKS" --transport gloo --algorithms none \
         --sizes ${GLOO_SIZES:-4B,1KiB,32KiB,1MiB,64MiB} --json "$OUT/collectives_gloo_16c.jsonl"
     # What going through us adds to MPI's own call: 20 s at most, and of use by itself.
-    tilemesh 40 launch --ranks "$RANKS" --transport mpi -- benchmarks/dispatch_collectives.py "$OUT/dispatch_mpi_16c.jsonl"
+    tilemesh 60 bench collective --ranks "$RANKS" --transport mpi --sizes 4B --algorithms native --json "$OUT/dispatch_mpi_16c.jsonl"
     "$PYTHON" benchmarks/targets_collectives.py "$OUT"/collectives_*_16c.jsonl
 } 2>&1 | tee "$OUT/collectives_16core.txt"

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tilemesh.comm.cells import Cell
+from tilemesh.bench.collective.cells import Cell
+from tilemesh.bench.collective.fit import arrays, timer_of
 from tilemesh.comm.connection import connect
-from tilemesh.comm.measure_fit import arrays, timer_of
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.observe import Note, Seen
 from tilemesh.measure.machine import stamp

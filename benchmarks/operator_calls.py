@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from tilemesh.bench.kernel.book import bench_of
 from tilemesh.kernels import registry
 from tilemesh.measure.gpu import call_timer
 from tilemesh.measure.machine import stamp
@@ -34,7 +35,7 @@ def cases(names: list[str]) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def row(name: str, shape: str, settings: dict[str, str], seconds: float) -> Row:
-    bench = registry.find(name).load("bench")
+    bench = bench_of(registry.find(name))
     problem = bench.form.problem(shape, settings)
     given = bench.arguments(problem, torch.device("cuda"), 0)
 

@@ -12,8 +12,9 @@ import argparse
 import time
 from pathlib import Path
 
+from tilemesh.bench.kernel.book import bench_of
+from tilemesh.bench.kernel.measure import bench_rows
 from tilemesh.kernels import registry
-from tilemesh.kernels.bench.measure import bench_rows
 
 FORWARD, BOTH = {"passes": "forward"}, {"passes": "both"}
 CASES: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -66,7 +67,7 @@ def main() -> None:
             print(f"left out, the time is up: {name} {shape} {settings}", flush=True)
             continue
         try:
-            rows = bench_rows(registry.find(name).load("bench"), [shape], settings, repeats=given.repeats)
+            rows = bench_rows(bench_of(registry.find(name)), [shape], settings, repeats=given.repeats)
         except Exception as error:  # the others are worth having
             print(f"failed: {name} {shape} {settings}: {type(error).__name__}: {error}", flush=True)
             continue

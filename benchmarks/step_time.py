@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from tilemesh.bench.train.rank import kernels
 from tilemesh.comm.connection import connect
 from tilemesh.core.config import load, to_dict
 from tilemesh.core.errors import UsageError
@@ -44,7 +45,6 @@ from tilemesh.parallel.shard import trained
 from tilemesh.plan.local import local_machine
 from tilemesh.plan.prediction import prediction_figures
 from tilemesh.plan.step import predict
-from tilemesh.train.bench_rank import kernels
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.optimizer import Optimizer, stored_dtype

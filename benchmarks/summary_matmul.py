@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 
-from tilemesh.kernels.matmul.bench import ALONE
+from tilemesh.bench.kernel.matmul import ALONE
 from tilemesh.measure.row import Row, read_rows
 from tilemesh.measure.sample import equal
 

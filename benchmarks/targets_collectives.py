@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
-from tilemesh.comm.measure_fit import SIZES as SIZES_FITTED
+from tilemesh.bench.collective.fit import SIZES as SIZES_FITTED
 from tilemesh.comm.schedules.book import is_shared
 from tilemesh.measure.row import Row, read_rows
 

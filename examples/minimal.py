@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tilemesh.bench.collective.fit import timer_of
 from tilemesh.comm import Communicator, connect, minimal, run_threads
-from tilemesh.comm.measure_fit import timer_of
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.table import render

@@ -18,6 +18,8 @@ if find_spec("hypothesis") is not None:  # a GPU machine may lack it, and tests/
     settings.register_profile("tilemesh", deadline=None, derandomize=os.environ.get("CI") is not None)
     settings.load_profile("tilemesh")
 
+gc.disable()  # until everything is imported: what is imported stays
+
 
 @pytest.fixture
 def recording() -> tuple[Any, list[str]]:
@@ -38,6 +40,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: a collection (one before each measurement, for example) need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

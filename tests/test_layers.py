@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],
     "serve": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],  # no train
     "report": ["core", "measure", "runs", "plan", "comm.schedules"],
+    "bench": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan", "train"],
     "cli": [""],
 }
 # Folders inside a folder that may use less than it.
@@ -38,7 +39,8 @@ STRICTER = {
     "comm.schedules": ["core"],
     "model.work": ["core", "model.config", "kernels"],  # of kernels only */cost.py
     "kernels.launch": ["core", "measure", "kernels.context"],  # never an operator
-    "kernels.bench": ["core", "measure", "kernels.launch", "kernels.accuracy", "kernels.rates"],
+    "kernels.problems": ["core"],  # every operator's cost.py needs it, which the planner reads
+    "kernels.operator_bench": ["core", "kernels.accuracy", "kernels.problems", "kernels.rates"],  # never an operator
     "kernels.tuning": ["core", "measure", "kernels.launch"],
 }
 THIRD_PARTY_FREE = ("core", "comm.schedules", "model.work", "plan")
@@ -99,16 +101,17 @@ def violations(name: str, imported: Set[str]) -> list[str]:
     return bad
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: dotted(path) or "tilemesh")
-def test_imports_only_go_down(path: Path) -> None:
-    assert violations(dotted(path), imports(path)) == []
+def test_imports_only_go_down() -> None:
+    wrong = {dotted(path): violations(dotted(path), imports(path)) for path in modules()}
+    assert len(wrong) > 300
+    assert {name: imported for name, imported in wrong.items() if imported} == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: dotted(path) or "tilemesh")
-def test_the_lowest_floors_use_the_standard_library_alone(path: Path) -> None:
-    if any(within(dotted(path), folder) for folder in THIRD_PARTY_FREE):
-        outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names - {"tilemesh", "__future__"}
-        assert outside == set()
+def test_the_lowest_floors_use_the_standard_library_alone() -> None:
+    inside = sys.stdlib_module_names | {"tilemesh", "__future__"}
+    low = [path for path in modules() if any(within(dotted(path), folder) for folder in THIRD_PARTY_FREE)]
+    outside = {dotted(path): {name.split(".")[0] for name in imports(path)} - inside for path in low}
+    assert {name: imported for name, imported in outside.items() if imported} == {}
 
 
 def test_of_runs_and_data_only_one_file_loads_torch() -> None:
@@ -128,7 +131,8 @@ def test_of_runs_and_data_only_one_file_loads_torch() -> None:
         ("comm.schedules.ring", "tilemesh.measure.row"),
         ("kernels.launch.program", "tilemesh.kernels.matmul.kernel"),
         ("kernels.tuning.search", "tilemesh.kernels.matmul.config"),
-        ("kernels.bench.measure", "tilemesh.kernels.matmul.bench"),
+        ("kernels.operator_bench", "tilemesh.kernels.softmax.reference"),
+        ("kernels.softmax.reference", "tilemesh.bench.kernel.measure"),
         ("plan.search", "tilemesh.kernels.matmul.op"),
         ("plan.search", "tilemesh.model.transformer"),
         ("report.page", "tilemesh.train.loop"),
@@ -158,7 +162,7 @@ LIGHT = (
     "tilemesh.kernels.scale_shift.cost",
     "tilemesh.model.config",
     "tilemesh.model.work.operations",
-    "tilemesh.model.families",
+    "tilemesh.model.families.book",
     "tilemesh.data.config",
     "tilemesh.runs.contents",
     "tilemesh.runs.journal",
@@ -185,18 +189,12 @@ for name in sys.argv[1:]:
 """
 
 
-@functools.cache
-def loaded_by_light_modules() -> dict[str, set[str]]:
-    """What is in memory after the import of each, which nothing else was imported before."""
+def test_light_imports_load_neither_torch_nor_mpi() -> None:
+    """What is in memory after the import of each, before which nothing else was imported."""
     done = subprocess.run([sys.executable, "-c", LOADING, *LIGHT], capture_output=True, text=True, check=True)
-    return {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
-
-
-@pytest.mark.parametrize("module", LIGHT)
-def test_light_imports_load_neither_torch_nor_mpi(module: str) -> None:
-    loaded = loaded_by_light_modules()[module]
-    assert module in loaded
-    assert loaded & HEAVY == set()
+    loaded = {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
+    assert all(name in loaded[name] for name in LIGHT)
+    assert {name: names & HEAVY for name, names in loaded.items() if names & HEAVY} == {}
 
 
 def test_import_tilemesh_loads_itself_alone() -> None:
@@ -225,6 +223,9 @@ def graph(root: Path) -> dict[str, set[str]]:
 
 def circles(edges: dict[str, set[str]]) -> list[frozenset[str]]:
     """Groups of modules each of which imports all others of its group, directly or through them."""
+    while leaves := {name for name, targets in edges.items() if not targets & edges.keys()}:
+        edges = {name: targets for name, targets in edges.items() if name not in leaves}  # they are in no circle
+    edges = {name: targets & edges.keys() for name, targets in edges.items()}
 
     def reached(start: str) -> set[str]:
         found: set[str] = set()
@@ -257,7 +258,7 @@ def test_circles_of_any_length_are_found(tmp_path: Path) -> None:
 
 
 # Names that two rooms still share, and how often: nothing may be added here.
-SHARED_NAMES = {"Asked": 2, "Cost": 2, "Device": 2, "Job": 2, "Part": 2, "Row": 2, "Span": 2, "Step": 2, "Timeline": 2}
+SHARED_NAMES = {"Asked": 2, "Cost": 2, "Device": 2, "Part": 2, "Row": 2, "Span": 2, "Step": 2, "Timeline": 2}
 
 
 def test_a_class_has_its_name_to_itself() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 import tilemesh as tm
+from tilemesh.bench.kernel.adamw import BENCH
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess, unit
-from tilemesh.kernels.adamw.bench import BENCH
 from tilemesh.kernels.adamw.reference import norm_bound
 
 pytest.importorskip("triton")
@@ -85,11 +83,14 @@ def test_the_rows_check_sees_a_wrong_step(dtype):
         options = {"rate": 1e-3, "step": 10, "implementation": "interpret", **changed}
         kernels.adamw(parameters, gradients, averages, squares, masters, **options)
 
-    def wrong(**changed):
-        return BENCH.wrong_in_place(problem, functools.partial(interpreted, **changed), torch.device("cpu"))
+    def wrong(function=interpreted, **changed):
+        before, after = (BENCH.arguments(problem, torch.device("cpu"), 5) for _ in range(2))
+        function(*after, **changed)
+        return BENCH.wrong(problem, before, after)
 
     assert wrong() is None
-    assert BENCH.wrong_in_place(problem, BENCH.calls(problem)["eager"], torch.device("cpu")) is None
+    assert wrong(BENCH.calls(problem)["eager"]) is None
+    assert "tensor 0" in wrong(lambda *given: None)
     for changed in ({"rate": 1.01e-3}, {"step": 9}, {"divisor": 1.001}, {"weight_decay": 0.011}, {"eps": 1e-3}):
         assert "tensor 0" in wrong(**changed), changed
 

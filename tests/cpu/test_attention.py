@@ -14,11 +14,11 @@ from torch.library import opcheck
 from torch.nn import functional
 
 import tilemesh as tm
+from tilemesh.bench.kernel.attention import BENCH
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import device_for
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.attention import reference
-from tilemesh.kernels.attention.bench import BENCH
 from tilemesh.kernels.attention.cost import FORM, cost, pairs
 
 pytest.importorskip("triton")

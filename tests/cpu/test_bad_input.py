@@ -20,7 +20,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.data.config import DataConfig
-from tilemesh.model.families import from_json, read_config
+from tilemesh.model.families.book import from_json, read_config
 from tilemesh.runs.names import CHOICES, CONFIG
 from tilemesh.train.check import RANGES
 from tilemesh.train.config import OptimizerConfig, SampleConfig, TrainConfig, of_run
@@ -169,19 +169,19 @@ OPTIONS = [
     (["plan", "tiny", "--cluster", "8xh100", "--fix", f"tp={MANY_DIGITS}"], "expected a whole number below 2**63"),
     (
         ["data", "prepare", "stdlib", "out", "--held-out", "-1"],
-        "data.held_out is -1.0: expected at least 0 and below 1",
+        "--held-out is -1.0: expected at least 0 and below 1",
     ),
-    (["data", "prepare", "stdlib", "out", "--held-out", "1"], "data.held_out is 1.0"),
-    (["data", "prepare", "stdlib", "out", "--held-out", "2"], "data.held_out is 2.0"),
-    (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "data.held_out is nan"),
-    (["data", "prepare", "stdlib", "out", "--pattern", ""], "data.pattern is ''"),
-    (["data", "prepare", "stdlib", "out", "--pattern", "."], "data.pattern is '.'"),
-    (["data", "prepare", "", "out"], "data.source is ''"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "1"], "--held-out is 1.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "2"], "--held-out is 2.0"),
+    (["data", "prepare", "stdlib", "out", "--held-out", "nan"], "--held-out is nan"),
+    (["data", "prepare", "stdlib", "out", "--pattern", ""], "--pattern is ''"),
+    (["data", "prepare", "stdlib", "out", "--pattern", "."], "--pattern is '.'"),
+    (["data", "prepare", "", "out"], "SOURCE is ''"),
     (["data", "prepare", "stdlib", ""], "is empty"),
     (["data", "prepare", "~nosuchuser/x", "out"], "does not exist"),
     (
         ["data", "prepare", "stdlib", "out", "--tokenizer", "/nonexistent"],
-        "data.tokenizer '/nonexistent' does not exist",
+        "--tokenizer '/nonexistent' does not exist",
     ),
 ]
 
@@ -249,7 +249,7 @@ def test_generate(words: list[str], expected: str, run: Path, capsys: pytest.Cap
 
 def test_the_smallest_temperature_takes_the_likeliest(run: Path) -> None:
     """1e-320 divides into infinities, whose softmax was NaN."""
-    assert tm.train.generate(run, "to be", tokens=8, temperature=1e-320) == tm.train.generate(
+    assert tm.serve.generate(run, "to be", tokens=8, temperature=1e-320) == tm.serve.generate(
         run, "to be", tokens=8, temperature=0
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilemesh.cli.bench_collective_run import _table
+from tilemesh.bench.collective.table import table
 from tilemesh.cli.main import explain, main, one_line
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import RunError, UsageError
@@ -123,7 +123,7 @@ def test_errors_of_the_machine_name_the_file() -> None:
         (["plan", "folder.toml", "--cluster", "8xh100"], "configuration file 'folder.toml' cannot be read"),
         (["plan", "tiny", "--cluster", "8xh100", "--batch", "8", "--json", "7"], "--json 7 cannot be written"),
         (["report", "7"], "7 is no run"),
-        (["data", "prepare", "7", "out"], "data.source '7' has no text file"),
+        (["data", "prepare", "7", "out"], "SOURCE '7' has no text file named like '*': set --pattern"),
         (["data", "prepare", "file", "file"], "file is a file: expected a folder to write shards to"),
     ],
 )
@@ -193,7 +193,7 @@ def test_the_table_of_a_bench_explains_what_is_missing_in_it() -> None:
             command="",
         )  # fmt: skip
 
-    lines = _table([made("auto", {"predicted": "not fitted"}), made("native", {"predicted": "never predicted"})])
+    lines = table([made("auto", {"predicted": "not fitted"}), made("native", {"predicted": "never predicted"})])
     assert [line for line in lines if "missing" in line] == [
         "limit is missing: not calibrated",
         "predicted is missing: not fitted",

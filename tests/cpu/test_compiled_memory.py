@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import _recursive_joint_graph_passes
-from torch._inductor.decomposition import select_decomp_table
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig
@@ -42,6 +40,10 @@ def owner(node: torch.fx.Node) -> torch.fx.Node:
 
 def kept_bytes(config: ModelConfig, autocast: bool) -> int:
     """Bytes of activations that the compiled forward pass hands to the backward pass; weights' copies left out."""
+    # Imported here: seconds, which only the process that runs this test should pay.
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.decomposition import select_decomp_table
+
     model = Transformer(config, kernels=PLAIN).train()
     suit_gpu(model, compiled=True)
     found: list[int] = []

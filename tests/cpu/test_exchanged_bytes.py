@@ -52,4 +52,4 @@ def test_what_is_predicted_is_what_is_recorded(
 
     recorded = run_threads(dp * tp, main, timeout_s=TIMEOUT_S)[0]
     recorded.pop(CONTROL, None)
-    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), config.layers)
+    assert recorded == exchanged(config, plan, Task.of(plan, TOKENS, "eager"), (config.layers,))

@@ -75,7 +75,7 @@ def test_every_kernel(number):
     """Odd and aligned sizes, each layout, C kind, activation and dtype, shared out over the family."""
     config = FAMILY[number]
     turns = list(itertools.product((False, True), repeat=2))
-    for step, shape in enumerate([(130, 200, 100), (136, 72, 96), (1, 40, 16), (70, 5, 3)]):
+    for step, shape in enumerate([(130, 100, 100), (136, 72, 96), (1, 40, 16), (70, 5, 3)]):
         at = number + step
         dtype, turned, c_kind = DTYPES[at % 3], turns[at % 4], C_KINDS[(at + number) % 4]
         a, b, c = inputs(*shape, dtype, c_kind, turned, seed=at)

@@ -69,7 +69,12 @@ def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
 
 
 @pytest.mark.parametrize(
-    ("case", "recompute"), [*((case, "none") for case in CASES), ("gpt2 with dropout", "full"), ("llama", "full")]
+    ("case", "recompute"),
+    [
+        *((case, "none") for case in CASES),
+        ("gpt2 with dropout", "full"),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_has_the_same_loss_and_gradients(case: str, recompute: str) -> None:
     config = CASES[case]

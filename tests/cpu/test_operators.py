@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 import tilemesh as tm
+from tilemesh.bench.kernel.book import bench_of
 from tilemesh.core.cost import Cost
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.kernels import registry
@@ -291,7 +292,7 @@ def test_every_operator_has_its_parts(name):
     assert entry.load("public") is getattr(tm.kernels, entry.public.partition(":")[2])
     if entry.tuner is not None:
         assert entry.load("tuner").tables.operator == name
-    form, bench = entry.load("form"), entry.load("bench")
+    form, bench = entry.load("form"), bench_of(entry)
     assert (bench.form, bench.name) == (form, entry.public.partition(":")[2])
     shape = "x".join("65432"[: form.sizes.count("x") + 1])
     settings = {"dtype": "float32", **({"passes": "forward"} if "passes" in form.settings else {})}
@@ -304,9 +305,12 @@ def test_every_operator_has_its_parts(name):
     ours, interpret = bench.calls(problem)["ours"], functools.partial(entry.load("public"), implementation="interpret")
     by_name = {key: value for key, value in getattr(problem, "options", {}).items() if key != "passes"}
     interpreted = interpret(*given, **by_name, **getattr(bench, "options", {}))
-    if interpreted is None:  # it works in place: a second call would go on from there
-        assert bench.wrong_in_place(problem, ours, torch.device("cpu")) is None
-        assert bench.wrong_in_place(problem, lambda *given: None, torch.device("cpu")) is not None
+    assert (interpreted is None) == bench.in_place
+    if bench.in_place:
+        before, after = (bench.arguments(problem, torch.device("cpu"), 0) for _ in range(2))
+        assert bench.wrong(problem, before, after) is not None
+        ours(*after)
+        assert bench.wrong(problem, before, after) is None
         return
     torch.testing.assert_close(interpreted, ours(*given))
     first = interpreted[0] if isinstance(interpreted, tuple) else interpreted

@@ -219,7 +219,7 @@ def test_a_result_that_nothing_was_computed_from_has_no_gradient(name, used):
 def test_second_derivatives_of_a_sum_whose_summands_were_not_kept():
     x, residual = normal(2, 6, grad=True), normal(2, 6, seed=3, grad=True)
     weight, bias = normal(6, seed=1, grad=True), normal(6, seed=2, grad=True)
-    twice = torch.autograd.gradgradcheck
+    twice = functools.partial(torch.autograd.gradgradcheck, fast_mode=True)  # along random directions
     assert twice(lambda *t: kernels.add_rms_norm(*t, **INTERPRET), (x, residual, weight))
     assert twice(lambda *t: kernels.add_layer_norm(*t, **INTERPRET), (x, residual, weight, bias))
 

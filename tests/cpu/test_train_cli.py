@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.cli.train_run import program
 from tilemesh.core.errors import UsageError
+from tilemesh.measure.row import Row
+from tilemesh.model.transformer import Transformer
 from tilemesh.plan.local import AnyMachine, MeasuredCluster
 from tilemesh.runs import names
 from tilemesh.runs.files import read_object
@@ -21,6 +24,7 @@ from tilemesh.runs.metrics import FAILED, STEP, STOPPED, last_line, latest
 from tilemesh.train import predict
 from tilemesh.train.events import sink_to
 from tilemesh.train.load import load
+from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown, step_words
 from tilemesh.train.rows import TAKING_TURNS, rows
 
@@ -270,3 +274,55 @@ def test_the_lines_to_copy_call_what_a_shell_finds(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", "")
     (commands / "tilemesh").unlink()
     assert program() == ".venv/bin/python -m tilemesh"
+
+
+# ---- what would run --------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_what_would_run_and_writes_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = f"data.source={run.parent / 'text.txt'}"
+    assert main(["train", "--dry-run", "--set", SMALL, "--set", source, "--json", "rows.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split(":")[0] for line in shown.splitlines() if line[:1] not in ("", " ")] == [
+        "model", "data", "layout", "steps", "memory", "time", "files", "nothing was started",
+    ]  # fmt: skip
+    assert "6 of 4 x 16 = 64 tokens, 384 tokens in all" in shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    assert files_of(tmp_path) == {"rows.jsonl"}
+    assert [Row.from_json(line).measured for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [None] * 4
+
+
+def test_a_dry_run_refuses_what_training_refuses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "--set", SMALL, "--set", "data.source=/nowhere"]) == 2
+    assert "data.source '/nowhere' does not exist" in capsys.readouterr().err
+
+
+def test_a_preview_counts_the_bytes_of_a_checkpoint_and_the_steps_left(run: Path) -> None:
+    seen = preview(tm.train.load_config(resume=run), resume=run)
+    assert (seen.done, seen.steps, seen.folder) == (6, 0, str(run))
+    files = sorted((run / names.CHECKPOINTS / "step-00000006").glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in files)
+    # A safetensors file begins with a header of names and shapes, of some hundred bytes a tensor.
+    tensors = 3 * len(list(Transformer(seen.config.model, device="meta").parameters()))
+    assert seen.checkpoint_bytes < stored < seen.checkpoint_bytes + 300 * tensors
+
+
+def test_a_preview_says_what_the_planner_says_of_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tm.train.load_config(sets=[SMALL, "train.steps=1000,checkpoint.every=100"])
+    parts = dict.fromkeys(
+        ("weights", "gradients", "optimizer", "activations", "logits", "working", "reserved"), 1 << 30
+    )
+    memory = {f"{name}_bytes": size for name, size in parts.items()} | {"total_bytes": 7 << 30, "usable_bytes": 6 << 30}
+    told = {"memory": memory, "fits": False, "step_time_s": 0.5, "tokens_per_s": 128.0}
+    monkeypatch.setattr("tilemesh.train.preview.predict_run", lambda config, gpus: told)
+    seen = preview(config)
+    lines = dict(seen.lines())
+    assert seen.seconds == 500
+    assert "7 GiB per rank of 6 GiB: DOES NOT FIT" in lines["memory"]
+    assert "500 ms per step, 128 tokens/s, 8.33 min for all steps" in lines["time"]
+    assert seen.disk_bytes == 4 * seen.checkpoint_bytes  # three that are kept, and one that is being written
+    full = dataclasses.replace(seen, free_bytes=0)
+    assert "TOO LITTLE SPACE" in dict(full.lines())["files"]

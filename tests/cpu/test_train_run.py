@@ -21,6 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tilemesh.bench.train import rank as bench_rank
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.config import section
 from tilemesh.core.errors import RunError, UsageError
@@ -50,7 +51,8 @@ from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.runs.tensors import read_tensors, write_tensors
-from tilemesh.train import bench_rank, graph, optimizer, sampling
+from tilemesh.serve.write import generate
+from tilemesh.train import export, graph, optimizer
 from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.load import load
@@ -161,12 +163,11 @@ class TestResume:
     @pytest.mark.parametrize(
         "sets",
         [
-            "optimizer.name=sgd,optimizer.lr=0.1",
             "plan.precision=bf16-master",
             "plan.precision=bf16,model.dropout=0.1",
             "plan.precision=fp16",
             "plan.precision=fp64,plan.recompute=full,plan.recompute_every=sqrt",
-            "train.compile=false,plan.microbatch=2,checkpoint.background=false",
+            "optimizer.name=sgd,optimizer.lr=0.1,train.compile=false,plan.microbatch=2,checkpoint.background=false",
         ],
     )
     def test_every_precision_and_optimiser_resumes_bit_for_bit(self, text: str, tmp_path: Path, sets: str) -> None:
@@ -314,9 +315,9 @@ class TestFiles:
 
     def test_generation_in_one_process_writes_what_the_ranks_wrote(self, text: str, whole: Path) -> None:
         config = made(text)
-        wrote = sampling.generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
+        wrote = generate(whole, "def ", tokens=8, temperature=config.sample.temperature, seed=0)
         assert (whole / "sample.txt").read_text() == "def " + wrote
-        longer = sampling.generate(whole, "line ", tokens=40, temperature=0)
+        longer = generate(whole, "line ", tokens=40, temperature=0)
         assert len(longer.encode()) == 40  # past the context of 16
 
     @pytest.mark.parametrize(
@@ -330,17 +331,17 @@ class TestFiles:
     )
     def test_what_cannot_be_written_is_refused(self, whole: Path, asked: dict[str, Any], words: str) -> None:
         with pytest.raises(UsageError, match=words):
-            sampling.generate(whole, **{"prompt": "def ", **asked})
+            generate(whole, **{"prompt": "def ", **asked})
 
     def test_generation_needs_no_training_data(self, text: str, whole: Path, tmp_path: Path) -> None:
         shutil.copytree(whole, tmp_path / "run")
         config = tmp_path / "run" / "config.toml"
         config.write_text(config.read_text().replace(text, "/nothing/here.txt"))
-        wrote = sampling.generate(tmp_path / "run", "line ", tokens=8)
-        assert wrote == sampling.generate(whole, "line ", tokens=8)
+        wrote = generate(tmp_path / "run", "line ", tokens=8)
+        assert wrote == generate(whole, "line ", tokens=8)
 
     def test_exported_weights_are_the_models(self, text: str, whole: Path, tmp_path: Path) -> None:
-        assert sampling.export(whole, tmp_path / "hf") == 10
+        assert export.export(whole, tmp_path / "hf") == 10
         # As a program that knows nothing of training reads it: the model's section, and the checkpoint.
         ours = read_model(section(ModelConfig, "model", *read_config(whole, TRAIN)), open_checkpoint(whole))
         theirs = huggingface.load(tmp_path / "hf")
@@ -363,16 +364,16 @@ class TestFiles:
 
     def test_what_is_asked_of_a_run_that_has_nothing(self, text: str, whole: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no run"):
-            sampling.generate(tmp_path, "x")
+            generate(tmp_path, "x")
         with pytest.raises(UsageError, match="no checkpoint of step 7"):
-            sampling.generate(whole, "x", step=7)
+            generate(whole, "x", step=7)
         new_run(TRAIN, made(text).to_toml(), tmp_path / "empty")
         with pytest.raises(RunError, match="has no checkpoint yet"):
-            sampling.generate(tmp_path / "empty", "x")
+            generate(tmp_path / "empty", "x")
         with pytest.raises(UsageError, match="has a run already"):
             new_run(TRAIN, made(text).to_toml(), whole)
         with pytest.raises(UsageError, match="empty prompt"):
-            sampling.generate(whole, "")
+            generate(whole, "")
 
 
 def test_our_files_are_safetensors_and_theirs_are_read(tmp_path: Path) -> None:
@@ -684,7 +685,7 @@ class TestFaults:
         victim = tmp_path / "run" / CHECKPOINTS / "step-00000005" / "shard-00000.safetensors"
         os.truncate(victim, 1000)
         with pytest.raises(RunError, match=r"shard-00000\.safetensors has 1000 bytes"):
-            sampling.generate(tmp_path / "run", "x")
+            generate(tmp_path / "run", "x")
 
     def test_a_loss_that_is_no_number_stops_with_the_batch_kept(self, text: str, tmp_path: Path) -> None:
         config = made(text, "dp=2,tp=1", "optimizer.lr=1e30,optimizer.warmup=0,optimizer.clip=0")
@@ -742,8 +743,8 @@ class TestFaults:
             trained(made(text, "dp=1", "plan.zero=1"), tmp_path / "a")
         with pytest.raises(UsageError, match="selective"):
             trained(made(text, "dp=1", "plan.recompute=selective"), tmp_path / "b")
-        with pytest.raises(UsageError, match=r"plan\.pp is 2: training has no pipeline"):
-            made(text, "dp=1,pp=2")
+        with pytest.raises(UsageError, match=r"plan\.pp"):
+            made(text, "dp=1,pp=3")
         (tmp_path / "short.txt").write_text("x")
         with pytest.raises(UsageError, match="shorter than one sequence"):
             trained(made(str(tmp_path / "short.txt"), "dp=1"), tmp_path / "c")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +14,13 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+from tilemesh.bench.kernel.matmul import BENCH
+from tilemesh.bench.kernel.measure import _check
 from tilemesh.cli.bench_kernel import bench_kernel
-from tilemesh.cli.main import main
 from tilemesh.cli.tune import tune
-from tilemesh.core import calibration
-from tilemesh.core.cost import Ceiling, limit_s
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import DEVICES
-from tilemesh.kernels import FusedLinear, registry, scale_shift
-from tilemesh.kernels.bench.chart import draw, svg
-from tilemesh.kernels.bench.measure import MeasuredDevice, _check, _limit, bench_rows
+from tilemesh.kernels import FusedLinear
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.launch import program
 from tilemesh.kernels.launch.gpu import Gpu
@@ -33,21 +28,17 @@ from tilemesh.kernels.launch.program import Operand, _typed, compile_step
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.matmul import choose, op, trial
 from tilemesh.kernels.matmul.arguments import problem_of
-from tilemesh.kernels.matmul.bench import BENCH
 from tilemesh.kernels.matmul.config import Config, default, space
-from tilemesh.kernels.matmul.cost import FORM, SUITE, cost, predict_s, rates_of
+from tilemesh.kernels.matmul.cost import predict_s, rates_of
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Matrix, dense
 from tilemesh.kernels.matmul.select import TABLES
 from tilemesh.kernels.matmul.trial import make_inputs
 from tilemesh.kernels.matmul.tuning import SHORTLIST, TUNING
-from tilemesh.kernels.rates import pass_s
 from tilemesh.kernels.tuning import compiler, search, tuner
 from tilemesh.kernels.tuning.table import TunedEntry, TunedTable, versions
 from tilemesh.kernels.tuning.trial import ConfigTrial
-from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.timing import LoopTimer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROBLEM = dense(2048, 2048, 2048)
@@ -231,9 +222,9 @@ def test_a_wrong_last_row_is_seen_by_the_tuner_and_by_the_rows(monkeypatch, c_ki
     inputs = timed.sets[0]
     wrong(inputs.a, inputs.b, inputs.c, inputs.d, None)
     with pytest.raises(RunError, match="ours is wrong"):
-        _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
+        _check(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
     inputs.d[-1] -= 0.5
-    _check(BENCH, problem, [inputs.given], torch.device("cpu")).verify("ours", inputs.d, 0)
+    _check(BENCH, problem, {}, set(), [inputs.given], None).verify("ours", inputs.d, 0)
 
 
 def test_tuning_goes_on_where_the_cache_cannot_be_written(monkeypatch, tmp_path):
@@ -334,13 +325,17 @@ def test_a_kernel_too_large_for_the_gpu_is_a_clear_error_and_auto_takes_the_libr
         (lambda: tune(["matmull", "8x8x8"]), "did you mean 'matmul'"),
         (lambda: tune(["8x8x8"], settings=["c"]), "expected NAME=VALUE"),
         (lambda: tune(["8x8x8"], c="row", settings=["c=full"]), "c is given twice"),
-        (lambda: bench_kernel("softmaxx"), "unknown operator"),
-        (lambda: bench_kernel("scale_shift", shapes="8x8x8"), "write ROWSxCOLUMNS, as in 16384x1024"),
-        (lambda: bench_kernel("scale_shift", c="row"), "unknown setting of this operator 'c'"),
-        (lambda: bench_kernel("scale_shift", settings=["activation=tanh"]), "unknown activation 'tanh'"),
+        (lambda: bench_kernel(["softmaxx"]), "unknown operator"),
+        (lambda: bench_kernel(["scale_shift"], shapes="8x8x8"), "write ROWSxCOLUMNS, as in 16384x1024"),
+        (lambda: bench_kernel(["scale_shift"], c="row"), "unknown setting of this operator 'c'"),
+        (lambda: bench_kernel(["scale_shift"], settings=["activation=tanh"]), "unknown activation 'tanh'"),
         (lambda: bench_kernel(shapes="8x8"), "write MxNxK"),
         (lambda: bench_kernel(dtype="float16,int8"), "unknown dtype"),
+        (lambda: bench_kernel(["softmax", "attention"], settings=["maks=full"]), "'maks': did you mean 'mask'"),
         (lambda: bench_kernel(repeats=0), "--repeats 0"),
+        (lambda: bench_kernel(times="kernal"), "unknown kind of time 'kernal': did you mean 'kernel'"),
+        (lambda: bench_kernel(peers="eagre"), "unknown peer 'eagre': did you mean 'eager'"),
+        (lambda: bench_kernel(seconds=0.0), "--seconds 0: expected more than 0"),
         (lambda: bench_kernel(chart="roof.gif"), "ends in .svg or .png"),
     ],
 )
@@ -357,83 +352,6 @@ def test_commands_say_that_they_need_a_gpu():
         bench_kernel(shapes="8x8x8")
 
 
-ON_THE_CPU = MeasuredDevice(
-    torch.device("cpu"), "NVIDIA H200", 1, {kind: LoopTimer(min_reading_s=1e-6) for kind in ("kernel", "call")}
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "given", "peers"),
-    [
-        ("matmul", "8x6x4", {"dtype": "float32", "c": "row"}, ["eager", "addmm", "cublaslt", "a @ b alone"]),
-        ("matmul", "8x6x4", {"dtype": "float32", "c": "none", "layout": "nt"}, ["eager", "a @ b alone"]),
-        ("scale_shift", "5x7", {"activation": "silu"}, ["eager"]),
-    ],
-)
-def test_rows_of_any_operator_are_made_the_same_way(monkeypatch, name, shape, given, peers):
-    monkeypatch.setattr(calibration, "find", lambda identity: None)
-    entry = registry.find(name)
-    rows = bench_rows(entry.load("bench"), [shape], given, compiled=False, repeats=2, on=ON_THE_CPU)
-    assert [row.case["time"] for row in rows] == ["kernel", "call"]
-    kernel, call = rows
-    form, figures = entry.load("form"), DEVICES["h200"]
-    work = form.cost(form.problem(shape, given))
-    for row in rows:
-        assert row.name == entry.public.partition(":")[2]
-        assert list(row.peers) == peers
-        assert row.limit == limit_s(work, Ceiling.of_device(figures))
-        assert {"compile": "left out: --no-compile"}.items() <= row.missing.items()
-        assert form.cost_of(row.case) == work
-        assert row.case.items() >= {"shape": shape, **given, "limit": "datasheet"}.items()
-    assert kernel.predicted > kernel.limit
-    assert (call.predicted, "predicted" in call.missing) == (None, True)
-    if name == "scale_shift":
-        assert kernel.predicted == pass_s(work, figures)
-
-
-def test_rows_have_what_torch_compile_makes_and_refuse_a_wrong_result(monkeypatch):
-    bench, made = registry.find("scale_shift").load("bench"), []
-
-    def compiled(function, mode, dynamic):
-        made.append(mode)
-        return lambda *given: function(*given) + 1
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    (row, _) = bench_rows(bench, ["5x7"], repeats=1, on=ON_THE_CPU)
-    assert made == [None]
-    assert "compile" not in row.peers
-    assert "compile is wrong: error" in row.missing["compile"]
-    unknown_gpu = replace(ON_THE_CPU, name="NVIDIA Unheard-of")
-    (row, _) = bench_rows(bench, ["5x7"], compiled=False, repeats=1, on=unknown_gpu)
-    assert row.missing["predicted"] == "no figures for NVIDIA Unheard-of"
-    wrong = replace(bench, function=wrong_scale_shift)
-    with pytest.raises(RunError, match=r"5x7: .*ours is wrong"):
-        bench_rows(wrong, ["5x7"], compiled=False, repeats=1, on=ON_THE_CPU)
-
-
-def wrong_scale_shift(x, scale, shift, activation):
-    return x * scale
-
-
-wrong_scale_shift.reference = scale_shift.reference
-
-
-def test_bench_kernel_measures_an_operator_without_a_tuner(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("tilemesh.kernels.bench.measure.this_gpu", lambda: ON_THE_CPU)
-    rows, chart, page = (tmp_path / name for name in ("rows.jsonl", "chart.svg", "page.html"))
-    command = ["bench", "kernel", "scale_shift", "--shapes", "5x7,9x4", "--dtype", "float32,bfloat16", "--no-compile"]
-    written = ["--json", str(rows), "--chart", str(chart), "--html", str(page)]
-    assert main([*command, "--set", "activation=gelu", "--repeats", "1", *written]) == 0
-    found = list(read_rows(str(rows)))
-    assert [(row.case["shape"], row.case["dtype"], row.case["activation"]) for row in found[::2]] == [
-        (shape, dtype, "gelu") for dtype in ("float32", "bfloat16") for shape in ("5x7", "9x4")
-    ]
-    assert "scale_shift, float32" in chart.read_text()
-    assert "Roofline" in page.read_text()
-    assert main(["tune", "scale_shift"]) == 2
-    assert capsys.readouterr().err == "tilemesh: operator 'scale_shift' has nothing to tune; these have: matmul\n"
-
-
 def test_the_claim_holds_on_the_recorded_grids():
     """Within 2 % of the grid's best in at most a quarter of its trials, replayed from every trial made on an H200."""
     spec = importlib.util.spec_from_file_location("tuner_claim", BENCHMARKS / "tuner_claim.py")
@@ -447,45 +365,6 @@ def test_the_claim_holds_on_the_recorded_grids():
         assert ratio <= 1.02
         with pytest.raises(SystemExit, match="1 of the grid's"):
             claim.replay(key, dict(list(trials.items())[1:]))
-
-
-def test_the_chart_shows_every_recorded_shape(tmp_path):
-    rows = read_rows(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl")
-    draw(rows, str(tmp_path / "roofline.svg"), FORM.cost_of)
-    text = (tmp_path / "roofline.svg").read_text(encoding="utf-8")
-    assert all(f">{shape}<" in text for shape in SUITE)
-    with pytest.raises(UsageError, match=r"\.svg or \.png"):
-        draw(rows, str(tmp_path / "roofline.pdf"), FORM.cost_of)
-    with pytest.raises(UsageError, match="no kernel-time rows"):
-        draw([], str(tmp_path / "roofline.svg"), FORM.cost_of)
-
-
-def test_a_png_is_made_by_what_the_machine_has(tmp_path, monkeypatch):
-    rows = read_rows(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="found neither"):
-        draw(rows, str(tmp_path / "roofline.png"), FORM.cost_of)
-    tool = tmp_path / "rsvg-convert"
-    tool.write_text("#!/bin/sh\n[ $1 = --zoom ] && [ -s $5 ] && echo picture > $4\n")
-    tool.chmod(0o755)
-    draw(rows, str(tmp_path / "new" / "roofline.png"), FORM.cost_of)
-    assert (tmp_path / "new" / "roofline.png").read_text() == "picture\n"
-    tool.write_text("#!/bin/sh\necho no fonts >&2\n")
-    with pytest.raises(RunError, match="no fonts"):
-        draw(rows, str(tmp_path / "roofline.png"), FORM.cost_of)
-
-
-def test_no_label_of_the_chart_covers_a_dot_or_another():
-    text = svg(read_rows(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl"), FORM.cost_of)
-    labels = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" stroke[^>]*fill="#333">([^<]+)<', text)
-    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text)
-    assert len(labels) == len(SUITE)
-    boxes = [(float(x), float(y) - 11, float(x) + 6.3 * len(word), float(y) + 3) for x, y, word in labels]
-    boxes += [(float(x) - 4, float(y) - 4, float(x) + 4, float(y) + 4) for x, y in dots]
-    for one, other in itertools.combinations(range(len(boxes)), 2):
-        if one < len(labels):
-            (a, b, c, d), (e, f, g, h) = boxes[one], boxes[other]
-            assert a >= g or e >= c or b >= h or f >= d, (labels[one], boxes[other])
 
 
 def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
@@ -536,31 +415,3 @@ def test_tuning_never_ends_with_less_than_auto_had_untuned(monkeypatch):
     assert tuner.tune_now(TUNING, problem, torch.device("cuda", 0)).config == fast
     wrong = few[2]
     assert tuner.tune_now(TUNING, problem, torch.device("cuda", 0)).config != fast
-
-
-def test_a_limit_says_where_it_is_from(monkeypatch):
-    calibrated = calibration.load(BENCHMARKS / "results" / "calibration-h200.json")
-    monkeypatch.setattr(calibration, "find", lambda identity: calibrated)
-    limit, why = _limit(cost(PROBLEM), "NVIDIA H200")
-    assert (round(limit * 1e6, 1), why) == (22.3, "")
-    monkeypatch.setattr(calibration, "find", lambda identity: None)
-    by_datasheet, why = _limit(cost(PROBLEM), "NVIDIA H200")
-    assert (by_datasheet < limit, why) == (True, "datasheet")
-    assert _limit(cost(PROBLEM), "NVIDIA Unheard-of")[0] is None
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float16_row"])
-def test_the_committed_rows_lie_under_one_roof(name):
-    """The calibrated one of the machine that made them: another for some of them would be a spike in the chart."""
-    calibrated = calibration.load(BENCHMARKS / "results" / "calibration-h200.json")
-    for row in read_rows(str(BENCHMARKS / "results" / f"matmul_rows_h200_{name}.jsonl")):
-        assert row.machine == calibrated.identity
-        sides = (int(side) for side in row.case["shape"].split("x"))
-        problem = dense(*sides, dtype=row.case["dtype"], c_kind=row.case["c"], activation=row.case["activation"])
-        assert row.limit == pytest.approx(limit_s(cost(problem), Ceiling.of_calibration(calibrated, "gpu")))
-
-
-def test_the_committed_chart_is_of_the_committed_rows():
-    rows = list(read_rows(str(BENCHMARKS / "results" / "matmul_rows_h200_float16.jsonl")))
-    drawn = BENCHMARKS.parent / "docs" / "kernels" / "roofline_h200_float16.svg"
-    assert svg(rows, FORM.cost_of) == drawn.read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ UNTIL_INTERRUPTED = (
     "generate: --tokens is ",
     "train: train.steps is ",
     "train: sample.tokens is ",
-    "python: train.generate where tokens is ",
+    "python: serve.generate where tokens is ",
 )
 
 

@@ -125,6 +125,8 @@ _HOLD_OTHERS = (
     "parallel.Laid",
     "plan.Prediction",
     "plan.Result",
+    "serve.Answer",
+    "serve.Completion",
     "train.Result",
     "train.Shown",
     "train.TrainConfig",
@@ -221,8 +223,10 @@ def _known(name: str) -> dict[str, Any]:
         return here | named
     if name == "train.fit":
         return {"config": _config(), "run": "new"}
-    if name == "train.generate":
-        return {"run": "run", "prompt": "a", "tokens": 2}
+    if name == "serve.generate":
+        return {"source": "run", "prompt": "a", "tokens": 2}
+    if name == "serve.Engine":
+        return {"source": "run", "pages": 8}
     if name.startswith("plan."):
         from tilemesh.core.hardware import parse_cluster
 

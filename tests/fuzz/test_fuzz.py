@@ -15,7 +15,7 @@ from fuzz_client import Server, report, shuffled
 
 SHARDS = 8
 SAMPLE_OF_A_GROUP = 3
-SAMPLE_OF_RANKS = 2  # whose cases start processes, seconds each
+SAMPLE_OF_RANKS = 1  # whose cases start processes, seconds each
 LEAST_CASES = 1500
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the fuzzer forks and reads /proc")

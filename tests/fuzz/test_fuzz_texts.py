@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tilemesh.bench.collective.cells import parse_ranks, parse_sizes
 from tilemesh.cli.main import one_line
-from tilemesh.comm.cells import parse_ranks, parse_sizes
 from tilemesh.core.config import parse_toml, split_sets
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster

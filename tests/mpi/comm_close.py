@@ -12,6 +12,7 @@ import numpy as np
 from tilemesh.comm import connect
 
 GROUPS = 24
+AT_ONCE = 40  # more would need more descriptors than many machines allow a process
 
 
 def come_and_go() -> list[Any]:
@@ -59,21 +60,23 @@ def come_and_go() -> list[Any]:
     return [GROUPS, third.backend]
 
 
-def drop_unclosed() -> list[int]:
-    """Descriptors and threads that twenty groups leave which nobody closed: none, once they are dropped."""
+def drop_unclosed(total: int) -> list[int]:
+    """How many descriptors and threads so many groups leave that nobody closed, once they are dropped."""
 
     def counted() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    gc.freeze()  # what was imported is not looked at in each of the collections below
     comm = connect(timeout_s=30.0)
     first = comm.split(0)
     assert first is not None
     first.all_reduce(np.ones(3), algorithm="ring")
     before = counted()
-    groups = [comm.split(0) for _ in range(20)]
-    assert all(group.all_reduce(np.ones(3), algorithm="ring")[0] == comm.size for group in groups)
-    assert counted()[0] > before[0] + 40
-    del groups
-    gc.collect()
-    comm.all_reduce(np.ones(3), algorithm="ring")  # the communicator they came from goes on
+    for _ in range(total // AT_ONCE):
+        groups = [comm.split(0) for _ in range(AT_ONCE)]
+        assert all(group.all_reduce(np.ones(3), algorithm="ring")[0] == comm.size for group in groups)
+        assert comm.backend == "mpi" or counted()[0] > before[0] + 2 * AT_ONCE
+        del groups
+        gc.collect()
+        comm.all_reduce(np.ones(3), algorithm="ring")  # the communicator they came from goes on
     return [now - then for now, then in zip(counted(), before, strict=True)]

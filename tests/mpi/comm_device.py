@@ -6,6 +6,8 @@ through it; the answers must be those of the ordinary path. (nccl itself: comm_c
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 
 from tilemesh.comm import connect
@@ -15,7 +17,7 @@ from tilemesh.comm.runtime.memory import Like
 
 
 def cases_right() -> int:
-    """How many answers were the same; on ranks of its own, since what it changes stays changed."""
+    """How many answers were the same. What it changes it puts back: other tests call these ranks, too."""
     comm = connect("torch", timeout_s=60.0)
     group = comm.split(0)
     assert group is not None
@@ -55,8 +57,6 @@ def cases_right() -> int:
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
     wanted = [answers(comm, dtype) for dtype in dtypes] + [averages(comm)]
-    Like.is_cuda = property(lambda like: like.is_torch)  # type: ignore[method-assign,assignment]
-    communicator.here = lambda kind: "cpu"  # type: ignore[attr-defined]
     group.transport.device = Device(group.transport.group)
     calls_seen = 0
     start = Device._start
@@ -66,8 +66,12 @@ def cases_right() -> int:
         calls_seen += 1
         return start(self, *arguments)
 
-    Device._start = counted  # type: ignore[method-assign]
-    found = [answers(group, dtype) for dtype in dtypes] + [averages(group)]
+    with (
+        patch.object(Like, "is_cuda", property(lambda like: like.is_torch)),
+        patch.object(communicator, "here", lambda kind: "cpu"),
+        patch.object(Device, "_start", counted),
+    ):
+        found = [answers(group, dtype) for dtype in dtypes] + [averages(group)]
     done = 0
     for one, other in zip(wanted, found, strict=True):
         for name, answer in one.items():
@@ -79,4 +83,6 @@ def cases_right() -> int:
     assert calls_seen == done + len(dtypes), (
         f"{calls_seen} of {done} went through Device"
     )  # "two handles" are two calls
+    group.close()
+    comm.close()
     return done

@@ -522,6 +522,10 @@ def small_gate(comm: Communicator) -> None:
         GateLayout(2, 2, True),
         GateLayout(4, 1, False, 2),
         GateLayout(1, 2, True, 2),
+        GateLayout(2, 2, True, 2, zero=2),
+        GateLayout(2, 1, False, 2, zero=1),
+        GateLayout(1, 2, True, 4, 2, "zb-v"),
+        GateLayout(1, 1, False, 4, 2, "dualpipe"),
     )
     fit = [chosen for chosen in layouts if chosen.ranks <= comm.size]
     # In turn: every model on every layout is `test_the_whole_gate`, which is slow.

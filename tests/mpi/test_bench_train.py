@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tilemesh.bench.train.compare import PEERS, Contender, compare
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.train.bench import PEERS, Contender, compare
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 

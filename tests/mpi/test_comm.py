@@ -16,7 +16,7 @@ import comm_close
 from started import ranks_of
 
 from tilemesh.comm import run_threads
-from tilemesh.launch import Ranks, call
+from tilemesh.launch import Ranks
 from tilemesh.launch.start import find_mpiexec
 
 HERE = Path(__file__).parent
@@ -118,13 +118,22 @@ class TestEveryTransport:
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_communicators_come_and_go(transport: str) -> None:
-    """On ranks of its own: the communicators of a process are counted from its first."""
-    assert call("comm_close:come_and_go", 3, transport=transport) == [[comm_close.GROUPS, transport]] * 3
+    """On ranks of its own: the communicators of a process are counted from its first, and nobody else changes its
+    descriptors and threads."""
+    with Ranks(3, transport=transport) as ranks:
+        assert ranks.call("comm_close:come_and_go") == [[comm_close.GROUPS, transport]] * 3
+        require_nothing_left(ranks.call("comm_close:drop_unclosed", comm_close.AT_ONCE))
 
 
-def test_groups_that_nobody_closes_end_when_they_are_dropped() -> None:
-    """On ranks of its own, whose descriptors and threads nobody else changes."""
-    for descriptors, threads in call("comm_close:drop_unclosed", 2, transport="torch"):
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_two_hundred_groups_that_nobody_closes_leave_nothing(transport: str) -> None:
+    with Ranks(2, transport=transport) as ranks:
+        require_nothing_left(ranks.call("comm_close:drop_unclosed", 200))
+
+
+def require_nothing_left(counts: list[list[int]]) -> None:
+    for descriptors, threads in counts:
         assert descriptors < 10
         assert threads < 6
 

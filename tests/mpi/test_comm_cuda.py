@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from started import ranks_of
 
 from tilemesh.launch import call
 
@@ -18,4 +19,4 @@ def test_tensors_on_a_gpu(how: str, more: int) -> None:
 
 def test_the_path_of_gpu_tensors_on_cpu_tensors() -> None:
     """Its logic, where there is no GPU: every call goes through it, and gives what the ordinary path gives."""
-    assert call("comm_device:cases_right", 2, transport="torch") == [87] * 2
+    assert ranks_of("torch", 3).call("comm_device:cases_right") == [87] * 3

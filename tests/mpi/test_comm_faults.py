@@ -80,7 +80,8 @@ class TestFaults:
         assert outcome.failure.rank == 1
         assert "was killed by SIGKILL" in outcome.failure.reason
 
-    @pytest.mark.parametrize("transport", PROCESSES)
+    # Over torch also in test_call.py.
+    @pytest.mark.parametrize("transport", [PROCESSES[0], pytest.param("torch", marks=pytest.mark.slow)])
     def test_a_rank_that_raises(self, transport: str) -> None:
         outcome, said = self.fault(transport, RANKS[transport], "raise")
         assert outcome.failure is not None

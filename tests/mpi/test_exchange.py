@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli.bench_exchange import rows_of
+from tilemesh.bench.train.exchange import hidden, rows_of
+from tilemesh.bench.train.exchange_rank import measure
 from tilemesh.comm import connect, run_threads
 from tilemesh.core.errors import UsageError
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
-from tilemesh.parallel.overlap import hidden, measure
 
 TINY = ModelConfig(layers=1, width=8, heads=2, vocabulary=16, context=8)
 

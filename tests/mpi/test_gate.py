@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -16,8 +17,9 @@ import torch
 from tilemesh.cli.main import main
 from tilemesh.comm import run_threads
 from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import Schedule
 from tilemesh.launch.start import find_mpiexec
-from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts
+from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts, pipelines
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
 from tilemesh.parallel.gate.plant import PLANTS, Plant
 
@@ -56,7 +58,7 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     candidates = [
         Case(model, layout)
         for ranks in (2, 4, 8)
-        for layout in layouts(ranks)
+        for layout in (pipelines(ranks) if plant.piped else layouts(ranks))
         for model in MODELS
         if plant.applies(layout, MODELS[model])
     ]
@@ -68,7 +70,7 @@ def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
 
 def test_there_is_a_bug_for_every_kind_of_layer() -> None:
     kinds = {plant.kind for plant in PLANTS.values()}
-    assert kinds == {"attention", "mlp", "column", "embedding", "loss", "norm", "dropout", "gradients"}
+    assert kinds == {"attention", "mlp", "column", "embedding", "loss", "norm", "dropout", "gradients", "pipeline"}
 
 
 def test_not_a_number_is_within_no_bound() -> None:
@@ -80,7 +82,12 @@ def test_not_a_number_is_within_no_bound() -> None:
 
 def test_what_it_covers() -> None:
     chosen = cases(8)
-    assert len(chosen) == 32 * len(MODELS)
+    piped = [case.layout for case in chosen if case.layout.pp > 1]
+    assert len(chosen) - len(piped) == 32 * len(MODELS)
+    assert {layout.schedule for layout in piped} == set(get_args(Schedule)) - {"terapipe"}
+    assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
+        (dp, tp, 2) for dp in (False, True) for tp in (False, True)
+    }
     assert {case.layout.ranks for case in chosen} == {1, 2, 4, 8}
     models = MODELS.values()
     for field in ("norm", "norm_place", "positions", "biases", "tied", "activation", "kv_heads"):
@@ -114,9 +121,9 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
     done = command("--ranks", "2", "--transport", "threads", "--models", "gpt", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "dp=1 tp=2 sequence ×2" in done.stdout
-    assert "8 cases: every layout computes what one process computes" in done.stdout
+    assert "20 cases: every layout computes what one process computes" in done.stdout
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 20
     assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
 
 
@@ -127,7 +134,7 @@ def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path, cap
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
     assert "gpt: forward differs first at layers.0.attention;" in said
-    assert "8 cases: 4 FAIL" in said
+    assert "20 cases: 4 FAIL" in said
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["passed"] for line in lines].count(False) == 4
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
@@ -147,7 +154,7 @@ def test_wrong_words_are_refused_before_anything_starts(
 def test_the_whole_gate(transport: str) -> None:
     done = command("--ranks", "8", "--transport", transport)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "128 cases: every layout computes what one process computes" in done.stdout
+    assert "174 cases: every layout computes what one process computes" in done.stdout
 
 
 @pytest.mark.slow

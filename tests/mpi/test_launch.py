@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from started import is_running, wait_until
+from started import is_running, ranks_of, wait_until
 
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.cores import available_cores, threads_for
@@ -23,10 +22,8 @@ from tilemesh.launch.job import Outcome, launch
 from tilemesh.launch.start import find_mpiexec, mpi_environment
 
 SCRIPT = str(Path(__file__).parent / "rank_script.py")
-TRANSPORTS = [
-    pytest.param("mpi", marks=pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")),
-    "torch",
-]
+NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+TRANSPORTS = [pytest.param("mpi", marks=NEEDS_MPI), "torch"]
 ENDS_WITHIN_S = 30.0  # on a machine that others use as well; ranks that nobody ends wait for one another for good
 
 
@@ -80,8 +77,14 @@ DEATHS = {
 OVER_GLOO = ("kill", "leave")  # whose ranks import torch, in rank_script.py
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("behaviour", DEATHS)
+@pytest.mark.parametrize(
+    ("transport", "behaviour"),
+    [
+        *(pytest.param("mpi", behaviour, marks=NEEDS_MPI) for behaviour in DEATHS),
+        *(("torch", behaviour) for behaviour in DEATHS if behaviour != "kill"),
+        pytest.param("torch", "kill", marks=pytest.mark.slow),  # also in test_comm_faults.py, inside a collective
+    ],
+)
 def test_a_rank_that_fails_ends_the_job_and_is_named(transport: str, behaviour: str) -> None:
     require_named(transport, transport, behaviour)
 
@@ -247,12 +250,11 @@ def test_a_job_that_takes_too_long_names_the_rank_that_is_stuck() -> None:
     assert (outcome.failure.rank, outcome.failure.reason) == (1, "was not done within 2.0 s")
 
 
-@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+@NEEDS_MPI
 def test_inside_mpiexec_it_joins(tmp_path: Path) -> None:
-    environ = os.environ | {
-        "OMPI_MCA_btl_sm_backing_directory": str(
-            tmp_path
-        ),  # the user's mpiexec leaves a segment there when a rank aborts
+    environ = os.environ | {  # the user's mpiexec leaves a segment when a rank aborts; Open MPI 4 says vader, 5 says sm
+        "OMPI_MCA_btl_sm_backing_directory": str(tmp_path),
+        "OMPI_MCA_btl_vader_backing_directory": str(tmp_path),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -276,8 +278,9 @@ def test_inside_mpiexec_it_joins(tmp_path: Path) -> None:
 
 
 def test_inside_torchrun_it_joins() -> None:
+    """With ranks that load no torch; those that do are test_comm.py's, which is slow."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    line = [*torchrun, sys.executable, "-m", "tilemesh", "launch", "--", SCRIPT, "torch", "well"]
+    line = [*torchrun, sys.executable, "-m", "tilemesh", "launch", "--", "sh", "-c", "echo hello from $RANK"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=90)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"hello from \d", done.stdout)) == ["hello from 0", "hello from 1"]  # lines may interleave
@@ -331,12 +334,7 @@ def test_launches_at_the_same_moment_do_not_touch_one_another() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads procfs")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_of_one_machine_listen_on_loopback_only(transport: str) -> None:
-    said = Said()
-    script = str(Path(__file__).parent / "listening_script.py")
-    assert launch([script], ranks=2, transport=transport, sink=said, say=print).exit_code == 0
-    for rank in range(2):
-        (line,) = [line for line in said.of(rank, "out") if line.startswith("listening ")]
-        addresses = json.loads(line.removeprefix("listening "))
+    for addresses in ranks_of(transport, 3).call("listening:after_messages"):
         assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}, addresses
 
 

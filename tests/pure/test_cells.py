@@ -1,17 +1,13 @@
-"""What a bench of collectives is made of: sizes, limits, crossovers, and the picture."""
+"""What a bench of collectives is made of: sizes, limits and crossovers."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
-
 import pytest
 
-from tilemesh.comm.cells import Cell, cells_of, crossovers, parse_ranks, parse_sizes
-from tilemesh.comm.chart import svg
+from tilemesh.bench.collective.cells import Cell, cells_of, parse_ranks, parse_sizes
+from tilemesh.comm.schedules.simulate import crossovers
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.errors import UsageError
-from tilemesh.measure.row import Row
-from tilemesh.measure.sample import Sample
 
 MIB = 1 << 20
 
@@ -62,33 +58,5 @@ def test_the_limit_reads_every_input_and_writes_every_result_once(collective: st
 
 def test_where_the_quickest_changes() -> None:
     times = {"flat": [(4, 1.0), (16, 2.0), (64, 8.0)], "slices": [(4, 3.0), (16, 3.0), (64, 4.0)]}
-    assert crossovers(times) == [(16, 64, "flat", "slices")]  # type: ignore[arg-type]
-    assert crossovers({"flat": [(4, 1.0), (16, 2.0)]}) == []  # type: ignore[dict-item]
-
-
-def row(algorithm: str, size: int, seconds: float) -> Row:
-    return Row(
-        name="all_reduce",
-        case={"algorithm": algorithm, "ranks": 4, "bytes": size, "buffers": "ordinary"},
-        unit="s",
-        predicted=None,
-        measured=Sample(seconds, seconds, seconds, 3),
-        limit=seconds / 2,
-        missing={"predicted": "none", "peers": "none"},
-        machine="m",
-        versions={},
-        commit=None,
-        command="c",
-    )
-
-
-def test_the_chart_is_a_picture_with_its_crossover() -> None:
-    rows = [row("flat", 4, 1e-6), row("flat", 64, 9e-6), row("ring", 4, 2e-6), row("ring", 64, 3e-6)]
-    rows += [row("auto", 4, 1e-6), row("auto", 64, 3e-6), row("native", 4, 2e-6), row("native", 64, 4e-6)]
-    picture = svg(rows)
-    root = ET.fromstring(picture)
-    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 5  # four algorithms and the limit
-    assert picture.count("from here ring") == 1
-    with pytest.raises(UsageError, match="no rows"):
-        svg([])
+    assert crossovers(times) == [(16, 64, "flat", "slices")]
+    assert crossovers({"flat": [(4, 1.0), (16, 2.0)]}) == []

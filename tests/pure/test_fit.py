@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tilemesh.comm.measure_fit import SIZES, between
+from tilemesh.bench.collective.fit import SIZES, between
 from tilemesh.comm.runtime import fit as fits
 from tilemesh.comm.runtime.arena import SEGMENT_BYTES
 from tilemesh.comm.runtime.choose import Request, choose, explanation, predicted

@@ -114,10 +114,6 @@ def test_every_precision_computes_in_a_known_dtype(precision: Any) -> None:
             "schedule is interleaved and interleave is 1: set interleave to 2 or more, or use 1f1b",
         ),
         (
-            {"schedule": "interleaved", "interleave": 2},
-            "schedule is interleaved and pp is 1: one stage has nothing to interleave; use 1f1b",
-        ),
-        (
             {"schedule": "1b1f"},
             "unknown schedule '1b1f': did you mean '1f1b'? known are gpipe, 1f1b, zb-h1, zb-h2, "
             "interleaved, breadth-first, zb-v, v-half, v-min, dualpipe-v, dualpipe, chimera, terapipe",
@@ -144,8 +140,8 @@ def test_from_toml_refuses_an_unknown_key_and_bad_syntax() -> None:
         ParallelPlan.from_toml("dpp = 2\n", "best.toml")
     assert str(caught.value) == (
         "best.toml: unknown key 'dpp': did you mean 'dp'? known are dp, tp, pp, sequence_parallel, zero, zero_group, "
-        "interleave, chunk_layers, microbatch, accumulation, schedule, recompute, recompute_every, prefetch, offload, "
-        "attention, precision"
+        "interleave, chunk_layers, microbatch, accumulation, schedule, slices, recompute, recompute_every, prefetch, "
+        "offload, attention, precision"
     )
     with pytest.raises(UsageError) as caught:
         ParallelPlan.from_toml("dp = 1\ntp =\n")

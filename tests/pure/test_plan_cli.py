@@ -84,15 +84,24 @@ def test_explain_without_a_cluster_is_the_models_arithmetic() -> None:
 
 def test_explain_with_a_cluster_shows_formulas_and_numbers() -> None:
     out = run(*MEGATRON_530B, "--explain").stdout
-    for words in ("139 x 178,257,920 B", "23.1 GiB", "(p - 1) / (v m + p - 1)", "MFU", "HFU", "Karp-Flatt", "ridge"):
+    for words in (
+        "178,257,920 B a layer",
+        "139 and 71 of a chunk",
+        "23.1 GiB",
+        "(p - 1) / (v m + p - 1)",
+        "MFU",
+        "HFU",
+        "Karp-Flatt",
+        "ridge",
+    ):
         assert words in out
 
 
 def test_save_is_what_a_plan_file_is(tmp_path: Path) -> None:
     path = tmp_path / "new" / "PLAN.toml"
     out = run(*MEGATRON_530B, "--save", str(path)).stdout
-    assert "cannot run it, not yet: pp" in out
-    assert "for one it can: --fix pp=1,recompute=full,attention=fused" in out
+    assert "cannot run it, not yet: selective" in out
+    assert "for one it can: --fix recompute=full,attention=fused" in out
     found = config.load(ParallelPlan, file=path)
     assert (found.tp, found.pp, found.interleave, found.accumulation) == (8, 35, 3, 280)
     assert "# predicted:" in path.read_text()

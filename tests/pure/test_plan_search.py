@@ -175,7 +175,7 @@ def test_a_layout_that_does_not_fit_where_another_does_says_which() -> None:
         ("8xh100", 8, "dp=8,microbatch=3", "microbatch 3 does not make up the 1 sequences"),
         ("8xh100", 8, "sequence_parallel=yes,tp=1", "tp is 1"),
         ("8xh100", 12, "pp=8,schedule=interleaved,interleave=1", "interleave to 2 or more"),
-        ("4xh100", 6, "pp=4,interleave=2", "groups of pp"),
+        ("4xh100", 6, "pp=4,interleave=2", "a multiple of 4"),
         ("8xt4", 8, "precision=bf16", "no matmul peak"),
         ("8xh100", 8, "tpp=2", "did you mean 'tp'"),
         ("8xh100", 8, "tp=2,tp=4", "tp is 2 and 4: give one"),

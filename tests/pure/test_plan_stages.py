@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilemesh.plan.step import cut, spread
+from tilemesh.plan.cut import cut, spread
 
 
 def worst(counts: tuple[int, ...], costs: tuple[float, ...], first: float, last: float) -> float:

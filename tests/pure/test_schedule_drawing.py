@@ -75,7 +75,7 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown transport 'tcp'"):
         bench_collective(["all_reduce"], transport="tcp")
     with pytest.raises(UsageError, match=r"expected a file that ends in \.svg"):
-        bench_collective(["all_reduce"], chart="x.png")
+        bench_collective(["all_reduce"], chart="x.gif")
     with pytest.raises(UsageError, match="--fit with 1 rank: expected at least 2"):
         bench_collective(fit=True, ranks="1")
     with pytest.raises(UsageError, match="unknown topology 'torus'"):

@@ -333,9 +333,8 @@ def test_what_an_aborted_request_was_computing_is_never_found() -> None:
     ("prompt", "max_tokens", "words"),
     [
         (0, 3, "an empty prompt"),
-        (64, 1, "the prompt has 64 tokens and the context is 64 tokens: give at most 63"),
-        (60, 5, "a prompt of 60 tokens and max_tokens of 5 are 65, and the context is 64 tokens: set max_tokens to at "
-                "most 4"),
+        (65, 1, "the prompt has 65 tokens and the context is 64 tokens: give at most 64"),
+        (60, 6, "a prompt of 60 tokens and max_tokens of 6, and the context is 64 tokens: set max_tokens to at most 5"),
     ],
 )  # fmt: skip
 def test_what_can_never_run_is_refused(prompt: int, max_tokens: int, words: str) -> None:
@@ -347,7 +346,7 @@ def test_what_can_never_run_is_refused(prompt: int, max_tokens: int, words: str)
 
 def test_a_request_longer_than_the_pool_is_refused_and_the_longest_one_runs() -> None:
     scheduler, runner = world(pages=3)
-    with pytest.raises(UsageError, match="3 pages of 4 tokens hold no longer sequence than 13"):
+    with pytest.raises(UsageError, match="3 pages hold 12 tokens: give at most 12"):
         scheduler.add(ask("long", [1] * 13))
     assert scheduler.check(5, None) == 8
     longest = ask("longest", [1] * 5, 8)
@@ -381,11 +380,11 @@ def test_a_swapped_request_goes_on_where_it_was() -> None:
 
 
 def test_a_full_queue_refuses() -> None:
-    scheduler = Scheduler(limits_of(waiting=2))
+    scheduler = Scheduler(limits_of(running=1, waiting=1))
     for number in range(2):
         scheduler.add(ask(f"r{number}", [1]))
     assert not scheduler.has_room()
-    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+    with pytest.raises(QueueFullError, match="2 requests are there already"):
         scheduler.add(ask("third", [1]))
 
 
@@ -438,7 +437,7 @@ def test_drafts_cost_no_page_and_only_accepted_ones_count() -> None:
     scheduler.add(ask("other", [1]))
     plan = scheduler.plan()
     with pytest.raises(RunError, match="a bug in the engine"):
-        scheduler.commit(plan, {"other": [3, 3]})
+        scheduler.commit(plan, {"other": [7, 7]})
 
 
 # What may be asked for ------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def shards(draw: some.DrawFn, whole: tuple[int, ...] | None = None) -> Shard:
         pieces = draw(some.sampled_from([None, *(n for n in range(1, size + 1) if size % n == 0)]))
         parts, units = draw(some.sampled_from([(1, None), (1, None), (1, 2), (2, None), (3, None), (2, 3)]))
         try:
-            made = shard.cut_over(Cut(name, dim, parts, units, pieces))
+            made = shard.cut_over(Cut(name, dim, parts, units, pieces, draw(some.booleans())))
             for rank in range(ranks_of(axes)):
                 made.on(rank)  # a later cut sees different lengths on different ranks
             shard = made
@@ -143,8 +143,11 @@ def test_who_holds_the_same_is_known(shard: Shard) -> None:
     everyone = [shard.on(rank) for rank in range(ranks_of(shard.axes))]
     for mine in everyone:
         alike = members(mine.rank, mine.replicas, mine.axes)
-        assert len(alike) == mine.copies
         assert all(everyone[rank].boxes == mine.boxes for rank in alike)
+        if any(cut.spread for cut in mine.cuts):  # those that hold the same are not neighbours: no block of them
+            assert mine.copies % len(alike) == 0
+            continue
+        assert len(alike) == mine.copies
         assert sum(everyone[rank].writes for rank in alike) == 1
         summed = members(mine.rank, mine.summed, mine.axes)
         assert len(summed) * mine.alike == mine.copies
@@ -167,6 +170,13 @@ def test_what_one_layout_wrote_any_other_can_read(data: some.DataObject) -> None
                 assert [one.start + first for one, first in zip(common.within(box), box.begin, strict=True)] == list(
                     common.begin
                 )
+
+
+def test_zero_inside_a_node_is_replicated_across_nodes() -> None:
+    shard = Shard("table", (6, 2), ordered({"dp": 4}), 0, (Cut("dp", 0, pieces=2, spread=True),))
+    assert [shard.on(rank).boxes[0][1].begin[0] for rank in range(4)] == [0, 3, 0, 3]
+    assert [shard.on(rank).writes for rank in range(4)] == [True, True, False, False]
+    assert (shard.copies, shard.replicas) == (2, ())
 
 
 def test_tensor_parallelism_then_zero() -> None:

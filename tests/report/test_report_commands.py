@@ -138,7 +138,7 @@ def test_a_run_keeps_its_commands_and_ends_with_its_page(make_run: MakeRun, tmp_
 
 def test_bench_kernel_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = read_rows(RESULTS / "matmul_rows_h200_float16.jsonl")[:2]
-    monkeypatch.setattr("tilemesh.kernels.bench.measure.bench_rows", lambda *arguments, **options: recorded)
+    monkeypatch.setattr("tilemesh.bench.kernel.run.measure_cases", lambda *arguments, **options: (recorded, {}))
     grid, target = str(RESULTS / "matmul_grid_h200_float16.jsonl"), tmp_path / "page.html"
     command = ["bench", "kernel", "--shapes", "2048x2048x2048", "--html", str(target), "--tried"]
     assert main([*command, str(tmp_path / "nothing.jsonl")]) == 2

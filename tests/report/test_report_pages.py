@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -20,6 +21,7 @@ from tilemesh.plan.choose import search
 from tilemesh.plan.why import why
 from tilemesh.report import collective_page, plan_page, run, run_page, serve
 from tilemesh.report.html import write
+from tilemesh.report.picture import svg
 from tilemesh.runs import metrics
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.journal import Journal
@@ -227,9 +229,11 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
     rows = list(collective_rows())
     write_rows(rows, tmp_path / "rows.jsonl")
     (path,) = make([str(tmp_path / "rows.jsonl")], str(tmp_path / "collective.html"))
-    assert [one[2:] for one in collective_page.crossovers(collective_page.panels_of(rows)[0].times)] == [
-        ("tree", "ring")
-    ]
+    picture = svg(collective_page.drawings(rows))
+    assert ">all_reduce, 8 ranks, ordinary arrays<" in picture
+    assert all(f">{name}<" in picture for name in ("auto", "native", "limit", "ring", "tree"))
+    ET.fromstring(picture)
+    assert [one[2:] for one in collective_page.panels_of(rows)[0].crossovers()] == [("tree", "ring")]
     with browser.open(f"file://{path}", width=NARROW) as page:
         check(page, charts=4)
         words = page.value("document.querySelector('.verdict').textContent")

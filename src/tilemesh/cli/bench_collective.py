@@ -30,7 +30,9 @@ def bench_collective(
     ] = "auto",
     algorithms: Annotated[
         str,
-        typer.Option("--algorithms", help="Which of ours to time besides auto, or to simulate: all, none, or names."),
+        typer.Option(
+            "--algorithms", help="Besides auto, what to time or simulate: all, none, or names (native: as we call it)."
+        ),
     ] = "all",
     fit: Annotated[bool, typer.Option("--fit", help="Measure and store what auto predicts from.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter readings.")] = False,
@@ -47,7 +49,9 @@ def bench_collective(
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also write the drawing as an SVG.")] = None,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
-    chart: Annotated[str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size, as .svg.")] = None,
+    chart: Annotated[
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw time over size: .svg, .png.")
+    ] = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="A page of the rows, or of the rounds with a slider.")
     ] = None,

@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from tilemesh.cli.targets import check_targets
 
 
 def bench_kernel(
-    operator: Annotated[str, typer.Argument(help="Which operator, as in matmul or scale_shift.")] = "matmul",
+    operators: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OPERATOR]...", help="As in matmul or softmax; `all` for all.", show_default="matmul"),
+    ] = None,
     shapes: Annotated[
         str, typer.Option("--shapes", help="As in 2048x2048x2048, several separated by commas; `suite` for all.")
     ] = "suite",
@@ -30,66 +32,68 @@ def bench_kernel(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting of the operator's problems.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile (minutes).")] = True,
+    peers: Annotated[
+        str, typer.Option("--peers", metavar="NAMES", help="Which to time: eager, compile, liger, cuDNN, …; or all.")
+    ] = "all",
+    times: Annotated[str, typer.Option("--times", metavar="KINDS", help="kernel, call, or both.")] = "kernel,call",
     repeats: Annotated[int, typer.Option("--repeats", help="Interleaved rounds.")] = 30,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="N", help="Begin no further shape after so many.")
+    ] = None,
     json: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows; - for stdout.")] = None,
     chart: Annotated[
-        str | None, typer.Option("--chart", metavar="FILE", help="Draw the roofline: .svg or .png.")
+        str | None, typer.Option("--chart", metavar="FILE", help="Draw rates by shape, and the roofline: .svg or .png.")
     ] = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Roofline, peers and rows as a page.")
+        str | None, typer.Option("--html", metavar="FILE", help="Charts, peers and rows as a page.")
     ] = None,
     tried: Annotated[
         str | None, typer.Option("--tried", metavar="FILE", help="What `tune --json` wrote: a heat map for --html.")
     ] = None,
 ) -> None:
-    """Time an operator against eager, torch.compile and its own peers: kernel time and call time."""
+    """Time operators against eager, torch.compile, Liger-Kernel and their own peers: kernel time and call time."""
     console = Console(stderr=json == "-", highlight=False)
+    from tilemesh.bench.kernel.cases import KernelCase, cases_of
     from tilemesh.cli.operators import given_settings
     from tilemesh.core.errors import UsageError
-    from tilemesh.kernels import registry
 
-    entry = registry.find(operator)
-    form = entry.load("form")
-    wanted = list(form.suite) if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
+    wanted = [] if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
     asked = given_settings(settings, c=c, activation=activation, layout=layout)
-    dtypes = [form.settings["dtype"].default] if dtype is None else [name.strip() for name in dtype.split(",")]
-    each = [{**asked, "dtype": name} for name in dtypes] if dtype or "dtype" not in asked else [asked]
-    for settled in each:
-        for shape in wanted:
-            form.problem(shape, settled)
+    cases = cases_of(operators or ["matmul"], wanted, asked, dtype or "")
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected at least 1")
     check_targets(json=json, chart=chart, html=html)
     if chart is not None:  # what cannot be written or read is told before minutes of measuring
-        from tilemesh.kernels.bench.chart import check_path
+        from tilemesh.report.picture import check_picture
 
-        check_path(chart)
+        check_picture(chart)
     if tried is not None:
         from tilemesh.cli.bench_page import read_trials
 
         read_trials(tried)
-    from tilemesh.kernels.bench.measure import bench_rows
-    from tilemesh.measure.row import write_rows
+    from tilemesh.bench.kernel.run import measure_cases
+    from tilemesh.cli.bench_page import write_found
+    from tilemesh.measure.row import Row, write_rows
     from tilemesh.measure.table import print_rows
 
-    bench, rows = entry.load("bench"), []
-    for settled in each:
-        with console.status("") as status:
+    with console.status("") as status:
 
-            def show(done: int, total: int, words: str, status: Status = status) -> None:
-                status.update(f"[{done + 1}/{total}] {words}")
+        def show(done: int, case: KernelCase) -> None:
+            status.update(f"[{done + 1}/{len(cases)}] {case.words}")
 
-            rows += bench_rows(bench, wanted, settled, compiled=compiled, repeats=repeats, progress=show)
+        def keep(rows: list[Row]) -> None:
+            if json not in (None, "-"):  # an interrupted run keeps what it has
+                write_rows(rows, json)
+
+        rows, without = measure_cases(
+            cases, compiled=compiled, peers=None if peers == "all" else _named(peers), times=_named(times),
+            repeats=repeats, seconds=seconds, progress=show, keep=keep,
+        )  # fmt: skip
     print_rows(rows, console)
-    if json is not None:
-        write_rows(rows, json)
-    if chart is not None:
-        from tilemesh.kernels.bench.chart import draw
+    for words, why in without.items():
+        console.print(f"not measured: {words}: {why}", soft_wrap=True, markup=False)
+    write_found(rows, console, json=json, chart=chart, html=html, tried=tried)
 
-        draw(rows, chart, form.cost_of)
-        console.print(f"roofline: {chart}", soft_wrap=True)
-    if html is not None:
-        from tilemesh.cli.bench_page import write_bench_page
 
-        write_bench_page(rows, html, tried=tried)
-        console.print(f"page: {html}", soft_wrap=True)
+def _named(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]

@@ -1,4 +1,4 @@
-"""Pages of benchmarks: which kind a set of rows is, and what the report may not know (an operator's FLOPs)."""
+"""Pages and charts of benchmarks: which kind rows are of, and what the report may not know (an operator's FLOPs)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,39 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import registry
-from tilemesh.measure.row import Row
-from tilemesh.report import collective_page, kernel_page
+from tilemesh.measure.row import Row, write_rows
+from tilemesh.report import collective_page, kernel_charts, kernel_page
+from tilemesh.report.draw import Drawing
 from tilemesh.report.html import write
-from tilemesh.report.kernel_page import RowWork, TimedConfig
+from tilemesh.report.kernel_charts import RowWork
+from tilemesh.report.kernel_page import TimedConfig
+from tilemesh.report.picture import write_picture
 from tilemesh.runs.files import Unread, read_lines
+
+
+def write_found(
+    rows: Sequence[Row],
+    console: Console,
+    *,
+    json: str | None = None,
+    chart: str | None = None,
+    html: str | None = None,
+    tried: str | None = None,
+) -> None:
+    """The files that a bench was asked for: rows, charts, a page."""
+    if json is not None:
+        write_rows(rows, json)
+    if chart is not None:
+        write_picture(bench_drawings(rows), chart)
+        console.print(f"chart: {chart}", soft_wrap=True)
+    if html is not None:
+        write_bench_page(rows, html, tried=tried)
+        console.print(f"page: {html}", soft_wrap=True)
 
 
 def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None) -> None:
@@ -26,6 +51,29 @@ def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None
         write(collective_page.render(rows), path)
     else:
         write(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
+
+
+def bench_drawings(rows: Sequence[Row]) -> list[Drawing]:
+    """The charts of rows of `bench kernel` or `bench collective`, as the page has them."""
+    if any(row.name in COLLECTIVES for row in rows):
+        return collective_page.drawings(rows)
+    found = kernel_charts.drawings(kernel_charts.kernel_times(rows, [_work(row) for row in rows]))
+    if not found:
+        raise UsageError("no kernel-time rows of an operator to draw a chart of")
+    return found
+
+
+def write_charts(rows: Sequence[Row], folder: str) -> list[str]:
+    """A picture in this folder for each operator or collective, named after it; where they are."""
+    names = dict.fromkeys(row.name for row in rows if row.name in COLLECTIVES or _work(row) is not None)
+    made = []
+    for name in names:
+        path = Path(folder, f"{name}.svg")
+        write_picture(bench_drawings([row for row in rows if row.name == name]), str(path))
+        made.append(str(path))
+    if not made:
+        raise UsageError("no rows of operators or collectives to draw charts of")
+    return made
 
 
 def is_trials(path: str) -> bool:

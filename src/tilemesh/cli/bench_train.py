@@ -27,15 +27,15 @@ def bench_train(
     """Train steps of the same model and batch: ours, PyTorch eager, compiled, and DDP over gloo, in turns."""
     from rich.console import Console
 
+    from tilemesh.bench.train.compare import PEERS, compare
+    from tilemesh.bench.train.rows import train_rows
     from tilemesh.core.errors import UsageError, unknown
     from tilemesh.launch.start import choose_transport
     from tilemesh.measure.machine import usable_gpus
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
-    from tilemesh.train.bench import PEERS, compare
     from tilemesh.train.load import load
     from tilemesh.train.predict import predict_run
-    from tilemesh.train.rows import bench_rows
 
     console = Console(stderr=json == "-", highlight=False, markup=False)
     gpus = usable_gpus()
@@ -63,7 +63,7 @@ def bench_train(
         profile=profile,
         say=console.print,
     )
-    rows = bench_rows(made, found, predicted, gpus)
+    rows = train_rows(made, found, predicted, gpus)
     print_rows(rows, console)
     if json is not None:
         write_rows(rows, json)

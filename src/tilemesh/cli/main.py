@@ -24,6 +24,7 @@ from tilemesh.cli import (
     bench_kernel,
     bench_train,
     calibrate,
+    config,
     doctor,
     launch,
     plan,
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
+app.command()(config.config)
 app.command()(launch.launch)
 app.command()(plan.plan)
 app.command()(tune.tune)

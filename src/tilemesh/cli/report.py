@@ -9,17 +9,20 @@ import typer
 
 def report(
     what: Annotated[
-        list[str], typer.Argument(metavar="RUN [RUN] | ROWS.jsonl", help="A run, two runs, or bench rows.")
+        list[str], typer.Argument(metavar="RUN [RUN] | ROWS.jsonl ...", help="A run, two runs, or files of bench rows.")
     ],
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Where to write; else beside what is shown.")
+    ] = None,
+    svg: Annotated[
+        str | None, typer.Option("--svg", metavar="FOLDER", help="Of rows: a chart per operator or collective.")
     ] = None,
 ) -> None:
     """Make the page of a run, of two runs side by side, or of a benchmark's rows: one HTML file, no network."""
     from tilemesh.cli.report_run import make
 
-    for path in make(what, html):
-        print(f"page: {path}")
+    for path in make(what, html, svg):
+        print(f"{'chart' if svg is not None and path != html else 'page'}: {path}")
 
 
 def watch(

@@ -18,13 +18,15 @@ from tilemesh.runs.names import PAGE, page_beside
 from tilemesh.train.rows import rows
 
 
-def make(what: Sequence[str], html: str | None) -> list[str]:
-    """Write the page asked for; where it is."""
-    if len(what) > 2:
-        raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
+def make(what: Sequence[str], html: str | None, svg: str | None = None) -> list[str]:
+    """Write the page asked for, and charts of rows; where they are."""
     check_targets(html=html)
     if all(Path(one).is_file() for one in what):
-        return [_rows_page(what, html)]
+        return _rows_page(what, html, svg)
+    if len(what) > 2:
+        raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
+    if svg is not None:
+        raise UsageError("--svg: charts are made of files of rows, and a run's page has its own; leave it out")
     found = [run.read(one) for one in what]
     if len(found) == 1:
         target = Path(html) if html else Path(what[0]) / PAGE
@@ -35,17 +37,23 @@ def make(what: Sequence[str], html: str | None) -> list[str]:
     return [str(target)]
 
 
-def _rows_page(files: Sequence[str], html: str | None) -> str:
-    """The page of a benchmark's rows, of what a tuner tried, or of both (rows first)."""
-    from tilemesh.cli.bench_page import is_trials, write_bench_page
+def _rows_page(files: Sequence[str], html: str | None, svg: str | None) -> list[str]:
+    """The page and the charts of benchmarks' rows; one of the files may be what a tuner tried."""
+    from tilemesh.cli.bench_page import is_trials, write_bench_page, write_charts
 
-    if html is None:
-        raise UsageError("the page of a file of rows needs a name: give --html FILE")
-    if len(files) == 1 and is_trials(files[0]):
-        write_bench_page([], html, tried=files[0])
-    else:
-        write_bench_page(read_rows(files[0]), html, tried=files[1] if len(files) > 1 else None)
-    return html
+    if html is None and svg is None:
+        raise UsageError("the page of a file of rows needs a name: give --html FILE, or --svg FOLDER for charts")
+    if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
+        raise UsageError(f"--svg {svg}: expected a folder, and this is a file")
+    tried = [path for path in files if is_trials(path)]
+    if len(tried) > 1:
+        raise UsageError(f"{len(tried)} files of what a tuner tried: a page shows one")
+    rows = [row for path in files if path not in tried for row in read_rows(path)]
+    made = write_charts(rows, svg) if svg is not None else []
+    if html is not None:
+        write_bench_page(rows, html, tried=tried[0] if tried else None)
+        made.append(html)
+    return made
 
 
 def follow(folder: str, port: int) -> None:

@@ -27,11 +27,14 @@ def train(
     fallback_dir: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For the last checkpoint, where the run's folder has no room.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would run: model, layout, memory, time, files.")
+    ] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
-    """Train a Transformer over ranks, watch it, lose nothing, and see where the time went."""
+    """Train a Transformer on one or several processes, with checkpoints, restarts and a report."""
     from tilemesh.cli.targets import check_targets
-    from tilemesh.cli.train_run import Asked
+    from tilemesh.cli.train_run import Asked, show_preview
     from tilemesh.cli.train_run import run as run_training
 
     check_targets(json=json)  # not after hours of training
@@ -50,11 +53,11 @@ def train(
         fallback_dir=fallback_dir,
         json=json,
     )
-    raise typer.Exit(run_training(asked))
+    raise typer.Exit(show_preview(asked) if dry_run else run_training(asked))
 
 
 def generate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
     tokens: Annotated[int, typer.Option(metavar="N", help="How many.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.7,
@@ -62,7 +65,7 @@ def generate(
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
     """Write text with a trained model."""
-    from tilemesh.train.sampling import generate as write
+    from tilemesh.serve.write import generate as write
 
     print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step, say=_tell))
 
@@ -73,7 +76,7 @@ def export(
     step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
-    from tilemesh.train.sampling import export as write
+    from tilemesh.train.export import export as write
 
     print(f"step {write(run, folder, step, _tell)} of {run}: {folder}")
 
@@ -93,10 +96,15 @@ def prepare(
     """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`."""
     from pathlib import Path
 
+    from tilemesh.core.errors import UsageError
     from tilemesh.data.config import DataConfig
     from tilemesh.data.corpus import prepare as write
 
     chosen = None if tokenizer is None else Path(tokenizer)
-    made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
+    try:
+        made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
+    except UsageError as error:
+        typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in ("tokenizer", "held_out", "pattern")}
+        raise error.as_typed(typed | {"data.source": "SOURCE"}) from None
     total = sum(made["files"].values())
     print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,12 @@ from tilemesh.train.check import check_job
 from tilemesh.train.config import DEFAULT_PRESET, TrainConfig
 from tilemesh.train.job import fit
 from tilemesh.train.load import load
+from tilemesh.train.preview import preview
 from tilemesh.train.progress import Shown
 from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
 
+WIDTH = 100
+"""Columns that text for people takes at most."""
 _SHARES = (
     ("compute", "compute"),
     ("exchange", "exchanges"),
@@ -91,12 +95,45 @@ def run(asked: Asked) -> int:
     return show(result, console, asked.json, page, lost)
 
 
-def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
-    if asked.fallback_dir is not None:
-        kept = dataclasses.replace(config.checkpoint, fallback_dir=Path(asked.fallback_dir))
-        config = dataclasses.replace(config, checkpoint=kept)
-    return fit(
+def show_preview(asked: Asked) -> int:
+    """Print what would run; the exit code."""
+    member = membership()
+    config = with_fallback(configuration(asked, member), asked)
+    seen = preview(
         config,
+        run=asked.run,
+        name=Path(asked.config or DEFAULT_PRESET).stem,
+        resume=asked.resume,
+        init=asked.init,
+        transport=asked.transport,
+        restarts=asked.restarts,
+        stop_after=asked.stop_after,
+    )
+    if member is not None and member.rank:
+        return 0
+    console = Console(stderr=asked.json == "-", highlight=False, markup=False)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    for subject, words in seen.lines():
+        start = f"{subject + ':':9}"
+        text = textwrap.wrap(words, width - len(start), break_long_words=False, break_on_hyphens=False)
+        console.print(start + f"\n{' ' * len(start)}".join(text), soft_wrap=True)
+    console.print("nothing was started: leave --dry-run out to train", soft_wrap=True)
+    if asked.json is not None:
+        write_rows(seen.rows(), asked.json)
+    return 0
+
+
+def with_fallback(config: TrainConfig, asked: Asked) -> TrainConfig:
+    """The configuration with the second place for the last checkpoint that the command line names."""
+    if asked.fallback_dir is None:
+        return config
+    kept = dataclasses.replace(config.checkpoint, fallback_dir=Path(asked.fallback_dir))
+    return dataclasses.replace(config, checkpoint=kept)
+
+
+def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
+    return fit(
+        with_fallback(config, asked),
         run=asked.run,
         name=Path(asked.config or DEFAULT_PRESET).stem,
         resume=asked.resume,

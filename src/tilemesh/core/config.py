@@ -85,7 +85,7 @@ def section(cls: type[T], name: str, text: str, source: str) -> T:
 
 def to_dict(instance: Any) -> dict[str, Any]:
     """Plain nested data, ready for JSON: paths become text and tuples lists."""
-    return {f.name: _plain(getattr(instance, f.name)) for f in _fields(type(instance))}
+    return {f.name: plain_value(getattr(instance, f.name)) for f in settable_fields(type(instance))}
 
 
 def dump_toml(instance: Any) -> str:
@@ -149,13 +149,13 @@ def _check(cls: type[Any], data: Mapping[str, Any], source: str) -> dict[str, An
 
 
 def _check_section(cls: type[Any], data: Mapping[str, Any], prefix: str, root: type[Any]) -> dict[str, Any]:
-    hints = _hints(cls)
+    hints = field_types(cls)
     checked: dict[str, Any] = {}
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in hints:
             raise unknown("key", path, [prefix + name for name in hints], near=_paths(root))
-        section = _section(hints[key])
+        section = section_type(hints[key])
         if section is not None and isinstance(value, section):
             value = to_dict(value)
         if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ def _check_section(cls: type[Any], data: Mapping[str, Any], prefix: str, root: t
         except _MismatchError as error:
             close = nearest(_shown(value).strip("'"), _options(hints[key]))
             hint = f"; did you mean '{close}'?" if close else ""
-            expected = str(error) or _words(hints[key])
+            expected = str(error) or type_words(hints[key])
             raise UsageError(f"{path} is {_shown(value)}, expected {expected}{hint}") from None
     return checked
 
@@ -302,17 +302,17 @@ def _merge(base: dict[str, Any], layer: Mapping[str, Any]) -> None:
 
 def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix: str = "") -> T:
     """The instance; a section that is partly given keeps the rest from its default."""
-    hints = _hints(cls)
+    hints = field_types(cls)
     values: dict[str, Any] = {}
-    for f in _fields(cls):
-        default = _default(f) if base is None else getattr(base, f.name)
-        section = _section(hints[f.name])
+    for f in settable_fields(cls):
+        default = field_default(f) if base is None else getattr(base, f.name)
+        section = section_type(hints[f.name])
         value = given.get(f.name, default)
         if section is not None and (isinstance(value, dict) or value is dataclasses.MISSING):
             below = value if isinstance(value, dict) else {}
             value = _build(section, below, default if isinstance(default, section) else None, f"{prefix}{f.name}.")
         if value is dataclasses.MISSING:
-            raise UsageError(f"missing key '{prefix}{f.name}': expected {_words(hints[f.name])}")
+            raise UsageError(f"missing key '{prefix}{f.name}': expected {type_words(hints[f.name])}")
         values[f.name] = value
     try:
         return cls(**values)
@@ -322,23 +322,23 @@ def _build(cls: type[T], given: Mapping[str, Any], base: T | None = None, prefix
         raise
 
 
-def _default(f: dataclasses.Field[Any]) -> Any:
+def field_default(f: dataclasses.Field[Any]) -> Any:
     return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
 # ---- what a class says -----------------------------------------------------------------------------------------
 
 
-def _fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+def settable_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if f.init]
 
 
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def field_types(cls: type[Any]) -> dict[str, Any]:
     resolved = get_type_hints(cls)
-    return {f.name: resolved[f.name] for f in _fields(cls)}
+    return {f.name: resolved[f.name] for f in settable_fields(cls)}
 
 
-def _section(hint: Any) -> type[Any] | None:
+def section_type(hint: Any) -> type[Any] | None:
     """The dataclass of a nested section, also when it may be None."""
     for member in (hint, *get_args(hint)):
         if isinstance(member, type) and dataclasses.is_dataclass(member):
@@ -347,9 +347,9 @@ def _section(hint: Any) -> type[Any] | None:
 
 
 def _paths(cls: type[Any], prefix: str = "") -> Iterator[str]:
-    for name, hint in _hints(cls).items():
+    for name, hint in field_types(cls).items():
         yield prefix + name
-        section = _section(hint)
+        section = section_type(hint)
         if section is not None:
             yield from _paths(section, f"{prefix}{name}.")
 
@@ -360,22 +360,22 @@ def _options(hint: Any) -> list[str]:
     return [option for member in get_args(hint) for option in _options(member)]
 
 
-def _words(hint: Any) -> str:
+def type_words(hint: Any) -> str:
     """What an annotation admits, for people."""
     origin: Any = get_origin(hint)
     args = get_args(hint)
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return str(args[0]) if len(args) == 1 else f"one of {', '.join(map(str, args))}"
     if origin in (Union, types.UnionType):
         kinds = [member for member in args if member is not types.NoneType]
         may_say_none = len(kinds) < len(args) and "none" not in _options(hint)
-        return " or ".join([*map(_words, kinds), *(["none"] if may_say_none else [])])
+        return " or ".join([*map(type_words, kinds), *(["none"] if may_say_none else [])])
     if origin is tuple and args[-1] is Ellipsis:
-        return f"a list, each {_words(args[0])}"
+        return f"a list, each {type_words(args[0])}"
     if origin is tuple:
-        return f"a list of {len(args)}: {', '.join(map(_words, args))}"
-    section = _section(hint)
-    return f"a section with {', '.join(_hints(section))}" if section else _WORDS[hint]
+        return f"a list of {len(args)}: {', '.join(map(type_words, args))}"
+    section = section_type(hint)
+    return f"a section with {', '.join(field_types(section))}" if section else _WORDS[hint]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------
@@ -384,13 +384,13 @@ def _words(hint: Any) -> str:
 def _toml_lines(instance: Any, prefix: str) -> list[str]:
     cls = type(instance)
     lines, sections = [], []
-    for f in _fields(cls):
+    for f in settable_fields(cls):
         value = getattr(instance, f.name)
         if dataclasses.is_dataclass(value):
             sections += ["", f"[{prefix}{f.name}]", *_toml_lines(value, f"{prefix}{f.name}.")]
             continue
-        plain = _plain(value)
-        _check_readable(_hints(cls)[f.name], f"{prefix}{f.name}", value, plain)
+        plain = plain_value(value)
+        _check_readable(field_types(cls)[f.name], f"{prefix}{f.name}", value, plain)
         lines.append(f"{f.name} = {toml_value(plain)}")
     return lines + sections
 
@@ -400,16 +400,16 @@ def _check_readable(hint: Any, path: str, value: Any, plain: Any) -> None:
     try:
         back = _convert(hint, tomllib.loads(f"value = {toml_value(plain)}")["value"])
     except _MismatchError:
-        raise UsageError(f"{path} is {_shown(value)}, expected {_words(hint)}") from None
+        raise UsageError(f"{path} is {_shown(value)}, expected {type_words(hint)}") from None
     if back != value and repr(back) != repr(value):  # repr, as nan is not equal to itself
         raise UsageError(f"{path} is {_shown(value)}, which would be read back as {_shown(back)}")
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -7,7 +7,7 @@ prints it as it stands. Anything that is not one of these two is a bug and keeps
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class Argument(str):
@@ -25,16 +25,20 @@ class UsageError(ValueError):
     """Something asked for cannot be: a wrong name, value, shape or combination. Exit code 2.
 
     The message may come in pieces: those that are an `Argument` read as Python spells them, or as a user types them.
+    It has no `__init__`: torch.compile raises what ValueError's own one made, and in torch 2.11 nothing else.
     """
 
-    def __init__(self, *pieces: str) -> None:
-        super().__init__("".join(pieces))
-        self._pieces = pieces
+    def __str__(self) -> str:
+        return "".join(map(str, self.args))
 
     @property
     def typed(self) -> str:
         """The message for somebody who typed a command."""
-        return "".join(piece.typed if isinstance(piece, Argument) else piece for piece in self._pieces)
+        return "".join(piece.typed if isinstance(piece, Argument) else str(piece) for piece in self.args)
+
+    def as_typed(self, names: Mapping[str, str]) -> UsageError:
+        """The same error for a command that has options of its own for settings: what its user types, by setting."""
+        return UsageError(*(Argument(piece, names[piece]) if piece in names else piece for piece in self.args))
 
 
 class RunError(RuntimeError):

@@ -36,6 +36,12 @@ OFFLOADS = ("optimizer", "activations", "weights")
 _COUNTS = Range(1, 2**31 - 1)
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
 _COUNTS_OR_NONE = Range(0, _COUNTS.most)
+RANGES: dict[str, Range] = {
+    "dp": _COUNTS, "tp": _COUNTS, "pp": _COUNTS, "zero": Range(0, 3), "zero_group": _COUNTS_OR_NONE,
+    "interleave": _COUNTS, "chunk_layers": _COUNTS, "microbatch": _COUNTS, "accumulation": _COUNTS, "slices": _COUNTS,
+    "recompute_every": _COUNTS, "prefetch": _COUNTS_OR_NONE,
+}  # fmt: skip
+"""Of every number in a plan, by its key."""
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16-master": "bf16", "fp16": "fp16", "fp64": "fp64"}
 
 
@@ -49,11 +55,11 @@ class ModelPlacement:
     """Where a model and its states lie: the axes of the mesh, and what is cut along each."""
 
     dp: int = 1
-    """Data-parallel replicas."""
+    """Data parallelism: replicas of the model, each with its part of the batch."""
     tp: int = 1
-    """Ranks that share each layer's matrices."""
+    """Tensor parallelism: ranks that share each layer's matrices."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline parallelism: stages, each with a part of the layers."""
     sequence_parallel: bool = False
     """The parts of a layer that tp does not split (norms, dropout, residuals) are split along the sequence."""
     zero: int = 0
@@ -68,10 +74,8 @@ class ModelPlacement:
     cut by whoever runs it, as even as the layers allow."""
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "interleave"):
-            _COUNTS.check(name, getattr(self, name), whole=True)
-        Range(0, 3).check("zero", self.zero, whole=True)
-        _COUNTS_OR_NONE.check("zero_group", self.zero_group, whole=True)
+        for name in ("dp", "tp", "pp", "interleave", "zero", "zero_group"):
+            RANGES[name].check(name, getattr(self, name), whole=True)
         if not isinstance(self.sequence_parallel, bool):
             raise UsageError(f"sequence_parallel is {self.sequence_parallel!r}: expected true or false")
         if self.sequence_parallel and self.tp == 1:
@@ -79,7 +83,7 @@ class ModelPlacement:
                 "sequence_parallel splits the sequence over tp ranks and tp is 1: set tp above 1 or leave it off"
             )
         for layers in self.chunk_layers:
-            _COUNTS.check("a number in chunk_layers", layers, whole=True)
+            RANGES["chunk_layers"].check("a number in chunk_layers", layers, whole=True)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -110,6 +114,8 @@ class StepSettings:
     slices: int = 1
     """Pieces of each sequence that pass through the stages one after the other: for terapipe."""
     recompute: Recompute = "none"
+    """Activations that are computed again in the backward pass to save memory: none, attention's (selective), or all
+    within a layer (full)."""
     recompute_every: int | Literal["sqrt"] = 1
     """With full recomputation, layers between two activations that are kept, which are computed again together; sqrt:
     the square root of the number of layers that a rank passes at once."""
@@ -118,15 +124,16 @@ class StepSettings:
     offload: str = ""
     """Moved to the host's memory while not needed: some of optimizer, activations, weights, joined by commas."""
     attention: Attention = "fused"
-    """Whether the scores exist in memory; decides their activations and their cost."""
+    """Whether attention's scores are written to memory (materialized) or not (fused)."""
     precision: Precision = "bf16"
+    """fp32; bf16 and fp16: float32 weights with autocast (fp16 with loss scaling); bf16-master: 16-bit weights and
+    gradients with float32 master weights; fp64 for tests."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "accumulation", "slices"):
-            _COUNTS.check(name, getattr(self, name), whole=True)
+        for name in ("microbatch", "accumulation", "slices", "prefetch"):
+            RANGES[name].check(name, getattr(self, name), whole=True)
         if self.recompute_every != "sqrt":
-            _COUNTS.check("recompute_every", self.recompute_every, whole=True)
-        _COUNTS_OR_NONE.check("prefetch", self.prefetch, whole=True)
+            RANGES["recompute_every"].check("recompute_every", self.recompute_every, whole=True)
         if not isinstance(self.offload, str):
             raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by commas")
         for name in self.offloads:
@@ -157,7 +164,7 @@ class StepSettings:
 
 @dataclass(frozen=True, order=True)
 class ParallelPlan(StepSettings, ModelPlacement):
-    """One layout: a placement and the settings of a step, with the fields of both."""
+    """How the model is laid out over ranks and how a step is cut into microbatches; `tilemesh plan` finds one."""
 
     def __post_init__(self) -> None:
         ModelPlacement.__post_init__(self)
@@ -171,11 +178,9 @@ class ParallelPlan(StepSettings, ModelPlacement):
             raise UsageError(
                 f"schedule is {self.schedule} and interleave is 1: set interleave to 2 or more, or use 1f1b"
             )
-        if is_open and self.pp == 1:
-            raise UsageError(f"schedule is {self.schedule} and pp is 1: one stage has nothing to interleave; use 1f1b")
         if self.slices > 1 and self.schedule != "terapipe":
             raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: set schedule=terapipe")
-        if self.chunk_layers and len(self.chunk_layers) != self.chunks:
+        if self.chunk_layers and self.pp > 1 and len(self.chunk_layers) != self.chunks:
             raise UsageError(
                 f"chunk_layers has {len(self.chunk_layers)} numbers and {self.chunks_words} is {self.chunks} "
                 f"chunk{'s' * (self.chunks > 1)}: give one for each, or leave it empty"

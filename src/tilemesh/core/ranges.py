@@ -41,9 +41,9 @@ class Range:
                 return f"a number above {self.least:g}"
             return "0 or more" if self.least == 0 else f"at least {self.least:g}"
         if not self.above and not self.below:
-            return f"between {self.least:,} and {self.most:,}"
+            return f"between {_plain(self.least)} and {_plain(self.most)}"
         low = f"above {self.least:g}" if self.above else f"at least {self.least:g}"
-        return f"{low} and {'below' if self.below else 'at most'} {self.most:,}"
+        return f"{low} and {'below' if self.below else 'at most'} {_plain(self.most)}"
 
     def check(self, name: str, value: object, whole: bool = False) -> None:
         """Refuse what is no number (`whole`: no whole number), and numbers outside."""
@@ -51,6 +51,11 @@ class Range:
         if not is_number or value not in self:
             kind = "a whole number, " if whole else "" if is_number else "a number, "
             raise UsageError(name, f" is {shown(value)}: expected {kind}{self.words}")
+
+
+def _plain(number: float) -> str:
+    """With commas between thousands, and a whole number without a point."""
+    return f"{int(number) if isinstance(number, int) or number.is_integer() else number:,}"
 
 
 SEED = Range(0, LARGEST_WHOLE)

@@ -26,8 +26,9 @@ class Lack(NamedTuple):
 
 def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     """All that keeps this plan from being run; nothing where it can be."""
-    if plan.pp > 1:
-        yield Lack("pp", f"pp is {plan.pp}", "training has no pipeline", "pp=1")
+    if plan.pp > 1 and plan.schedule == "terapipe":
+        why = "attention over slices of a sequence has no backward pass here"
+        yield Lack("terapipe", "schedule is terapipe", why, "schedule=1f1b")
     if plan.zero and plan.dp == 1:
         why = "ZeRO shares among replicas and there is one"
         yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0")
@@ -35,9 +36,6 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
         given = f"zero_group is {plan.zero_group} and dp is {plan.dp}"
         why = "groups of several replicas must make up dp"
         yield Lack("zero_group", given, why, f"zero_group={_nearest_divisor(plan.dp, plan.zero_group)}")
-    elif plan.zero:
-        why = "optimiser states, gradients and weights are whole in each replica"
-        yield Lack(f"zero{plan.zero}", f"zero is {plan.zero}", why, "zero=0")
     if plan.recompute_every != 1 and plan.recompute != "full":
         given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
         yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full")

@@ -56,7 +56,8 @@ class Cut:
 
     `parts`: equal blocks stacked along the dim, each cut alike (3 where q, k and v are one matrix).
     `units`: what each block consists of and what stays whole (heads); None: single rows.
-    `pieces`: into how many; None: one per rank of the axis. If fewer, consecutive ranks hold the same, equally many.
+    `pieces`: into how many; None: one per rank of the axis. If fewer, consecutive ranks hold the same, equally many;
+    with `spread` consecutive ranks hold different pieces, and those `pieces` apart the same.
     """
 
     axis: str
@@ -64,6 +65,7 @@ class Cut:
     parts: int = 1
     units: int | None = None
     pieces: int | None = None
+    spread: bool = False
 
     def stretches(self, length: int, size: int, index: int) -> list[tuple[int, int]]:
         """(begin, length) of what rank `index` of `size` keeps of a dim of this length."""
@@ -71,7 +73,7 @@ class Cut:
         units = block if self.units is None else self.units
         unit = block // units if units else 0
         pieces = self.pieces or size
-        first, count = share(units, pieces, index // (size // pieces))
+        first, count = share(units, pieces, index % pieces if self.spread else index // (size // pieces))
         return [(part * block + first * unit, count * unit) for part in range(self.parts)]
 
 
@@ -104,6 +106,8 @@ class Shard:
     """In the order in which they are applied, at most one for each axis."""
     partial: tuple[str, ...] = ()
     """Axes along which each rank that holds the same box has only a part of its gradient: their sum is the gradient."""
+    holders: tuple[int, ...] = ()
+    """Places on pp whose ranks hold the parameter; empty: all. Each of several has only a part of its gradient."""
 
     def __post_init__(self) -> None:
         lengths = list(self.whole)
@@ -163,23 +167,27 @@ class Shard:
         return replace(self, cuts=(*self.cuts, cut))
 
     def copies_along(self, axis: str) -> int:
-        """How many consecutive ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
-        size = size_of(self.axes, axis)
-        for cut in self.cuts:
-            if cut.axis == axis:
-                return size // (cut.pieces or size)
-        return size
+        """How many ranks along an axis hold the same: all of them, or where it cuts, mostly 1."""
+        if axis == "pp" and self.holders:
+            return 1
+        cut, size = self._cut_over(axis), size_of(self.axes, axis)
+        return size if cut is None else size // (cut.pieces or size)
+
+    def _cut_over(self, axis: str) -> Cut | None:
+        return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     @property
     def replicas(self) -> Blocks:
-        """Along which axes, and in blocks of how many, ranks hold the same boxes as this one."""
-        blocks = ((name, self.copies_along(name)) for name, _ in self.axes)
+        """Along which axes, and in blocks of how many, consecutive ranks hold the same boxes as this one; not those of
+        other stages of a pipeline, which are `holders`."""
+        spread = {cut.axis for cut in self.cuts if cut.spread}
+        blocks = ((name, self.copies_along(name)) for name, _ in self.axes if name not in spread)
         return tuple((name, count) for name, count in blocks if count > 1)
 
     @property
     def copies(self) -> int:
         """How many ranks of the whole mesh hold the same boxes."""
-        return math.prod(count for _, count in self.replicas)
+        return math.prod(self.copies_along(name) for name, _ in self.axes) * max(1, len(self.holders))
 
     @property
     def summed(self) -> Blocks:
@@ -195,7 +203,15 @@ class Shard:
     def writes(self) -> bool:
         """Whether this is the one of all ranks with the same boxes that writes them to a checkpoint: the first."""
         place = coordinates(self.rank, self.axes)
-        return all(place[name] % self.copies_along(name) == 0 for name, _ in self.axes)
+        if self.holders and place["pp"] != self.holders[0]:
+            return False
+        return all(self._is_first_along(name, index) for name, index in place.items())
+
+    def _is_first_along(self, axis: str, index: int) -> bool:
+        cut, copies = self._cut_over(axis), self.copies_along(axis)
+        if cut is not None and cut.spread:
+            return index < size_of(self.axes, axis) // copies
+        return index % copies == 0
 
 
 def _kept(spans: tuple[Span, ...], stretches: list[tuple[int, int]]) -> tuple[Span, ...]:

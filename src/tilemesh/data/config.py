@@ -19,30 +19,34 @@ STDLIB = "stdlib"
 SHARD_SUFFIX = ".bin"
 _UNREAD = (".jsonl", ".ndjson")
 """Files whose bytes are not the text in them, and yet look like text."""
-_HELD_OUT = Range(0, 1, below=True)
+RANGES = {"held_out": Range(0, 1, below=True)}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learned from."""
+    """The text that is trained on, and how it becomes tokens."""
 
     source: str = STDLIB
-    """`stdlib` (this Python's own library as bytes), a text file, a folder of text, or a folder of `.bin` shards."""
+    """`stdlib` (the source code of this Python's standard library), a text file, a folder of text files, or a folder
+    of `.bin` token shards as `tilemesh data prepare` writes them."""
     tokenizer: Path | None = None
-    """A Hugging Face `tokenizers` file (tokenizer.json); without one text is read as bytes."""
+    """A tokenizer.json file of the Hugging Face tokenizers library; none: every byte is a token."""
     held_out: float = 0.02
-    """The fraction that is never trained on: whole documents where there are enough, else the end of the text."""
+    """The fraction of the text that is kept for evaluation and never trained on: whole documents where there are
+    enough, else the end of the text."""
     pattern: str = "*"
-    """Which files of a folder of text: a name pattern such as *.py."""
+    """Which files of a folder of text are read: a name pattern such as *.py."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source.strip():
-            raise UsageError(f"data.source is {shown(self.source)}: expected {_EXPECTED}")
-        _HELD_OUT.check("data.held_out", self.held_out)
+            raise UsageError("data.source", f" is {shown(self.source)}: expected {_EXPECTED}")
+        for name, numbers in RANGES.items():
+            numbers.check(f"data.{name}", getattr(self, name))
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
-            raise UsageError(f"data.pattern is {shown(self.pattern)}: expected a pattern of file names, such as *.py")
+            given = shown(self.pattern)
+            raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")
         if self.tokenizer is not None and not isinstance(self.tokenizer, Path):
-            raise UsageError(f"data.tokenizer is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
+            raise UsageError("data.tokenizer", f" is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
 
 
 _EXPECTED = f"{STDLIB}, a text file, a folder of text, or a folder of {SHARD_SUFFIX} shards"
@@ -63,14 +67,15 @@ def has_shards(folder: Path) -> bool:
 def check_source(data: DataConfig) -> None:
     """Refuse a source, or a tokenizer, that is not there or that cannot be read as text."""
     if data.tokenizer is not None and not data.tokenizer.is_file():
-        raise UsageError(f"data.tokenizer {shown(str(data.tokenizer))} does not exist: expected a tokenizer.json file")
+        given = shown(str(data.tokenizer))
+        raise UsageError("data.tokenizer", f" {given} does not exist: expected a tokenizer.json file")
     if data.source == STDLIB:
         return
     path = source_path(data.source)
     try:
         is_there = path.exists()
     except OSError as error:  # a name that is too long
-        raise UsageError(f"data.source {shown(data.source)}: {error.strerror}") from None
+        raise UsageError("data.source", f" {shown(data.source)}: {error.strerror}") from None
     if not is_there:
         raise no_source(data.source)
     if path.is_file():
@@ -87,8 +92,10 @@ def require_text(path: Path) -> None:
     """Refuse a file that would be read as something else than the text in it."""
     if path.suffix.lower() in _UNREAD:
         raise UsageError(
-            f"data.source has {path}: {path.suffix} would be read as raw JSON; expected plain text: write its text out "
-            "first, or leave it out with data.pattern"
+            "data.source",
+            f" has {path}: {path.suffix} would be read as raw JSON; expected plain text: write its text out first, or "
+            "leave it out with ",
+            "data.pattern",
         )
 
 
@@ -108,8 +115,9 @@ def _is_pattern(pattern: str) -> bool:
 
 
 def no_source(source: str) -> UsageError:
-    return UsageError(f"data.source {shown(source)} does not exist: expected {_EXPECTED}")
+    return UsageError("data.source", f" {shown(source)} does not exist: expected {_EXPECTED}")
 
 
 def no_files(source: str, pattern: str) -> UsageError:
-    return UsageError(f"data.source {shown(source)} has no text file named like {shown(pattern)}: set data.pattern")
+    found = f" {shown(source)} has no text file named like {shown(pattern)}: set "
+    return UsageError("data.source", found, "data.pattern")

@@ -33,7 +33,9 @@ class Tokenizer(Protocol):
         """What stands after a document."""
         ...
 
-    def encode(self, text: bytes) -> NDArray[Any]: ...
+    def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
+        """Tokens of a text; with `special` also those that stand around every prompt, if the tokenizer has such."""
+        ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -46,7 +48,7 @@ class Bytes:
     name: str = "bytes"
     end: int = END_BYTE
 
-    def encode(self, text: bytes) -> NDArray[Any]:
+    def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
         return np.frombuffer(text, np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -61,22 +63,24 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Loaded
         except ImportError:
             raise RunError(
-                f"data.tokenizer is {path} and the package `tokenizers` is not installed: pip install tokenizers, "
-                "or leave data.tokenizer out to read text as bytes"
+                "data.tokenizer",
+                f" is {path} and the package `tokenizers` is not installed: pip install tokenizers, or leave ",
+                "data.tokenizer",
+                " out to read text as bytes",
             ) from None
         if not path.is_file():
-            raise UsageError(f"data.tokenizer {path} does not exist: expected a tokenizer.json file")
+            raise UsageError("data.tokenizer", f" {path} does not exist: expected a tokenizer.json file")
         try:
             self._inner = Loaded.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
-            raise UsageError(f"data.tokenizer {path} is not a tokenizers file: {error}") from None
+            raise UsageError("data.tokenizer", f" {path} is not a tokenizers file: {error}") from None
         self.name = str(path)
         self.vocabulary = int(self._inner.get_vocab_size())
         ends = [self._inner.token_to_id(name) for name in _END_NAMES]
         self.end = next((end for end in ends if end is not None), self.vocabulary - 1)
 
-    def encode(self, text: bytes) -> NDArray[Any]:
-        ids = self._inner.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+    def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
+        ids = self._inner.encode(text.decode(errors="replace"), add_special_tokens=special).ids
         return np.asarray(ids, np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -91,8 +95,8 @@ class Unknown:
     name: str = "tokens"
     end: int = 0
 
-    def encode(self, text: bytes) -> NDArray[Any]:
-        raise UsageError("these shards do not say which tokenizer made them: set data.tokenizer")
+    def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
+        raise UsageError("these shards do not say which tokenizer made them: set ", "data.tokenizer")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in tokens)
@@ -102,9 +106,9 @@ def open_tokenizer(path: Path | None) -> Tokenizer:
     return Bytes() if path is None else FileTokenizer(path)
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, special: bool = False) -> list[int]:
     try:
         text = prompt.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text
         raise UsageError("the prompt is not UTF-8 text: give it in UTF-8") from None
-    return [int(token) for token in tokenizer.encode(text)]
+    return [int(token) for token in tokenizer.encode(text, special)]

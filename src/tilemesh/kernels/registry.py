@@ -22,8 +22,8 @@ class OperatorEntry:
     public: str
     reference: str
     cost: str
-    form: str | None = None  # a bench.problems.ProblemForm: how its problems are written
-    bench: str | None = None  # a bench.operator.OperatorBench: what it is measured beside
+    form: str | None = None  # a problems.ProblemForm: how its problems are written
+    bench: str | None = None  # an operator_bench.OperatorBench; None where tilemesh.bench.kernel has it
     tuner: str | None = None  # a tuning.operator.Tunable; None where there is nothing to choose
 
     def load(self, part: str) -> Any:
@@ -62,7 +62,6 @@ _OPERATORS = (
         reference=f"{_MATMUL}.reference:fused_matmul",
         cost=f"{_MATMUL}.cost:cost",
         form=f"{_MATMUL}.cost:FORM",
-        bench=f"{_MATMUL}.bench:BENCH",
         tuner=f"{_MATMUL}.tuning:TUNING",
     ),
     folder("scale_shift"),
@@ -80,7 +79,6 @@ _OPERATORS = (
         reference=f"{_ATTENTION}.reference:attention",
         cost=f"{_ATTENTION}.cost:cost",
         form=f"{_ATTENTION}.cost:FORM",
-        bench=f"{_ATTENTION}.bench:BENCH",
     ),
     folder("rotary"),
     folder("swiglu", _GATED),
@@ -91,7 +89,6 @@ _OPERATORS = (
         reference=f"{_ADAMW}.reference:adamw",
         cost=f"{_ADAMW}.cost:cost",
         form=f"{_ADAMW}.cost:FORM",
-        bench=f"{_ADAMW}.bench:BENCH",
     ),
 )
 _operators = {entry.name: entry for entry in _OPERATORS}

@@ -118,6 +118,9 @@ def mpi_environment(ranks: int, job: Path, environ: Mapping[str, str]) -> dict[s
         "PRTE_MCA_prte_tmpdir_base": str(job),
         "OMPI_MCA_btl_sm_backing_directory": str(job),
         "OMPI_MCA_osc_sm_backing_directory": str(job),
+        # The same in Open MPI 4, which calls them by other names.
+        "OMPI_MCA_orte_tmpdir_base": str(job),
+        "OMPI_MCA_btl_vader_backing_directory": str(job),
     }
     if on_one_machine(environ):
         wanted["OMPI_MCA_btl"] = "^tcp"  # it would listen on every address of the machine, for ranks that share memory

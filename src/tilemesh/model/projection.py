@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.deferral import Deferral
 from tilemesh.model.kernels import TORCH
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,6 +25,8 @@ class PlainLinear(nn.Linear):
     """Two operations of torch: an operator of ours is a wall that torch.compile cannot fuse across, these are none."""
 
     activation = "none"
+    deferral: Deferral | None = None
+    """Who puts off its weight's gradient, where somebody does."""
 
     def reset_parameters(self) -> None:
         # Without memory there is nothing to draw, and torch's random ops on the meta device import for two seconds.
@@ -31,7 +34,8 @@ class PlainLinear(nn.Linear):
             super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
-        return _ACTIVATIONS[self.activation](functional.linear(input, self.weight, self.bias))
+        product = functional.linear if self.deferral is None else self.deferral.linear
+        return _ACTIVATIONS[self.activation](product(input, self.weight, self.bias))
 
 
 def make_projection(

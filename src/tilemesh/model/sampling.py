@@ -1,11 +1,14 @@
 """Text from a model: one token after the other, each drawn from what the model thinks comes next.
 
 `sample` works with any function from tokens and a cache to logits, so a model laid over ranks and one in one process
-write the same text from the same weights and seed.
+write the same text from the same weights and seed. Each token has a random number of its own, which follows from the
+seed and the token's place in the answer: whoever computes the same logits in any other order draws the same text.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,26 +38,53 @@ def sample(
     if not prompt:
         raise UsageError("an empty prompt: give at least one character")
     check_sampling(tokens, temperature, seed)
-    generator = torch.Generator().manual_seed(seed)
     whole = list(prompt)
     cache = DenseCache(1, context, device)
     pending = whole[-context:]
-    for _ in range(tokens):
+    for number in range(tokens):
         if cache.lengths[0] + len(pending) > context:
             cache, pending = DenseCache(1, context, device), whole[-max(1, context // 2) :]
         with torch.no_grad():
             found = logits(torch.tensor([pending], device=device), cache.extend(len(pending)))[0, -1]
-        scores = found.double().cpu()  # drawn on the CPU: the same text on every device with the same logits
-        if not bool(torch.isfinite(scores).all()):
+        scores_1V = found[None].cpu()  # drawn on the CPU: the same text on every device with the same logits
+        if not bool(torch.isfinite(scores_1V).all()):
             raise RunError(
                 "the model's logits are NaN or infinite, so there is no text to draw: was the rate too high?"
             )
         if temperature == 0:
-            token = int(scores.argmax())
+            token = int(scores_1V.argmax())
         else:
-            # The largest is 0 before the division: a tiny temperature gives -inf beside it, never inf - inf.
-            shares = torch.softmax((scores - scores.max()) / temperature, dim=0)
-            token = int(torch.multinomial(shares, 1, generator=generator))
+            shares_1V = shares(scores_1V, torch.tensor([temperature], dtype=torch.float64))
+            token = int(pick(shares_1V, torch.tensor([keyed_uniform(seed, 0, number)], dtype=torch.float64)))
         whole.append(token)
         pending = [token]
     return whole[len(prompt) :]
+
+
+def keyed_uniform(seed: int, answer: int, number: int) -> float:
+    """The random number, from 0 to below 1, of the token with this number in this answer to a prompt."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed, answer, number), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+def shares(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """Each row's distribution at its own temperature above 0, in at least float32."""
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    scores_NV = logits_NV.to(wide)
+    # The largest is 0 before the division: a tiny temperature gives -inf beside it, never inf - inf.
+    scores_NV = scores_NV - scores_NV.amax(-1, keepdim=True)
+    divisor_N = temperature_N.to(scores_NV).clamp(min=torch.finfo(wide).tiny)
+    return torch.softmax(scores_NV / divisor_N[:, None], dim=-1)
+
+
+def pick(shares_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """One token per row: the one in whose part of [0, 1), parts laid out in the order of tokens, the number falls.
+
+    Rows need not add up to 1. Sums are float64, so that the last of 100,000 tokens is as likely as it should be.
+    """
+    ends_NV = shares_NV.cumsum(-1, dtype=torch.float64)
+    at_N1 = (uniform_N * ends_NV[:, -1])[:, None]
+    found_N = torch.searchsorted(ends_NV, at_N1, right=True)[:, 0]
+    # Rounding may carry the number to the very end: then it is the last token that has a share.
+    last_N = torch.searchsorted(ends_NV, ends_NV[:, -1:].contiguous())[:, 0]
+    return torch.minimum(found_N, last_N)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +20,23 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.runnable import lacks
 from tilemesh.core.shard import Shard, share
+from tilemesh.core.step.program import step_program
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.kernels import TORCH
 from tilemesh.model.norm import ResidualNorm
-from tilemesh.model.part import ModelPart, whole_part
-from tilemesh.model.transformer import Transformer
+from tilemesh.model.part import ModelPart, cut_parts, whole_part
+from tilemesh.model.transformer import Layer, Transformer
 from tilemesh.model.work.weights import Weight, why_not
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.buckets import BUCKET_BYTES, Bucketed
 from tilemesh.parallel.gradients import Gradients, LocalGradients, Naive, Parts, Way
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.shard import Column, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
+from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
+from tilemesh.parallel.shard import Column, Held, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
 from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.zero import Zero
+from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
 Splits = Mapping[str, str | Split]
 
@@ -63,22 +69,97 @@ def lay(
         raise UsageError(f"a {type(model).__name__} and no splits: give a map from name patterns to kinds of split")
     _agree(model, mesh, plan, kinds)
     _require_fit(model, mesh, plan)
+    seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm)
+
+    def exchange(held: Mapping[str, Held], **stages: Any) -> Gradients:
+        if not held:
+            raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
+        return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
+
+    if mesh.pp.size > 1 or plan.zero == 3:
+        assert isinstance(model, Transformer)
+        return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
+    shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
+    held = trained(model, shards)
+    return Laid(model, mesh, plan, shards, held, seams, exchange(held))
+
+
+def _cut(
+    model: nn.Module, kinds: Splits, mesh: Mesh, plan: ParallelPlan, seams: Seams, device: torch.device
+) -> dict[str, Shard]:
+    """Make a module this rank's part of it; what its parameters are of the whole."""
     found = _matched(model, kinds)
     shards = _shards(model, found, mesh, plan.sequence_parallel)
-    seams = Seams(mesh.tp.comm, plan.sequence_parallel, algorithm=algorithm)
-    _cut_parameters(model, shards, torch.device(device))
+    _cut_parameters(model, shards, device)
     if mesh.tp.size > 1:
         _cut_modules(model, found, seams)
-    held = trained(model, shards)
-    if not held:
-        raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
-    made = _gradients(gradients, Parts(held, mesh, algorithm), bucket_bytes, tokens)
-    return Laid(model, mesh, plan, shards, held, seams, made)
+    return shards
 
 
-def _gradients(way: str | Way, parts: Parts, bucket_bytes: int, tokens: int | None) -> Gradients:
+def _lay_stages(
+    model: Transformer,
+    mesh: Mesh,
+    plan: ParallelPlan,
+    seams: Seams,
+    device: torch.device,
+    exchange: Callable[..., Gradients],
+) -> Pipeline:
+    """The chunks that lie on this rank's stage, each made anew, with the weights of `model` if it has some."""
+    config, like = model.config, dict(model.named_parameters())
+    has_memory = not any(parameter.is_meta for parameter in like.values())
+    step = step_program(plan, config.layers)
+    placement, parts = step.program.placement, cut_parts(config, [len(layers) for layers in step.layers])
+    # A kernel that multiplies and activates at once has no half of its backward to put off.
+    kernels = dataclasses.replace(model.kernels, projections=TORCH) if step.is_split else model.kernels
+    chunks: dict[int, Transformer] = {}
+    shards: dict[str, Shard] = {}
+    chunk_of: dict[str, int] = {}
+    for number in placement.held[mesh.pp.index]:
+        dtype = next(iter(like.values())).dtype
+        chunk = Transformer(config, device="meta", dtype=dtype, kernels=kernels, part=parts[number])
+        chunk.align_vocabulary = model.align_vocabulary
+        for index, layer in chunk.layers.named_children():
+            given = model.layers.get_submodule(index)
+            assert isinstance(layer, Layer)
+            assert isinstance(given, Layer)
+            layer.attention.joined = given.attention.joined and not step.is_split
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(like[name].requires_grad)
+        where = next(iter(like.values())).device if has_memory else device
+        cut = _cut(chunk, transformer_splits(config, parts[number]), mesh, plan, seams, where)
+        for name, mine in cut.items():
+            holders = holders_of(name, number, placement, config) if mesh.pp.size > 1 else ()
+            shards[name] = dataclasses.replace(mine, holders=holders)
+            chunk_of.setdefault(name, number)
+        if plan.zero == 3 and not has_memory:
+            give_memory_back(list(chunk.parameters()))
+        chunks[number] = chunk
+    first, last = chunks.get(0), chunks.get(placement.chunks - 1)
+    if config.tied and first is not None and last is not None:  # one table for both: its gradients add up by themselves
+        assert first.token_embedding is not None
+        assert last.token_embedding is not None
+        last.token_embedding.weight = first.token_embedding.weight
+    held = trained(StageModule(chunks), shards)
+    reads = {number: tuple(name for name, _ in chunk.named_parameters()) for number, chunk in chunks.items()}
+    made = exchange(held, chunks=chunk_of, reads=reads, holders=holder_groups(mesh, placement, config))
+    laid = Pipeline(config, like, chunks, mesh, plan, step, shards, held, seams, made)
+    if mesh.pp.size == 1:  # a chunk is what is computed again together
+        laid.recompute_every = plan.stretch(config.layers)
+    if has_memory:
+        laid.load(model.state_dict())
+    laid.module.train(model.training)
+    return laid
+
+
+def _gradients(way: str | Way, parts: Parts, plan: ParallelPlan, bucket_bytes: int, tokens: int | None) -> Gradients:
     if callable(way):
         return way(parts)
+    if plan.zero:
+        if way != "bucketed":
+            raise UsageError(f"{way} gradients with ZeRO-{plan.zero}: it exchanges them in buckets; use 'bucketed'")
+        if plan.zero == 3:
+            return ZeroWeights(parts, plan.zero_group, bucket_bytes)
+        return Zero(parts, plan.zero, plan.zero_group, bucket_bytes)
     if way == "bucketed":
         return Bucketed(parts, bucket_bytes)
     if way == "naive":
@@ -129,18 +210,25 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     of_a_stage = isinstance(model, Transformer) and model.part != whole_part(model.config)
     wanted = {name: size for name, size in plan.axes.items() if size > 1 and not (of_a_stage and name == "pp")}
     for name, size in {**wanted, **sizes}.items():
-        if name not in ("dp", "tp"):
-            raise UsageError(f"{name} is {size}: a model is laid over dp and tp; set {name} to 1")
+        if name not in ("dp", "tp", "pp"):
+            raise UsageError(f"{name} is {size}: a model is laid over dp, tp and pp; set {name} to 1")
     if sizes != wanted:
         shown = " × ".join(f"{name}={size}" for name, size in plan.axes.items())
         raise UsageError(f"the plan is {shown} and the mesh {mesh}: make the mesh by Mesh(comm, **plan.axes)")
     for lack in lacks(plan):
-        if not (of_a_stage and lack.name == "pp"):
-            raise UsageError(f"{lack.given}: {lack.why}; set {lack.instead}")
+        raise UsageError(f"{lack.given}: {lack.why}; set {lack.instead}")
     if isinstance(model, Transformer):
         reason = why_not(model.config, plan)
         if reason:
             raise UsageError(reason)
+    elif plan.pp > 1:
+        raise UsageError(
+            f"pp of a {type(model).__name__}: only tilemesh's Transformer can be cut into stages; set pp=1"
+        )
+    elif plan.zero == 3:
+        raise UsageError(
+            f"ZeRO-3 of a {type(model).__name__}: it gathers layer by layer, tilemesh's Transformer; set zero=2"
+        )
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")
 

@@ -12,7 +12,7 @@ thread-multiple (mpi4py does), and nothing else may use this mesh's communicator
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tilemesh.parallel.shard import Held
 BUCKET_BYTES = 8 << 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients travel together: all of them are held and summed by the same ranks."""
 
@@ -40,10 +40,22 @@ class Bucket:
     parameters: list[nn.Parameter]
     flat: Tensor
     views: list[Tensor]
+    chunk: int = 0
+    """Of a pipeline, whose parameters these are."""
+    holders: tuple[int, ...] = ()
+    """Stages that hold the same parameters, as `Shard.holders`: summed at the end."""
     missing: int = 0
     """Gradients that are still to come in this backward."""
+    is_started: bool = False
     has_come: list[bool] = field(default_factory=list)
     handle: Any = None
+
+    @classmethod
+    def of(cls, held: Sequence[Held], chunk: int, flat: Tensor, views: list[Tensor]) -> Bucket:
+        """Of parameters that are all held and summed alike."""
+        mine, parameters = held[0].shard, [one.tensor for one in held]
+        sums = (mine.copies, batch_summed(mine), copies_summed(mine))
+        return cls(*sums, parameters, flat, views, chunk, mine.holders)
 
 
 class Bucketed(Exchanging):
@@ -54,8 +66,8 @@ class Bucketed(Exchanging):
 
     def __init__(self, parts: Parts, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True) -> None:
         super().__init__(parts)
-        self.overlap = overlap
-        self.buckets = _buckets(self.held, bucket_bytes)
+        self.overlap, self.chunks = overlap, parts.chunks
+        self.buckets = [self.made(names) for names in packed(self.held, bucket_bytes, parts.chunks)]
         self._next = 0  # the first bucket that has not started
         self._is_last = False
         self._is_open = False
@@ -64,6 +76,20 @@ class Bucketed(Exchanging):
             for place, parameter in enumerate(bucket.parameters):
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._hooks.append(register(self._hook(bucket, place)))
+
+    def made(self, names: Sequence[str]) -> Bucket:
+        """A bucket of these parameters, with its memory."""
+        held = [self.held[name] for name in names]
+        first = held[0].tensor
+        flat = torch.empty(sum(p.numel() for p, _ in held), dtype=first.dtype, device=first.device)
+        pieces = flat.split_with_sizes([parameter.numel() for parameter, _ in held])
+        chunk = self.chunks.get(names[0], 0)
+        return Bucket.of(held, chunk, flat, [piece.view(p.shape) for piece, (p, _) in zip(pieces, held, strict=True)])
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether gradients of the microbatch at work are exchanged: here those of the last one alone."""
+        return self._is_last
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -76,23 +102,46 @@ class Bucketed(Exchanging):
         if self._is_last:
             raise UsageError("backward after the last microbatch of a step: call finish() first")
         self._is_last = last
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+        self._begin_backward()
         self.count(loss_sum, count, scale)
         torch.autograd.backward(loss_sum if scale == 1.0 else loss_sum * scale)
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
-        if not self._is_last:
-            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
-        for bucket in self.buckets[self._next :]:
-            self._start(bucket)
+        self._require_last()
+        self._start_rest()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
                 bucket.handle = None
             self.sum_over(bucket.copies_summed, bucket.flat)
+            self.sum_over_holders(bucket, bucket.flat)
         self._is_open = self._is_last = False
         return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def sum_over_holders(self, bucket: Bucket, flat: Tensor) -> None:
+        """Sum over the stages of a pipeline that hold the same parameters, in place."""
+        if len(bucket.holders) > 1:
+            self.holders[bucket.holders].all_reduce(flat, out=flat, algorithm=self.algorithm)
+
+    def begin(self, scale: float) -> None:
+        """Open a step whose passes a list of actions makes: gradients are added to zeroed buffers, by whoever has them.
+
+        Its exchange is started by `reduce`, chunk by chunk, or else by `finish`.
+        """
+        device = self.buckets[0].flat.device
+        self._totals, self._scale = torch.zeros(2, dtype=torch.float64, device=device), scale
+        self._is_last = True
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.is_started, bucket.has_come = False, [True] * len(bucket.parameters)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def reduce(self, chunk: int) -> None:
+        """All gradients of a chunk are there: begin to sum them over replicas."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk and not bucket.is_started:
+                self._start(bucket)
 
     def exchange(self, bucket: Bucket) -> Any:
         """Begin to sum a full bucket over the ranks that took other parts of the batch; a handle to wait for, or None.
@@ -109,6 +158,18 @@ class Bucketed(Exchanging):
         """What this rank keeps of an exchanged bucket, and how many ranks of `counted_over` hold the same."""
         return bucket.flat, bucket.copies
 
+    def take(self, bucket: Bucket, place: int) -> None:
+        """A gradient that backward has made: into the bucket, of which `.grad` then is a view."""
+        parameter, view = bucket.parameters[place], bucket.views[place]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            if bucket.has_come[place]:  # someone set .grad to None between microbatches
+                view.add_(parameter.grad)
+            else:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.has_come[place] = True
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -117,26 +178,31 @@ class Bucketed(Exchanging):
         """A new step. Gradients begin as None: autograd then hands over its own tensor instead of adding to zeros."""
         self._is_open, self._next = True, 0
         for bucket in self.buckets:
-            bucket.has_come = [False] * len(bucket.parameters)
+            bucket.is_started, bucket.has_come = False, [False] * len(bucket.parameters)
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def _hook(self, bucket: Bucket, place: int) -> Any:
-        view = bucket.views[place]
+    def _begin_backward(self) -> None:
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
 
+    def _require_last(self) -> None:
+        if not self._is_last:
+            raise UsageError("finish() before the last microbatch: call backward(…, last=True)")
+
+    def _start_rest(self) -> None:
+        """Exchange what has not been: buckets of which backward has not reached every parameter."""
+        for bucket in self.buckets:
+            if not bucket.is_started:
+                self._start(bucket)
+
+    def _hook(self, bucket: Bucket, place: int) -> Any:
         def arrived(parameter: Tensor) -> None:
             if not self._is_open:
                 return  # somebody else's backward
-            if parameter.grad is not view:
-                assert parameter.grad is not None
-                if bucket.has_come[place]:  # someone set .grad to None between microbatches
-                    view.add_(parameter.grad)
-                else:
-                    view.copy_(parameter.grad)
-                parameter.grad = view
-            bucket.has_come[place] = True
+            self.take(bucket, place)
             bucket.missing -= 1
-            if self._is_last and self.overlap:
+            if self.overlap and self.is_sending:
                 self._launch()
 
         return arrived
@@ -151,6 +217,7 @@ class Bucketed(Exchanging):
             self.buckets[started - 1].handle.test()
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.is_started = True
         for place, parameter in enumerate(bucket.parameters):
             if not bucket.has_come[place]:
                 bucket.views[place].zero_()
@@ -158,31 +225,20 @@ class Bucketed(Exchanging):
         bucket.handle = self.exchange(bucket)
 
 
-def _buckets(held: Mapping[str, Held], bucket_bytes: int) -> list[Bucket]:
-    """Parameters in the order backward comes to them, the last one first, packed by kind, dtype and size."""
+def packed(held: Mapping[str, Held], bucket_bytes: int, chunks: Mapping[str, int]) -> list[list[str]]:
+    """Names of parameters in the order backward comes to them, the last one first, packed by chunk, kind and size."""
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: expected at least 1")
-    packed: list[tuple[int, Any, list[nn.Parameter]]] = []  # (place of its last parameter, kind, parameters)
-    filling: dict[Any, tuple[int, list[nn.Parameter], int]] = {}
-    for place, (parameter, shard) in enumerate(list(held.values())[::-1]):
-        kind = (shard.copies, batch_summed(shard), copies_summed(shard), parameter.dtype, parameter.device)
-        _, members, nbytes = filling.get(kind, (0, [], 0))
-        members.append(parameter)
+    full: list[tuple[int, list[str]]] = []  # (place of its last parameter, names)
+    filling: dict[Any, tuple[int, list[str], int]] = {}
+    for place, (name, (parameter, shard)) in enumerate(list(held.items())[::-1]):
+        sums = (shard.copies, batch_summed(shard), copies_summed(shard), chunks.get(name, 0), shard.holders)
+        kind = (sums, parameter.dtype, parameter.device)
+        _, names, nbytes = filling.get(kind, (0, [], 0))
+        names.append(name)
         nbytes += parameter.numel() * parameter.element_size()
-        filling[kind] = (place, members, nbytes)
+        filling[kind] = (place, names, nbytes)
         if nbytes >= bucket_bytes:
-            packed.append((place, kind, filling.pop(kind)[1]))
-    packed += [(place, kind, members) for kind, (place, members, _) in filling.items()]
-    return [
-        _bucket(kind[0], kind[1], kind[2], members) for _, kind, members in sorted(packed, key=lambda entry: entry[0])
-    ]
-
-
-def _bucket(copies: int, batch: Blocks, alike: Blocks, parameters: list[nn.Parameter]) -> Bucket:
-    first = parameters[0]
-    flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-    views, start = [], 0
-    for parameter in parameters:
-        views.append(flat[start : start + parameter.numel()].view(parameter.shape))
-        start += parameter.numel()
-    return Bucket(copies, batch, alike, parameters, flat, views)
+            full.append((place, filling.pop(kind)[1]))
+    full += [(place, names) for place, names, _ in filling.values()]
+    return [names for _, names in sorted(full, key=lambda entry: entry[0])]

@@ -5,6 +5,7 @@ the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor
 model is laid (`apply.lay(..., gradients=...)`) and never changes:
 
     bucketed   summed over the ranks in a few flat buffers, while backward still runs (`buckets.py`)
+    zero       of the sums each rank gets its own rows alone, and its optimizer steps these (`zero.py`)
     naive      one blocking all_reduce per parameter, after backward: to read first, and to compare with
     local      a model on one process: nothing is exchanged, and nothing makes the host wait for the device
 
@@ -12,8 +13,7 @@ model is laid (`apply.lay(..., gradients=...)`) and never changes:
 tensors that are still being computed, and `read` waits once for any number of steps.
 
 Where later methods plug in, by subclassing the bucketed one. *Compressed* gradients replace `exchange`: compress,
-exchange, expand into `bucket.flat`. *ZeRO* makes `exchange` a reduce_scatter and lets `kept` return this rank's part of
-the bucket; the optimizer is then handed parameters that are cut alike. *Local updates* leave `exchange` out, let `kept`
+exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out, let `kept`
 count copies within the replica, set `counted_over` to the replica's ranks, and average weights themselves every few
 steps. None of them needs other calls than these; tests/mpi/test_backward.py has each in a few lines.
 """
@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.axes import BATCH, Blocks
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import Shard
@@ -70,6 +71,9 @@ class Gradients(Protocol):
     is_late: bool
     """Whether `finish` returns before the device is done: its loss and norm are tensors."""
 
+    stepped: Mapping[str, Held]
+    """What an optimizer steps, with its gradient after `finish`: the parameters, or under ZeRO this rank's rows."""
+
     @property
     def buffers(self) -> list[Tensor]:
         """The memory of all gradients."""
@@ -87,6 +91,9 @@ class Gradients(Protocol):
         its way, which saves a pass over all of them.
         """
 
+    def updated(self) -> None:
+        """After the update, or after weights were read into `stepped`: the model's weights are whole again."""
+
     def clear(self) -> None:
         """After the update: give back what the next step makes anew."""
 
@@ -102,14 +109,23 @@ class Parts:
     mesh: Mesh
     algorithm: str = "auto"
     """Of every exchange, as a communicator takes it."""
+    reads: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Names of the parameters that the passes of each chunk read."""
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    """The chunk of a pipeline that a parameter is of, where there are several."""
+    holders: Mapping[tuple[int, ...], Communicator] = field(default_factory=dict)
+    """Ranks of other stages that hold the same parameters, by `Shard.holders`."""
 
 
 Way = Callable[[Parts], Gradients]
 
 
 def loss_shard(mesh: Mesh) -> Shard:
-    """A step's loss as a value on the mesh: a part of it along the axes of the batch, the same along all others."""
-    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=BATCH)
+    """A step's loss as a value on the mesh: a part of it along the axes of the batch, the same along all others.
+
+    Along pp it is a part too: of a stage without the head, nothing.
+    """
+    return Shard("loss", (), mesh.shape, mesh.comm.rank, partial=(*BATCH, "pp"))
 
 
 def batch_summed(mine: Shard) -> Blocks:
@@ -165,6 +181,7 @@ class Exchanging:
 
     def __init__(self, parts: Parts) -> None:
         self.held, self.mesh, self.algorithm = dict(parts.held), parts.mesh, parts.algorithm
+        self.stepped: Mapping[str, Held] = self.held
         self._totals: Tensor | None = None
         self._scale = 1.0
         self._alike = loss_shard(parts.mesh).alike
@@ -174,6 +191,7 @@ class Exchanging:
         wanted = {blocks(mine) for mine in shards for blocks in (batch_summed, copies_summed)}
         # Asked for now, in the same order on every rank: making a group is a collective call.
         self.groups = {blocks: parts.mesh.among(blocks) for blocks in sorted(wanted)}
+        self.holders = parts.holders
 
     def count(self, loss_sum: Tensor, count: Tensor | int, scale: float) -> None:
         """Add a microbatch to the step's totals."""
@@ -203,6 +221,9 @@ class Exchanging:
         """Sum gradients over a group of ranks, in place."""
         if blocks:
             self.groups[blocks].all_reduce(flat, out=flat, algorithm=self.algorithm)
+
+    def updated(self) -> None:
+        return None
 
     def clear(self) -> None:
         return None
@@ -258,6 +279,7 @@ class LocalGradients:
     def __init__(self, parts: Parts, tokens: int) -> None:
         if parts.mesh.comm.size > 1:
             raise UsageError(f"local gradients on a mesh of {parts.mesh}: they are for one process; use 'bucketed'")
+        self.stepped: Mapping[str, Held] = parts.held
         self.parameters = [mine.tensor for mine in parts.held.values()]
         self.tokens = tokens
         self._total: Tensor | None = None
@@ -282,6 +304,9 @@ class LocalGradients:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
         total, self._total = self._total, None
         return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
+
+    def updated(self) -> None:
+        return None
 
     def clear(self) -> None:
         # Autograd then hands over its own tensors instead of adding to old ones.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 _PACK_BYTES = 64 << 20  # of one exchange when the whole is gathered: many small parameters, or one large
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class StepPiece(NamedTuple):
+    """A microbatch as a step is given it."""
+
+    tokens: Tensor
+    targets: Tensor
+    row: int
+    """Where its first row stands in the step's whole batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +75,52 @@ class Laid:
         """Layers in a stretch whose activations are computed again in backward; 0: all are kept."""
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of all parameters of the model, wherever they lie."""
+        return tuple(self.shards)
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether every pass gathers weights over replicas: all of them must then make as many (ZeRO-3)."""
+        return self.plan.zero == 3
+
+    def stand_by(self) -> None:
+        """What a replica without a batch does while others make a forward pass: gather with them what they gather."""
+
+    @property
     def loss_copies(self) -> int:
-        """How many ranks have the same loss: a sum over all ranks of the mesh counts it so many times."""
+        """How many ranks have the same part of a loss: a sum over all ranks of the mesh counts it so many times."""
         return loss_shard(self.mesh).alike
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model, or this part of it, ends in logits."""
+        return self._transformer().part.head
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of activations between parts of a model: that of the weights, which is as wide as any of them."""
+        return next(self.module.parameters()).dtype
+
+    def empty_stream(self, tokens_BT: Tensor) -> Tensor:
+        """A buffer for the activations of these tokens between two parts of a model; with sequence parallelism, of this
+        rank's."""
+        rows, tokens = tokens_BT.shape
+        if self.seams.sequence:
+            _, tokens = share(tokens, self.mesh.tp.size, self.mesh.tp.index)
+        shape = (rows, tokens, self._transformer().config.width)
+        return torch.empty(shape, dtype=self.stream_dtype, device=tokens_BT.device)
+
     # Forward ------------------------------------------------------------------------------------------------------
+
+    def passes(
+        self, pieces: Sequence[StepPiece], *, dropout_seed: int | Tensor | None = None, scale: float = 1
+    ) -> None:
+        """Forward and backward passes of all microbatches of a step; then `gradients.finish`."""
+        for turn, (tokens_BT, targets_BT, row) in enumerate(pieces):
+            place = DropoutPlace(row=row)
+            total, count = self.loss(tokens_BT, targets_BT, dropout_seed=dropout_seed, place=place)
+            self.gradients.backward(total, count, last=turn == len(pieces) - 1, scale=scale)
 
     def loss(
         self,
@@ -106,15 +156,20 @@ class Laid:
             return loss_sum(logits_BTV, targets_BT)
         return vocabulary_loss(logits_BTV, targets_BT, self.seams, model.config.vocabulary, model.kernels.loss)
 
-    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None) -> Tensor:
-        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank."""
+    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped. A cache, for generation, holds the heads of its own rank.
+
+        `x_BTD`: for the last part of a model; a part without the head gives activations.
+        """
         model = self._transformer()
         was_training, sequence = model.training, self.seams.sequence
         model.eval()
         self.seams.sequence = False  # one new token cannot be cut over ranks
         try:
             with torch.no_grad(), self.autocast():
-                stream = self._stream(model, tokens_BT, None, None, ORIGIN, cache)
+                stream = self._stream(model, tokens_BT, x_BTD, None, ORIGIN, cache)
+                if not model.part.head:
+                    return added(stream)
                 logits_BTV = model.project(self._to_project(model, stream))
         finally:
             model.train(was_training)
@@ -203,28 +258,48 @@ class Laid:
 
     # The whole ----------------------------------------------------------------------------------------------------
 
-    def gather(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+    def weights(self) -> dict[str, Held]:
+        """What this rank keeps of every parameter between steps: its shard, or under ZeRO-3 its rows of it."""
+        kept = {name: Held(parameter, self.shards[name]) for name, parameter in self.module.named_parameters()}
+        return {**kept, **self.gradients.stepped} if self.gathers_weights else kept
+
+    def gather_gradients(self) -> dict[str, Tensor] | None:
+        """Whole gradients as `gather` gives weights, after `gradients.finish`, whoever holds which rows of them."""
+        held = {name: mine for name, mine in self.gradients.stepped.items() if mine.tensor.grad is not None}
+        values = {name: mine.tensor.grad for name, mine in held.items() if mine.tensor.grad is not None}
+        return self.gather(values, {name: mine.shard for name, mine in held.items()})
+
+    def gather(
+        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
+    ) -> dict[str, Tensor] | None:
         """Whole tensors by name on rank 0 of the mesh, in CPU memory; None on the others. A collective call.
 
-        `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights.
+        `values`: of local shapes, by parameter name (gradients, an optimiser's moments); None: the weights. `shards`:
+        how they are cut, where that is not as the weights are.
         """
-        given = dict(self.module.named_parameters()) if values is None else dict(values)
+        return self._gather(values, shards)
+
+    def _gather(
+        self, values: Mapping[str, Tensor] | None, shards: Mapping[str, Shard] | None
+    ) -> dict[str, Tensor] | None:
+        """What the ranks of this rank's stage hold together."""
+        held = self.weights()
+        given = {name: mine.tensor for name, mine in held.items()} if values is None else dict(values)
+        cut_as = shards or (self.shards if values is not None else {name: mine.shard for name, mine in held.items()})
         for name in given:
-            if name not in self.shards:
+            if name not in cut_as:
                 raise UsageError(f"{name} is no parameter of this model: give values by parameter name")
         # Along the axes that cut nothing, the first rank has all that the others have.
-        cutting = {cut.axis for mine in self.shards.values() for cut in mine.cuts}
+        cutting = {cut.axis for mine in cut_as.values() for cut in mine.cuts}
         group = self.mesh.group(*cutting)
         members = self.mesh.members(*cutting)
-        if any(axis.index for name, axis in self.mesh.axes.items() if name not in cutting):
+        if any(axis.index for name, axis in self.mesh.axes.items() if name not in (*cutting, "pp")):
             return None
         whole = {
-            name: given[name].detach().cpu().clone()
-            for name, mine in self.shards.items()
-            if name in given and not mine.cuts
+            name: given[name].detach().cpu().clone() for name, mine in cut_as.items() if name in given and not mine.cuts
         }
         waiting: list[tuple[Shard, Tensor]] = []
-        for name, mine in self.shards.items():
+        for name, mine in cut_as.items():
             if name not in given or not mine.cuts:
                 continue
             local = given[name].detach()
@@ -234,7 +309,7 @@ class Laid:
             waiting.append((mine, local))
         if waiting:
             whole |= _gather_packed(waiting, group, members)
-        return {name: whole[name] for name in self.shards if name in whole} if group.rank == 0 else None
+        return {name: whole[name] for name in cut_as if name in whole} if group.rank == 0 else None
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
@@ -252,8 +327,7 @@ class Laid:
             problem = tell(self.mesh.comm, self._problem(state, shapes=True) if mine_is_it else "", root)
         if problem:
             raise UsageError(problem)
-        for name, parameter in self.module.named_parameters():
-            mine = self.shards[name]
+        for name, (parameter, mine) in self.weights().items():
             if root is None or self.mesh.comm.rank == root:
                 assert state is not None
                 whole = state[name]
@@ -286,7 +360,7 @@ class Laid:
 
     def initialize(self, seed: int) -> None:
         """Fresh weights, those that `model.transformer.initialize` gives the whole; one whole parameter at a time."""
-        self.load(_Fresh(self.shards, seed, self._transformer().config.layers))
+        self.load(Fresh(self.shards, seed, self._transformer().config.layers))
 
 
 def _nbytes(parts: list[tuple[Shard, Tensor]]) -> int:
@@ -310,7 +384,7 @@ def _gather_packed(
     return {shards[0].name: join(shards, held) for shards, held in columns}
 
 
-class _Fresh(Mapping[str, Tensor]):
+class Fresh(Mapping[str, Tensor]):
     """Whole parameters, drawn when asked for."""
 
     def __init__(self, shards: Mapping[str, Shard], seed: int, layers: int) -> None:

@@ -48,6 +48,7 @@ class Mesh:
         self._groups: dict[Blocks, Communicator] = {}
         self._alone = connect("alone")
         self._stage: Mesh | None = None
+        self._across: dict[tuple[str, int], Communicator] = {}
         self.axes: dict[str, Axis] = {}
         for name, _ in self.shape:
             self.axes[name] = self._axis(name)
@@ -124,6 +125,21 @@ class Mesh:
             self._groups[blocks] = made
         return self._groups[blocks]
 
+    def across(self, axis: str, block: int) -> Communicator:
+        """The ranks that stand at this one's place in the other blocks of so many along an axis.
+
+        Made once and kept. A collective call of the whole mesh.
+        """
+        self._require(axis)
+        along = self.axis(axis)
+        if block >= along.size:
+            return self._alone
+        if (axis, block) not in self._across:
+            made = along.comm.split(along.index % block)
+            assert made is not None
+            self._across[axis, block] = made
+        return self._across[axis, block]
+
     @property
     def groups(self) -> Mapping[Blocks, Communicator]:
         """The communicators made so far, by what of which axes they join (`among`); `comm` is none of them."""
@@ -155,7 +171,7 @@ class Mesh:
         """Give the groups back (a collective call); `comm` stays."""
         if self._stage is not None:
             self._stage.close()
-        for group in (*self._groups.values(), self._alone):
+        for group in (*self._across.values(), *self._groups.values(), self._alone):
             group.close()
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 from tilemesh.core.shard import share
 from tilemesh.kernels.cross_entropy.part import part_sums, write_part_gradient
+from tilemesh.model.deferral import product_dtype
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.transformer import IGNORED, Embedding, Linear
 from tilemesh.parallel import collect
@@ -111,17 +112,11 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, x_BTD: Tensor, seams: Seams) -> Tensor:
         ctx.seams = seams
         # A region begins with products, which autocast computes in this dtype: rounding before or after is the same.
-        return seams.join_tokens(x_BTD.to(_product_dtype(x_BTD)), seams.tokens).to(x_BTD.dtype)
+        return seams.join_tokens(x_BTD.to(product_dtype(x_BTD)), seams.tokens).to(x_BTD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
         return ctx.seams.scatter_sum_tokens(grad_BTD), None
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """What x is cast to where a matrix product takes it in."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -186,7 +181,8 @@ class RowLinear(Linear):
                 f"a row-split layer of {self.in_features} inputs got {input.shape[-1]}: this rank's part takes "
                 f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
             )
-        y = self.seams.leave(functional.linear(input, self.weight))
+        product = functional.linear if self.deferral is None else self.deferral.linear
+        y = self.seams.leave(product(input, self.weight, None))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -166,7 +166,7 @@ def _look(estimator: Estimator, batch: int, pins: Pins) -> tuple[int, tuple[int,
     for group in candidates(estimator, batch, pins):
         for candidate in group:
             considered += 1
-            nbytes = estimator.memory(candidate).total_bytes
+            nbytes = estimator.total_bytes(candidate)
             if least is None or nbytes < least[0]:
                 least = (nbytes, candidate)
             if nbytes > estimator.usable_bytes:

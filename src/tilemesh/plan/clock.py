@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
-from tilemesh.core.hardware import DTYPE_BYTES, Cluster
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.hardware import Cluster
+from tilemesh.core.plan import IN_A_V, ParallelPlan
+from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, replica_exchanges
 from tilemesh.model.work.operations import embedding_work, head_work, layer_work
@@ -37,6 +39,10 @@ class LayerTimes(NamedTuple):
     """In the forward pass."""
     exchange_back_s: float
     """In the backward pass, with what hidden exchanges cost all the same."""
+    exchange_split_s: float
+    """In the first half of a backward pass in two halves, where there are no weight gradients to hide behind."""
+    weight_s: float
+    """Of the backward pass, its second half: the weight gradients."""
     exchange_bytes: tuple[float, float]
     """Sent in the forward and in the backward pass."""
     head_s: tuple[float, float]
@@ -52,11 +58,26 @@ class LayerTimes(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Seconds of each chunk's two passes, sending included, and of sending once."""
+    """Seconds of each chunk's passes, backward in two halves, and of sending once.
+
+    Between CPU ranks a message is work of its sender, and hand-fused code, as it was published, waits until it has
+    gone: there it is part of the passes. Ours on GPUs goes on, and a message delays its receiver alone.
+    """
 
     forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     hop_s: float
+    sender_waits: bool
+
+    @property
+    def step_times(self) -> StepTimes:
+        """As the simulator takes them."""
+        return StepTimes(self.forward_s, self.input_s, self.weight_s, 0.0 if self.sender_waits else self.hop_s)
+
+    def busy_s(self, held: Iterable[int]) -> float:
+        """A microbatch's passes through these chunks."""
+        return sum(self.forward_s[chunk] + self.input_s[chunk] + self.weight_s[chunk] for chunk in held)
 
 
 class Clock:
@@ -98,32 +119,40 @@ class Clock:
         """One microbatch of this layout."""
         return Task.of(plan, self.context, self.code(plan), self.cluster.device.kind == "gpu")
 
-    def stream_bytes(self, plan: ParallelPlan) -> int:
-        """One microbatch's activations between two layers."""
-        return plan.microbatch * self.context * self.model.width * DTYPE_BYTES[plan.compute_dtype]
-
     def hop_s(self, plan: ParallelPlan) -> float:
-        """One microbatch's activations to the next stage: each rank of tp sends its share."""
-        whole = self.stream_bytes(plan)
-        hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, whole / plan.tp)
-        if plan.tp > 1 and not plan.sequence_parallel:
-            hop += self.group(plan.tp, 1).all_gather_s(whole)
+        """One microbatch's activations to the next stage."""
+        sent = sent_bytes(self.model, self.task(plan))
+        hop = neighbour_s(self.cluster, plan.tp * plan.dp, plan.pp, sent)
+        if plan.tp > 1 and not plan.sequence_parallel and self.code(plan) == "fused":
+            hop += self.group(plan.tp, 1).all_gather_s(plan.tp * sent)
         return hop
 
     def chunks(self, plan: ParallelPlan, counts: tuple[int, ...], accumulate_s: float) -> Chunks:
         """Each chunk's passes; `accumulate_s` is what adding up a layer's gradients takes."""
         layer = self.layer(plan)
+        is_split = plan.pp > 1 and plan.schedule in SPLIT
         forward = layer.forward_s + layer.exchange_s
-        backward = layer.backward_s + layer.exchange_back_s + layer.recompute_s(plan.recompute) + accumulate_s
-        # The sender waits until its message has gone; the ends of the pipeline have nobody to send to.
+        inputs = layer.backward_s - layer.weight_s + layer.recompute_s(plan.recompute)
+        inputs += layer.exchange_split_s if is_split else layer.exchange_back_s
+        weights = layer.weight_s + accumulate_s
         hop = self.hop_s(plan) if plan.pp > 1 else 0.0
-        fs = [forward * count + hop for count in counts]
-        bs = [backward * count + hop for count in counts]
+        sender_waits = self.cluster.device.kind == "cpu" or self.code(plan) == "fused"
+        # The ends of the pipeline have nobody to send to.
+        sent = hop if sender_waits else 0.0
+        fs = [forward * count + sent for count in counts]
+        bs = [inputs * count + sent for count in counts]
         fs[0] += layer.embedding_s[0] + layer.embedding_exchange_s
-        bs[0] += layer.embedding_s[1] - hop
-        fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - hop
+        bs[0] += layer.embedding_s[1] - sent
+        fs[-1] += layer.head_s[0] + layer.head_exchange_s[0] - sent
         bs[-1] += layer.head_s[1] + layer.head_exchange_s[1]
-        return Chunks(tuple(fs), tuple(bs), hop)
+        return Chunks(tuple(fs), tuple(bs), tuple(weights * count for count in counts), hop, sender_waits)
+
+
+def sent_bytes(model: ModelConfig, task: Task) -> int:
+    """Of one microbatch's activations between two layers, what a rank sends to the next stage. Ours sends what it has
+    of the residual stream; hand-fused code a share of it, which the receiving ranks gather."""
+    whole = task.tokens * model.width
+    return whole * task.size // task.tp if task.code == "fused" else whole * task.stream // task.split
 
 
 def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates | None = None) -> LayerTimes:
@@ -133,9 +162,9 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
     # An exchange that hides behind a product costs something all the same; between CPU ranks nothing hides.
     hidden = constants.HIDDEN_COST if axis.hides else 1.0
 
-    def exchange_s(exchanges: Iterable[Exchange], backward: bool) -> float:
+    def exchange_s(exchanges: Iterable[Exchange], backward: bool, cost: float = hidden) -> float:
         return sum(
-            (hidden if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
+            (cost if one.hides else 1.0) * axis.exchange_s(one.collective, one.nbytes)
             for one in exchanges
             if one.backward is backward
         )
@@ -149,6 +178,8 @@ def layer_times(model: ModelConfig, cluster: Cluster, task: Task, rates: Rates |
         scores_s=speed.seconds(layer.scores),
         exchange_s=exchange_s(layer.exchanges, False),
         exchange_back_s=exchange_s(layer.exchanges, True),
+        exchange_split_s=exchange_s(layer.exchanges, True, 1.0),
+        weight_s=speed.seconds(layer.weight_gradients),
         exchange_bytes=(sent_bytes(False), sent_bytes(True)),
         head_s=(speed.seconds(head.forward), speed.seconds(head.backward)),
         head_exchange_s=(exchange_s(head.exchanges, False), exchange_s(head.exchanges, True)),
@@ -168,24 +199,42 @@ class DataExchange(NamedTuple):
 
 
 def data_exchange(
-    plan: ParallelPlan, axis: RanksOfNodes, parameters: int, forward_s: float, backward_s: float, layers: int
+    plan: ParallelPlan, clock: Clock, parameters: int, passes_s: tuple[float, float], layers: int
 ) -> DataExchange:
-    """For a rank with so many parameters in so many layers, whose passes of one microbatch take so long."""
+    """For a rank with so many parameters in so many layers, whose passes of one microbatch, forward and backward, take
+    so long."""
     weight, gradient, _ = STATE_BYTES[plan.precision]
     nbytes = {"weights": weight * parameters, "gradients": gradient * parameters}
-    found = replica_exchanges(plan.zero, plan.accumulation)
+    shared = plan.zero_ranks if plan.zero else plan.dp
+    axis = clock.group(shared, plan.tp)
+    found = replica_exchanges(plan.zero, plan.accumulation, gathered(plan))
     exposed_s = sent_bytes = 0.0
-    for exchanges, behind_s in ((found.forward, forward_s), (found.backward, backward_s), (found.alone, 0.0)):
-        exchange_s = sent = 0.0
-        for one in exchanges:
-            # One exchange a layer, so that it can hide behind the next layer's passes.
-            exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
-            sent += axis.sent_bytes(nbytes[one.what], one.collective)
-        hides, times = axis.hides and behind_s > 0, exchanges[0].times if exchanges else 0
-        slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
-        exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
-        sent_bytes += times * sent
+    for exchanges, behind_s in ((found.forward, passes_s[0]), (found.backward, passes_s[1]), (found.alone, 0.0)):
+        for times, several in itertools.groupby(exchanges, key=lambda one: one.times):
+            exchange_s = sent = 0.0
+            for one in several:
+                # One exchange a layer, so that it can hide behind the next layer's passes.
+                exchange_s += layers * axis.exchange_s(one.collective, nbytes[one.what] / layers)
+                sent += axis.sent_bytes(nbytes[one.what], one.collective)
+            hides = axis.hides and behind_s > 0
+            slowed_s = constants.HIDDEN_COST * sent / axis.within.bytes_per_s if hides else 0.0
+            exposed_s += times * (_left(exchange_s, behind_s if hides else 0.0, layers) + slowed_s)
+            sent_bytes += times * sent
+    if plan.zero and plan.dp > shared:  # what a group has summed, summed over the groups
+        across, share = clock.group(plan.dp // shared, plan.tp * shared), nbytes["gradients"] / shared
+        exposed_s += across.exchange_s("all_reduce", share)
+        sent_bytes += across.sent_bytes(share, "all_reduce")
     return DataExchange(exposed_s, sent_bytes)
+
+
+def gathered(plan: ParallelPlan) -> int:
+    """How often a step of ZeRO-3 makes a rank's weights whole: for every pass, or in a pipeline, where a rank keeps the
+    chunks it will need next, as often as it turns to others."""
+    if plan.pp == 1:
+        return 2 * plan.accumulation
+    if plan.chunks // plan.pp <= 1 + plan.prefetch:
+        return 1
+    return max(2, 2 * plan.accumulation // (1 if plan.schedule in IN_A_V else plan.pp))
 
 
 def _left(exchange_s: float, behind_s: float, layers: int) -> float:
@@ -194,14 +243,18 @@ def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     return max(alone, exchange_s - behind_s * (layers - 1) / layers)
 
 
-def exchanged(model: ModelConfig, plan: ParallelPlan, task: Task, layers: int) -> dict[str, dict[str, int]]:
-    """Bytes of the buffers that the first rank hands to each collective in a step, by axis and operation.
+def exchanged(
+    model: ModelConfig, plan: ParallelPlan, task: Task, counts: tuple[int, ...], held: tuple[int, ...] = (0,)
+) -> dict[str, dict[str, int]]:
+    """Bytes of the buffers that the first rank, which holds these chunks, hands to each collective in a step, by axis
+    and operation.
 
     The buffer is the whole one: what is summed, what gathering gives, what scatter-summing takes. It does not depend on
     the algorithm. Sums of single numbers (the loss, the gradients' norm) are left out.
     """
     found: dict[str, dict[str, int]] = {"tp": {}, "pp": {}, "dp": {}}
-    last, shards = plan.pp == 1, shard_parameters(model, plan.tp)
+    last, shards = len(counts) - 1 in held, shard_parameters(model, plan.tp)
+    layers = sum(counts[chunk] for chunk in held)
     weight, gradient, _ = STATE_BYTES[plan.precision]
 
     def add(axis: str, collective: str, nbytes: int) -> None:
@@ -218,12 +271,15 @@ def exchanged(model: ModelConfig, plan: ParallelPlan, task: Task, layers: int) -
         whole = shards.replicated(layers, True, last) if plan.sequence_parallel else 0
         add("tp", "all_reduce", gradient * (layers * shards.layer_repeated + whole))
     if plan.pp > 1:
-        # Each chunk's output goes on; the gradient of each chunk's input goes back, but for the model's own input.
-        sends = plan.accumulation * (2 * plan.interleave - 1)
-        add("pp", "send", sends * task.tokens * model.width * task.size // plan.tp)
+        # Each chunk's output goes on, but for the model's own; the gradient of each chunk's input goes back, but for
+        # that of the model's own input.
+        ways = len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions)
+        sends = plan.accumulation * (2 * len(held) - 1 - last) // ways
+        for operation in ("send", "recv"):  # as much comes back
+            add("pp", operation, sends * sent_bytes(model, task))
     if plan.dp > 1:
         nbytes = {"weights": weight, "gradients": gradient}
-        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation)):
+        for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):
             add("dp", over.collective, over.times * nbytes[over.what] * shards.stage(layers, True, last))
     return {
         axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items() if any(by.values())

@@ -7,6 +7,7 @@ import dataclasses
 from tilemesh.core.cost import Ceiling
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
+from tilemesh.core.step.book import chunk_placement
 from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.model.work.kept import loss_tensors
 from tilemesh.model.work.operations import layer_work, recomputed_flops
@@ -14,7 +15,7 @@ from tilemesh.model.work.passes import MemoryPass
 from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
-from tilemesh.plan.memory import STATE_BYTES, layers_in_flight
+from tilemesh.plan.memory import STATE_BYTES
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
 from tilemesh.plan.step import Estimator
@@ -39,12 +40,12 @@ def plan_sections(result: SearchResult) -> list[ExplainedPart]:
 def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     """The fullest rank: which stage it is on, and its terms."""
     plan, room, model = best.plan, estimator.room, estimator.model
-    stages = [room.stage(plan, stage, best.chunk_layers).total_bytes for stage in range(plan.pp)]
+    stages = [one.total_bytes for one in room.stages(plan, best.chunk_layers)]
     stage = stages.index(max(stages))
-    first, last = stage == 0, stage == plan.pp - 1
+    mine = chunk_placement(plan.schedule, plan.pp, plan.interleave).held[stage] if plan.pp > 1 else (0,)
+    first, last = mine[0] == 0, mine[-1] == len(best.chunk_layers) - 1
     kept, recomputed = room.layer(plan)
-    held = layers_in_flight(plan, stage, best.chunk_layers)
-    layers = sum(best.chunk_layers[stage :: plan.pp])
+    layers = sum(best.chunk_layers[chunk] for chunk in mine)
     shards = room.shards(plan.tp)
     parameters = shards.stage(layers, first, last)
     ends = " + embeddings" * first + " + head" * last
@@ -74,9 +75,11 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     vocabulary = output_weight(model).shape(plan.tp)[0]
     rows += [
         ExplainedFigure(
-            "layers in flight", "most held at once", f"stage {stage} of {plan.pp}, {layers} layers", f"{held}"
+            "activations",
+            "most alive between two actions",
+            f"stage {stage} of {plan.pp}, {layers} layers, {kept:,} B a layer and microbatch",
+            format_bytes(best.memory.activations_bytes),
         ),
-        ExplainedFigure("activations", "layers in flight x a layer", f"{held} x {kept:,} B", format_bytes(held * kept)),
         ExplainedFigure(
             "logits",
             f"{logits.element_bytes} B x {logits.formula}, last stage" + (" + its ends" if others else ""),
@@ -112,19 +115,23 @@ def memory_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
     return ExplainedPart("Memory of the fullest GPU", rows)
 
 
+_BUBBLES = dict.fromkeys(("gpipe", "1f1b"), "(p - 1) / (m + p - 1)") | {"interleaved": "(p - 1) / (v m + p - 1)"}
+
+
 def bubble_section(best: Prediction) -> ExplainedPart:
     plan = best.plan
     v, m, p = plan.interleave, plan.accumulation, plan.pp
     rows = [
         ExplainedFigure(
             "bubble of the schedule",
-            "(p - 1) / (v m + p - 1)" if v > 1 else "(p - 1) / (m + p - 1)",
+            _BUBBLES.get(plan.schedule, "simulated, F = I = W"),
             f"p = {p}, m = {m}" + (f", v = {v}" if v > 1 else ""),
             f"{best.bubble_fraction:.2%}",
         )
     ]
     if p > 1:
-        held = [pace.in_flight(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        most = [pace.most_held(plan.schedule, stage, p, m, v) for stage in (0, p - 1)]
+        held = [max(ahead + late for ahead, late in moments) for moments in most]
         rows.append(
             ExplainedFigure(
                 "passes in flight", "first and last stage", f"{plan.schedule}", f"{held[0]} and {held[1]} of a chunk"

@@ -5,13 +5,26 @@ What a layer keeps is counted in `model/work/kept.py`; a stage holds that of so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
+from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.kept import kept_bytes, kept_tensors, loss_tensors
+from tilemesh.model.work.kept import (
+    kept_bytes,
+    kept_for_weights,
+    kept_tensors,
+    loss_kept_bytes,
+    loss_tensors,
+    pass_kept_bytes,
+)
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
@@ -89,35 +102,6 @@ def state_bytes(parameters: int, precision: str, zero: int = 0, dp: int = 1) -> 
 # ---- what lives for moments --------------------------------------------------------------------------------------
 
 
-def later_bytes(plan: ParallelPlan, gradients: int, activations: int, logits: int) -> int:
-    """Gradients that are not there when the loss is: alone and with one microbatch, a step begins without any.
-
-    They come as activations go, so what the end of the backward pass holds is a bound.
-    """
-    if plan.dp * plan.tp * plan.pp > 1 or plan.accumulation > 1:
-        return 0
-    return min(gradients, activations + logits)
-
-
-def working_bytes(
-    plan: ParallelPlan, shards: Shards, parameters: int, recomputed_bytes: int, looked_up: int = 0
-) -> int:
-    """What lives for moments: the recomputed layer, gathered weights, cast copies.
-
-    `looked_up`: parameters of tables from which rows are only taken, so that nobody casts them.
-    """
-    total = recomputed_bytes
-    if plan.precision in AUTOCAST:
-        total += 2 * (parameters - looked_up)  # kept from forward to backward beside the fp32 weights
-    weights, gradients, _ = STATE_BYTES[plan.precision]
-    if plan.zero == 3:
-        # The layer at work and the one fetched ahead, and the gradients of the one at work before they are scattered.
-        total += (2 * weights + gradients) * shards.layer
-    elif plan.zero == 2:
-        total += gradients * shards.layer
-    return total
-
-
 def backward_bytes(model: ModelConfig, plan: ParallelPlan, context: int) -> int:
     """Gradients alive at once where torch goes back through an MLP, operation by operation: of the product, of each of
     its factors, and of what goes into the activation."""
@@ -146,6 +130,32 @@ def usable_bytes(cluster: Cluster, headroom: float = constants.HEADROOM) -> int:
     return int(cluster.device.usable_bytes * (1 - headroom))
 
 
+class _RankNeeds(NamedTuple):
+    """What one rank of a pipeline needs, whatever ZeRO cuts."""
+
+    parameters: int
+    activations: int
+    logits: int
+    brief: int
+    """Recomputed layers, cast copies, gradients within a layer."""
+    at_work: tuple[int, ...]
+    """Parameters of the chunks whose weights ZeRO-3 holds whole at once, the one at work first."""
+    reserved: int
+
+
+def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
+    """What ZeRO holds whole for moments: weights of the chunk at work and of those fetched ahead, and the gradients of
+    the one at work before they are scattered."""
+    weights, gradients, _ = STATE_BYTES[plan.precision]
+    return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * at_work[0] if plan.zero >= 2 else 0)
+
+
+def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:
+    states = sum(state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks))
+    gathered = _gathered_bytes(plan, rank.at_work) if plan.zero >= 2 else 0
+    return states + rank.activations + rank.logits + rank.brief + gathered + rank.reserved
+
+
 class Room:
     """Memory of layouts of one model; remembers what they share."""
 
@@ -162,9 +172,12 @@ class Room:
         self._code, self._chunked_loss = code, chunked_loss
         self.context = context
         self._reserved = [reserved_bytes(cluster.device, cluster.world, compiler) for compiler in (False, True)]
-        self._looked: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+        self._ranks: dict[tuple[object, ...], list[_RankNeeds]] = {}
+        self._looked: dict[tuple[str, int, tuple[int, ...]], tuple[int, ...]] = {}
         self._activations: dict[tuple[object, ...], tuple[int, int]] = {}
         self._logits: dict[tuple[object, ...], int] = {}
+        self._loss: dict[tuple[object, ...], int] = {}
+        self._late: dict[tuple[object, ...], int] = {}
         self._shards: dict[int, Shards] = {}
 
     def shards(self, tp: int) -> Shards:
@@ -172,50 +185,142 @@ class Room:
             self._shards[tp] = shard_parameters(self.model, tp)
         return self._shards[tp]
 
+    def most_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> int:
+        """What the fullest rank needs, in closed form: a search asks for tens of thousands."""
+        key = (
+            plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices, plan.tp, plan.sequence_parallel,
+            plan.microbatch, plan.attention, plan.precision, plan.recompute, plan.recompute_every, plan.prefetch,
+            counts,
+        )  # fmt: skip
+        ranks = self._ranks.get(key)
+        if ranks is None:
+            looked = self._worth_a_look(plan, counts)
+            ranks = self._ranks[key] = [self._rank(plan, rank, counts) for rank in looked]
+        if len(ranks) == 1:
+            return _total_bytes(plan, ranks[0]) - self._later_bytes(plan, ranks[0])
+        return max([_total_bytes(plan, rank) for rank in ranks])
+
     def fullest(self, plan: ParallelPlan, counts: tuple[int, ...]) -> RankMemory:
-        """Memory of the fullest rank, with so many layers in each chunk."""
+        """Memory of the fullest rank, with so many layers in each chunk, by liveness of the actions."""
+        return max(self.stages(plan, counts, self._worth_a_look(plan, counts)), key=lambda one: one.total_bytes)
+
+    def stages(
+        self, plan: ParallelPlan, counts: tuple[int, ...], ranks: Iterable[int] | None = None
+    ) -> list[RankMemory]:
+        """Memory of these ranks of the pipeline, or of all."""
+        peaks = self.activation_peaks(plan, counts) if plan.pp > 1 else None
+        return [self._stage(plan, rank, counts, peaks) for rank in (range(plan.pp) if ranks is None else ranks)]
+
+    def _stage(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...], peaks: list[int] | None) -> RankMemory:
+        found = self._rank(plan, rank, counts)
+        if peaks is not None:
+            own = self._loss_kept(plan) if found.logits else 0  # one of them is among the logits
+            found = found._replace(activations=peaks[rank] - own)
+        weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        working = found.brief + _gathered_bytes(plan, found.at_work)
+        later = self._later_bytes(plan, found)
+        passing = (found.activations, found.logits, working, found.reserved, later)
+        return RankMemory(weights, gradients, optimizer, *passing)
+
+    def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
+        """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
+        kept, late = zip(*(self.chunk(plan, count) for count in counts), strict=True)
+        beside = [pass_kept_bytes(self.model, self.task(plan), chunk == 0) for chunk in range(len(counts))]
+        beside[-1] += self._loss_kept(plan)
+        return StepBytes(kept=[one + more for one, more in zip(kept, beside, strict=True)], kept_for_weights=late)
+
+    def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
+        """The most activations that each rank of a pipeline holds between two actions."""
+        return [round(peak) for peak in memory_peaks(self.program(plan), self.step_bytes(plan, counts))]
+
+    @staticmethod
+    def program(plan: ParallelPlan) -> StepProgram:
+        """The passes of a step, or of a shorter one that holds as much."""
+        return pace.program_for_memory(plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
+
+    def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
+        """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
+        kept, _ = self.layer(plan)
+        late = self._late_bytes(plan) if plan.schedule in SPLIT else 0
+        if plan.recompute_every != 1:  # one activation for so many layers, which are computed again together
+            return -(-layers // plan.stretch(layers)) * kept // plan.slices, layers * late // plan.slices
+        return layers * kept // plan.slices, layers * late // plan.slices  # slices of a sequence share what is kept
+
+    def _worth_a_look(self, plan: ParallelPlan, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks that can be the fullest: the ends, the middle, and of those with the same layers the first."""
         if plan.pp == 1:
-            return self.stage(plan, 0, counts)
-        terms = (self._terms(plan, stage, counts) for stage in self._worth_a_look(plan.pp, counts))
-        return RankMemory(*max(terms, key=sum))  # what is taken off a sum is 0 in a pipeline
-
-    def stage(self, plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> RankMemory:
-        """Memory of a rank of one stage."""
-        return RankMemory(*self._terms(plan, stage, counts))
-
-    def _worth_a_look(self, pp: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Stages that can be the fullest: the ends, and of those with the same layers the first, which holds most."""
-        found = self._looked.get((pp, counts))
+            return (0,)
+        placement = self._placement(plan)
+        found = self._looked.get((placement.name, plan.pp, counts))
         if found is None:
             first: dict[tuple[int, ...], int] = {}
-            for stage in range(pp):
-                first.setdefault(counts[stage::pp], stage)
-            found = self._looked[pp, counts] = tuple(sorted({0, pp - 1, *first.values()}))
+            for rank, held in enumerate(placement.held):
+                first.setdefault(tuple(counts[chunk] for chunk in held), rank)
+            ends = {0, plan.pp - 1, *first.values()} | ({plan.pp // 2} if placement.name == "two-way" else set())
+            found = self._looked[placement.name, plan.pp, counts] = tuple(sorted(ends))
         return found
 
-    def _terms(self, plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """The fields of `Memory`, in order: plain numbers, because a search asks for tens of thousands."""
-        last = stage == plan.pp - 1
-        layers = sum(counts[stage :: plan.pp]) if plan.interleave > 1 else counts[stage]
-        shards = self.shards(plan.tp)
-        parameters = shards.stage(layers, stage == 0, last)
-        weights, gradients, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.dp)
-        kept, recomputed = self.layer(plan)
-        activations = layers_in_flight(plan, stage, counts) * kept
-        stretch = plan.stretch(layers)
-        if stretch > 1:  # one activation is kept for so many layers, which come back together
-            activations, recomputed = -(-activations // kept // stretch) * kept, stretch * recomputed
-        logits = self.logits_bytes(plan) if last else 0
-        code, is_gpu = self.code(plan), self._device.kind == "gpu"
-        looked_up = 0
-        if code == "compiled" and stage == 0:
-            looked_up = shards.embeddings - (shards.tied_head if last else 0)
-        working = working_bytes(plan, shards, parameters, recomputed, looked_up)
-        if code == "eager" and not is_gpu:
-            working += backward_bytes(self.model, plan, self.context)
-        reserved = self._reserved[code == "compiled" or plan.recompute != "none"]
-        later = later_bytes(plan, gradients, activations, logits) if code == "compiled" and is_gpu else 0
-        return weights, gradients, optimizer, activations, logits, working, reserved, later
+    @staticmethod
+    def _placement(plan: ParallelPlan) -> ChunkPlacement:
+        return chunk_placement(plan.schedule, plan.pp, plan.interleave)
+
+    def _rank(self, plan: ParallelPlan, rank: int, counts: tuple[int, ...]) -> _RankNeeds:
+        """What a rank of the pipeline needs, whatever ZeRO cuts; activations in closed form."""
+        held = self._placement(plan).held[rank] if plan.pp > 1 else (0,)
+        has_embedding, has_head = held[0] == 0, held[-1] == len(counts) - 1
+        shards, code, is_cpu = self.shards(plan.tp), self.code(plan), self._device.kind == "cpu"
+        parameters = shards.stage(sum(counts[chunk] for chunk in held), has_embedding, has_head)
+        brief = self.layer(plan)[1] * max(1, plan.stretch(max(counts)))
+        if plan.precision in AUTOCAST:  # kept from forward to backward beside the fp32 weights
+            looked_up = 0  # tables from which rows are only taken, so that compiled code does not cast them
+            if code == "compiled" and has_embedding:
+                looked_up = shards.embeddings - (shards.tied_head if has_head else 0)
+            brief += 2 * (parameters - looked_up)
+        if code == "eager" and is_cpu:
+            brief += backward_bytes(self.model, plan, self.context)
+        if plan.pp > 1:  # one message coming and one going
+            task = self.task(plan)
+            brief += 2 * task.tokens * self.model.width * task.stream // task.split
+        return _RankNeeds(
+            parameters,
+            self._activations_at_most(plan, rank, held, counts),
+            self.logits_bytes(plan) if has_head else 0,
+            brief,
+            self._at_work(plan, held, counts),
+            self._reserved[code == "compiled" or plan.recompute != "none"],
+        )
+
+    def _later_bytes(self, plan: ParallelPlan, rank: _RankNeeds) -> int:
+        """Gradients that are not there when the loss is: alone and with one microbatch, a step of compiled code begins
+        without any. They come as activations go, so what the end of the backward pass holds is a bound."""
+        if plan.world > 1 or plan.accumulation > 1 or self._device.kind != "gpu" or self.code(plan) != "compiled":
+            return 0
+        return min(state_bytes(rank.parameters, plan.precision)[1], rank.activations + rank.logits)
+
+    def _activations_at_most(
+        self, plan: ParallelPlan, rank: int, held: tuple[int, ...], counts: tuple[int, ...]
+    ) -> int:
+        """In closed form: passes held at the schedule's fullest moments, of chunks of the rank's mean size."""
+        if plan.pp == 1:
+            return self.chunk(plan, counts[0])[0]
+        if plan.schedule == "interleaved":
+            return sum([passes * self.chunk(plan, counts[chunk])[0] for passes, chunk in in_flight(plan, rank, held)])
+        sizes = [self.chunk(plan, counts[chunk]) for chunk in held]
+        kept, late = sizes[0] if len(sizes) == 1 else map(sum, zip(*sizes, strict=True))
+        most = 0
+        for ahead, behind in pace.most_held(plan.schedule, rank, plan.pp, plan.accumulation, plan.interleave):
+            most = max(most, (ahead * kept + behind * late) // len(held))
+        if held[-1] == len(counts) - 1 and plan.schedule in pace.ALL_AT_ONCE:
+            most += (plan.accumulation - 1) * self._loss_kept(plan)
+        return most
+
+    def _at_work(self, plan: ParallelPlan, held: tuple[int, ...], counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Parameters of what ZeRO gathers or scatters at once: layer by layer, in a pipeline chunk by chunk."""
+        shards, last = self.shards(plan.tp), len(counts) - 1
+        if plan.pp == 1:
+            return (shards.layer,) * min(1 + plan.prefetch, counts[0])
+        sizes = [shards.stage(counts[chunk], chunk == 0, chunk == last) for chunk in held]
+        return tuple(sorted(sizes, reverse=True)[: 1 + plan.prefetch])
 
     def task(self, plan: ParallelPlan) -> Task:
         """One microbatch of this layout."""
@@ -231,6 +336,20 @@ class Room:
             self._logits[key] = sum(one.nbytes for one in loss_tensors(self.model, self.task(plan)))
         return self._logits[key]
 
+    def _loss_kept(self, plan: ParallelPlan) -> int:
+        """Of that, what stays until the last chunk's backward pass."""
+        key = (plan.tp, plan.microbatch, plan.precision)
+        if key not in self._loss:
+            self._loss[key] = min(self.logits_bytes(plan), loss_kept_bytes(self.model, self.task(plan)))
+        return self._loss[key]
+
+    def _late_bytes(self, plan: ParallelPlan) -> int:
+        """Bytes a layer keeps between the two halves of a backward pass."""
+        key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.precision)
+        if key not in self._late:
+            self._late[key] = sum(one.nbytes for one in kept_for_weights(self.model, self.task(plan)))
+        return self._late[key]
+
     def layer(self, plan: ParallelPlan) -> tuple[int, int]:
         """Bytes a layer keeps of a microbatch, and bytes that come back while one is recomputed."""
         key = (plan.tp, plan.sequence_parallel, plan.microbatch, plan.attention, plan.precision, plan.recompute)
@@ -240,18 +359,11 @@ class Room:
         return found
 
 
-def layers_in_flight(plan: ParallelPlan, stage: int, counts: tuple[int, ...]) -> int:
-    """Layers whose activations a stage holds at its fullest moment, each as often as microbatches are in it."""
-    if plan.pp == 1:
-        return counts[0]
-    passes = pace.in_flight(plan.schedule, stage, plan.pp, plan.accumulation, plan.interleave)
-    if plan.interleave == 1:
-        return passes * counts[stage]
-    # A stage's passes go through its chunks in groups of pp microbatches, from the first chunk on.
-    own = counts[stage :: plan.pp]
+def in_flight(plan: ParallelPlan, rank: int, held: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Passes of each of a rank's chunks whose activations interleaved 1F1B holds at its fullest moment."""
+    # A rank's passes go through its chunks in groups of pp microbatches, from the first chunk on.
+    [(passes, _)] = pace.most_held(plan.schedule, rank, plan.pp, plan.accumulation, plan.interleave)
     rounds, rest = divmod(passes, plan.pp * plan.interleave)
-    held = rounds * plan.pp * sum(own)
-    for layers in own:
-        held += min(rest, plan.pp) * layers
-        rest = max(0, rest - plan.pp)
-    return held
+    return [
+        (rounds * plan.pp + min(plan.pp, max(0, rest - place * plan.pp)), chunk) for place, chunk in enumerate(held)
+    ]

@@ -14,7 +14,8 @@ from typing import Any, get_args, get_type_hints
 from tilemesh.core import config
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import Device
-from tilemesh.core.plan import Attention, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.core.plan import IN_A_V, INTERLEAVED, Attention, ParallelPlan, Precision, Recompute, Schedule
+from tilemesh.core.step.book import why_not_built
 from tilemesh.model.work.weights import why_not_tp
 from tilemesh.plan.step import Estimator
 
@@ -24,6 +25,11 @@ last, and beyond `PASS_TOKENS`, a pass gains nothing that more microbatches woul
 PASS_TOKENS = 1 << 16
 """Short sequences are taken by more than 32 up to so many tokens: twice what 32 of 1,024 are."""
 INTERLEAVES = (2, 3, 4, 5, 6, 8)
+SEARCHED: tuple[Schedule, ...] = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved")
+"""Schedules that are tried unless one is fixed. The others lose to one of these in time and in memory as they are
+predicted here: GPipe, TeraPipe and breadth-first hold every microbatch, ZB-H2 waits no less than ZB-V in a step that
+ends with all ranks' update, Chimera and DualPipe hold weights twice, and V-Min, whose slots are all as long as the
+longest pass, takes about as long as recomputing everything."""
 CUT = ("chunk_layers",)
 """What nobody fixes: stages are cut for each layout."""
 TP_NODES = 2
@@ -42,16 +48,18 @@ class Pins(_Fixed):  # type: ignore[misc]  # its fields are made above
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
         # A plan checks ranges and words; combinations are looked at when they are made.
         for name, value in given.items():
-            if name not in ("interleave", "schedule", "sequence_parallel"):
+            if name not in ("interleave", "schedule", "sequence_parallel", "slices"):
                 ParallelPlan(**{name: value})
         if self.interleave is not None and self.interleave < 1:
             raise UsageError(f"interleave is {self.interleave}: expected a whole number of at least 1")
-        if (self.interleave or 1) > 1 and self.schedule not in (None, "interleaved"):
+        if (self.interleave or 1) > 1 and self.schedule not in (None, *INTERLEAVED):
             raise UsageError(
                 f"interleave is {self.interleave} and schedule is {self.schedule}: fix schedule=interleaved"
             )
-        if self.interleave == 1 and self.schedule == "interleaved":
-            raise UsageError("schedule is interleaved and interleave is 1: fix interleave to 2 or more")
+        if self.interleave == 1 and self.schedule in INTERLEAVED:
+            raise UsageError(f"schedule is {self.schedule} and interleave is 1: fix interleave to 2 or more")
+        if (self.slices or 1) > 1 and self.schedule != "terapipe":
+            raise UsageError(f"slices is {self.slices} and schedule is {self.schedule}: fix schedule=terapipe")
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Pins:
@@ -88,7 +96,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
     precision = pins.precision or default_precision(device)
     device.peak(ParallelPlan(precision=precision).compute_dtype)  # refuses a dtype the device lacks
     recomputes = [pins.recompute] if pins.recompute else _recomputes(attention)
-    said = ("prefetch", "offload", "zero_group")
+    said = ("prefetch", "offload", "zero_group", "slices")
     as_said = {name: value for name in said if (value := getattr(pins, name)) is not None}
     for tp, pp, dp in meshes(estimator, pins):
         if batch % dp:
@@ -98,6 +106,8 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
             for schedule, interleave in _schedules(estimator.model.layers, pp, accumulation, pins):
                 for parallel in _choices(pins.sequence_parallel, (True, False) if tp > 1 else (False,)):
                     for zero in _choices(pins.zero, (0, 1, 2, 3) if dp > 1 else (0,)):
+                        # V-Half is there to keep less, which recomputing does too.
+                        frugal = schedule == "v-half" and not pins.recompute
                         yield [
                             ParallelPlan.unchecked(
                                 dp=dp, tp=tp, pp=pp, sequence_parallel=parallel, zero=zero, interleave=interleave,
@@ -105,7 +115,7 @@ def candidates(estimator: Estimator, batch: int, pins: Pins) -> Iterator[list[Pa
                                 recompute=recompute, attention=attention, precision=precision,
                                 recompute_every=(pins.recompute_every or 1) if recompute == "full" else 1, **as_said,
                             )
-                            for recompute in recomputes
+                            for recompute in (recomputes[:1] if frugal else recomputes)
                         ]  # fmt: skip
 
 
@@ -152,20 +162,25 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def _schedules(layers: int, pp: int, accumulation: int, pins: Pins) -> list[tuple[Schedule, int]]:
+    """Names, and chunks per stage for those that leave it open."""
     if pp == 1:
-        if pins.schedule == "interleaved" or (pins.interleave or 1) > 1:
+        if pins.schedule in INTERLEAVED or (pins.interleave or 1) > 1:
             return []
         return [(pins.schedule or "1f1b", 1)]
     found: list[tuple[Schedule, int]] = []
-    if pins.interleave in (None, 1):
-        # GPipe waits as long as 1F1B and holds more: there is no reason to choose it but being told to.
-        found += [(name, 1) for name in ("1f1b", "gpipe") if name == (pins.schedule or "1f1b")]
-    if pins.schedule in (None, "interleaved") and pins.interleave != 1 and accumulation % pp == 0:
-        wanted = [pins.interleave] if pins.interleave else INTERLEAVES
-        whole = [chunks for chunks in wanted if pp * chunks <= layers]
-        even = [chunks for chunks in whole if layers % (pp * chunks) == 0]
-        # Chunks of unequal layers only where there are no equal ones.
-        found += [("interleaved", chunks) for chunks in (even or whole[:1])]
+    for name in (pins.schedule,) if pins.schedule else SEARCHED:
+        if why_not_built(name, pp, accumulation):
+            continue
+        if name in INTERLEAVED:
+            wanted = [pins.interleave] if pins.interleave else INTERLEAVES
+            whole = [chunks for chunks in wanted if chunks > 1 and pp * chunks <= layers]
+            even = [chunks for chunks in whole if layers % (pp * chunks) == 0]
+            # Chunks of unequal layers only where there are no equal ones.
+            found += [(name, chunks) for chunks in (even or whole[:1])]
+        elif name == "zb-h1" and not pins.schedule and 2 * pp <= layers:
+            continue  # with two chunks per stage ZB-V takes as much memory and half of the bubble
+        elif pins.interleave in (None, 1) and pp * (2 if name in IN_A_V else 1) <= layers:
+            found.append((name, 1))
     return found
 
 
@@ -195,11 +210,12 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         return "sequence_parallel splits the sequence over tp ranks and tp is 1"
     if pp > model.layers:
         return f"pp is {pp} and the model has {model.layers} layers: a stage needs at least one"
-    chunks = pins.interleave or (2 if pins.schedule == "interleaved" else 1)
+    chunks = pins.interleave or (2 if pins.schedule in (*INTERLEAVED, *IN_A_V) else 1)
     if pp * chunks > model.layers:
-        return f"pp {pp} x interleave {chunks} is {pp * chunks} chunks and the model has {model.layers} layers"
-    if chunks > 1 and pins.pp == 1:
-        return "schedule is interleaved and pp is 1: one stage has nothing to interleave"
+        words = f"2 chunks of {pins.schedule}" if pins.schedule in IN_A_V else f"interleave {chunks}"
+        return f"pp {pp} x {words} is {pp * chunks} chunks and the model has {model.layers} layers"
+    if chunks > 1 and pins.pp == 1 and pins.schedule not in IN_A_V:
+        return f"schedule is {pins.schedule or 'interleaved'} and pp is 1: one stage has nothing to interleave"
     if pins.dp and pins.tp and pins.pp and pins.dp * tp * pp != world:
         return f"dp {pins.dp} x tp {tp} x pp {pp} is {pins.dp * tp * pp} ranks, the cluster has {world}"
     fixed = tp * pp * (pins.dp or 1)
@@ -226,10 +242,12 @@ def why_nothing(estimator: Estimator, batch: int, pins: Pins) -> str:
         if pins.accumulation and pins.microbatch:
             asked += f" x microbatch {pins.microbatch}"
         return f"{asked} does not make up the {per_replica} sequences of a replica (batch {batch}, dp {good[0]})"
-    if chunks > 1:
-        return (
-            f"interleaved takes microbatches in groups of pp, and no split of batch {batch} gives a replica a multiple "
-            f"of pp{f' {pp}' if pins.pp else ''}"
+    if pins.schedule not in (None, *SEARCHED) or (chunks > 1 and pins.schedule not in IN_A_V):
+        name = pins.schedule or "interleaved"
+        most = max(sum(divmod(batch // dp, pins.microbatch or 1)) for dp in good)
+        reason = why_not_built(name, pp, most) if pp > 1 else None
+        return f"no split of batch {batch} suits {name}: " + (
+            reason or f"it takes microbatches in groups{f' of {pp}' if pp > 1 else ' of pp'}"
         )
     return f"nothing is left of {world} ranks under {pins.describe()}"
 

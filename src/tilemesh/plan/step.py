@@ -2,15 +2,13 @@
 
 The one idea: a step is the slowest stage's passes, the bubble around them, what of the gradient exchange does not hide
 behind them, and the optimiser. `Estimator` answers for one model on one cluster. `rank` is its quick answer for the
-search, in closed form; `predict` the full one, with the pipeline's schedule simulated and the stages cut by dynamic
-programming: the embedding rides on the first chunk and the head on the last, so equal layers do not make equal chunks.
+search, in closed form; `predict` the full one, with the pipeline's schedule simulated and its memory by liveness of the
+same lists of actions (`core/step/`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
@@ -19,13 +17,16 @@ from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
+from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.pace import RankLoad
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.task import Code
 from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
-from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s
-from tilemesh.plan.memory import RankMemory, Room, usable_bytes
+from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s, sent_bytes
+from tilemesh.plan.cut import cut, spread
+from tilemesh.plan.memory import STATE_BYTES, Room, usable_bytes
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
@@ -40,10 +41,27 @@ class Frame(NamedTuple):
     """What the quick and the full answer have in common: the layers' places and the passes' times."""
 
     counts: tuple[int, ...]
-    stages: tuple[int, ...]
+    """Layers of each chunk."""
+    held: tuple[tuple[int, ...], ...]
+    """Chunks of each rank of the pipeline."""
+    ways: int
+    """Directions in which microbatches pass: with two, a rank's chunks see half of them each."""
+    layers: tuple[int, ...]
+    """Of each rank of the pipeline."""
     chunks: Chunks
     most_parameters: int
     """Of any rank: it exchanges and updates longest."""
+
+    load: RankLoad
+    """As `pace.closed_form_s` takes it."""
+
+    def busy_s(self, rank: int) -> float:
+        """A rank's passes for one microbatch."""
+        return self.chunks.busy_s(self.held[rank]) / self.ways
+
+    @property
+    def busiest(self) -> int:
+        return max(range(len(self.held)), key=self.busy_s)
 
 
 def predict(
@@ -102,29 +120,32 @@ class Estimator:
         self.headroom = headroom
         self.usable_bytes = usable_bytes(cluster, headroom)
         self._frames: dict[tuple[object, ...], Frame] = {}
+        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
         anywhere = next(iter(cluster.device.peak_flops_per_s))  # bandwidth does not depend on the dtype
         self._stream_bytes_per_s = speed_of(cluster.device, anywhere, rates).stream_bytes_per_s
 
     # ---- two answers -------------------------------------------------------------------------------------------
 
     def fits(self, plan: ParallelPlan) -> bool:
-        return self.memory(plan).total_bytes <= self.usable_bytes
+        return self.total_bytes(plan) <= self.usable_bytes
 
-    def memory(self, plan: ParallelPlan) -> RankMemory:
-        return self.room.fullest(plan, self._frame(plan).counts)
+    def total_bytes(self, plan: ParallelPlan) -> int:
+        """Of the fullest rank, quickly."""
+        return self.room.most_bytes(plan, self._counts(plan, exact=False))
 
     def rank_s(self, plan: ParallelPlan) -> float:
         """Step time in closed form, quickly; the layout must be possible."""
         frame = self._frame(plan)
         device_s = (
-            _closed_form_s(plan, frame.chunks)
+            _closed_form_s(plan, frame)
             + self._exchange(plan, frame).exposed_s
             + self._optimizer_s(plan, frame.most_parameters)
         )
-        return max(device_s, self._host_s(plan, max(frame.stages)))
+        return max(device_s, self._host_s(plan, max(frame.layers)))
 
     def predict(self, plan: ParallelPlan) -> Prediction:
-        """The full answer; UsageError for a layout that cannot exist."""
+        """The full answer; UsageError for a layout that cannot exist. Where the plan does not say how its layers are
+        cut into chunks, they are cut as even in time as they can be (`Prediction.settled_plan`)."""
         problem = why_not(self.model, plan, self.cluster.world)
         if problem:
             raise UsageError(problem)
@@ -144,7 +165,9 @@ class Estimator:
             traffic=self._traffic(plan, frame),
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
-            exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.stages[0]),
+            exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.counts, frame.held[0]),
+            passes=frame.chunks.step_times if plan.pp > 1 else None,
+            kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )
 
     def chunk_times(self, plan: ParallelPlan) -> Chunks:
@@ -154,46 +177,54 @@ class Estimator:
     def busiest_layers(self, plan: ParallelPlan) -> int:
         """Layers of the stage whose passes take longest."""
         frame = self._frame(plan, exact=True)
-        return frame.stages[_busiest(frame.chunks, plan.pp)[0]]
+        return frame.layers[frame.busiest]
 
     # ---- pieces ------------------------------------------------------------------------------------------------
 
     def _frame(self, plan: ParallelPlan, exact: bool = False) -> Frame:
         """What depends on neither ZeRO nor how many replicas share the batch, remembered."""
         near = plan.world <= self.cluster.node.count  # whether stages lie in one node
+        placement = chunk_placement(plan.schedule, plan.pp, plan.interleave)
+        is_split = plan.schedule in SPLIT
         key = (
-            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, plan.interleave, plan.recompute,
-            plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
+            plan.tp, plan.pp, plan.sequence_parallel, plan.microbatch, placement.name, plan.interleave, is_split,
+            plan.recompute, plan.attention, plan.precision, plan.accumulation > 1, near, exact, plan.chunk_layers,
         )  # fmt: skip
         found = self._frames.get(key)
         if found is None:
             counts = self._counts(plan, exact)
-            if plan.interleave > 1:
-                stages = tuple(sum(counts[stage :: plan.pp]) for stage in range(plan.pp))
-            else:
-                stages = counts
             chunks = self.clock.chunks(plan, counts, self._accumulate_s(plan))
-            shards = self.room.shards(plan.tp)
-            ends = (shards.stage(stages[s], s == 0, s == plan.pp - 1) for s in (0, plan.pp - 1))
-            found = self._frames[key] = Frame(counts, stages, chunks, max(*ends, max(stages) * shards.layer))
+            held = placement.held if plan.pp > 1 else ((0,),)
+            layers = tuple(sum(counts[chunk] for chunk in mine) for mine in held)
+            shards, last = self.room.shards(plan.tp), len(counts) - 1
+            most = max(shards.stage(count, 0 in mine, last in mine) for count, mine in zip(layers, held, strict=True))
+            ways = len(placement.directions)
+            load = RankLoad.of(held, chunks.step_times, ways)
+            found = self._frames[key] = Frame(counts, held, ways, layers, chunks, most, load)
         return found
 
     def _counts(self, plan: ParallelPlan, exact: bool) -> tuple[int, ...]:
-        """Layers of each chunk: as the plan says, or cut here."""
+        """Layers of each chunk: as the plan says, or as even in time as can be; `exact`: by dynamic programming."""
         if plan.chunk_layers:
             return plan.chunk_layers
         if plan.pp == 1:
             return (self.model.layers,)
-        layer = self.clock.layer(plan)
-        one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
-        one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
-        # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
-        first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
-        last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
-        chunks = plan.pp * plan.interleave
-        if exact and self.model.layers * chunks < MOST_CUTS:
-            return cut((1.0,) * self.model.layers, chunks, first, last)
-        return spread(self.model.layers, chunks, first, last)
+        key = (
+            plan.tp, plan.sequence_parallel, plan.microbatch, plan.recompute, plan.attention, plan.precision,
+            plan.accumulation > 1,
+        )  # fmt: skip
+        ends = self._ends.get(key)
+        if ends is None:
+            layer = self.clock.layer(plan)
+            one = layer.forward_s + layer.backward_s + layer.exchange_s + layer.exchange_back_s
+            one += layer.recompute_s(plan.recompute) + self._accumulate_s(plan)
+            # Tenths of a layer are as fine as a cut can use, and few enough to be remembered.
+            first = round((sum(layer.embedding_s) + layer.embedding_exchange_s) / one, 1)
+            last = round((sum(layer.head_s) + sum(layer.head_exchange_s)) / one, 1)
+            ends = self._ends[key] = (first, last)
+        if exact and self.model.layers * plan.chunks < MOST_CUTS:
+            return cut((1.0,) * self.model.layers, plan.chunks, *ends)
+        return spread(self.model.layers, plan.chunks, *ends)
 
     def _accumulate_s(self, plan: ParallelPlan) -> float:
         """Adding a microbatch's gradients of a layer to those before."""
@@ -203,14 +234,24 @@ class Estimator:
         return nbytes / self._stream_bytes_per_s
 
     def _exchange(self, plan: ParallelPlan, frame: Frame) -> DataExchange:
-        if plan.dp == 1:
-            return DataExchange(0.0, 0.0)
-        forward_s, backward_s = sum(frame.chunks.forward_s[:: plan.pp]), sum(frame.chunks.backward_s[:: plan.pp])
-        axis = self.clock.group(plan.dp, plan.tp)
-        return data_exchange(plan, axis, frame.most_parameters, forward_s, backward_s, max(frame.stages))
+        """Over replicas, and between the two ranks that hold a chunk where microbatches pass in two directions."""
+        found = DataExchange(0.0, 0.0)
+        if plan.dp > 1:
+            chunks, mine = frame.chunks, frame.held[0]
+            passes_s = (
+                sum(chunks.forward_s[chunk] for chunk in mine) / frame.ways,
+                sum(chunks.input_s[chunk] + chunks.weight_s[chunk] for chunk in mine) / frame.ways,
+            )
+            found = data_exchange(plan, self.clock, frame.most_parameters, passes_s, max(frame.layers))
+        if frame.ways > 1:
+            nbytes = STATE_BYTES[plan.precision][1] * frame.most_parameters
+            pair = self.clock.group(2, plan.tp * plan.dp)
+            exposed_s = found.exposed_s + pair.exchange_s("all_reduce", nbytes)
+            found = DataExchange(exposed_s, found.sent_bytes + pair.sent_bytes(nbytes, "all_reduce"))
+        return found
 
     def _optimizer_s(self, plan: ParallelPlan, parameters: int) -> float:
-        updated = -(-parameters // plan.dp) if plan.zero else parameters
+        updated = -(-parameters // plan.zero_ranks)
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
@@ -230,11 +271,11 @@ class Estimator:
         """Whether `tilemesh train` launches a step of this layout at once, as a CUDA graph: `train/graph.py`."""
         if plan.world > 1 or plan.precision == "fp16" or not self._is_ours_on_a_gpu(plan):
             return False
-        return self.graph and self.memory(plan).total_bytes <= REPLAY_ROOM * self.cluster.device.usable_bytes
+        return self.graph and self.total_bytes(plan) <= REPLAY_ROOM * self.cluster.device.usable_bytes
 
     def host_s(self, plan: ParallelPlan) -> float:
         """What the host needs to launch a step of this layout; 0 where that was not measured."""
-        return self._host_s(plan, max(self._frame(plan).stages))
+        return self._host_s(plan, max(self._frame(plan).layers))
 
     def _host_s(self, plan: ParallelPlan, layers: int) -> float:
         """What the host needs to launch a step of a stage with so many layers; 0 where that was not measured."""
@@ -244,18 +285,15 @@ class Estimator:
         return host_step_s(measured, self.model, self.clock.code(plan), layers, plan.accumulation)
 
     def _times(self, plan: ParallelPlan, frame: Frame) -> Times:
-        """The step's seconds by what they went to, on the busiest stage; the rest of the pipeline's is bubble."""
-        layer, m, chunks = self.clock.layer(plan), plan.accumulation, frame.chunks
-        if pace.simulated_passes(plan.pp, m, plan.interleave) > MOST_PASSES:
-            pipe_s = _closed_form_s(plan, chunks)
-        else:
-            times = (chunks.forward_s, chunks.backward_s)
-            pipe_s = pace.simulated_s(plan.schedule, plan.pp, m, plan.interleave, *times)
-        stage, busy_s = _busiest(chunks, plan.pp)
-        first, last = stage == 0, stage == plan.pp - 1
-        count = frame.stages[stage]
+        """The step's seconds by what they went to, on the busiest rank; the rest of the pipeline's is bubble."""
+        layer, chunks, rank = self.clock.layer(plan), frame.chunks, frame.busiest
+        m = plan.accumulation / frame.ways
+        pipe_s = self._pipe_s(plan, frame)
+        first, last = 0 in frame.held[rank], len(frame.counts) - 1 in frame.held[rank]
+        count = frame.layers[rank]
+        back_s = layer.exchange_split_s if plan.pp > 1 and plan.schedule in SPLIT else layer.exchange_back_s
         compute = count * (layer.forward_s + layer.backward_s + self._accumulate_s(plan))
-        exchange = count * (layer.exchange_s + layer.exchange_back_s)
+        exchange = count * (layer.exchange_s + back_s)
         again = count * layer.recompute_s(plan.recompute)
         if plan.recompute == "full":  # repeated exchanges are exchanges
             again, exchange = again - count * layer.exchange_s, exchange + count * layer.exchange_s
@@ -263,18 +301,26 @@ class Estimator:
             compute, exchange = compute + sum(layer.embedding_s), exchange + layer.embedding_exchange_s
         if last:
             compute, exchange = compute + sum(layer.head_s), exchange + sum(layer.head_exchange_s)
-        hops = 0 if plan.pp == 1 else 2 * plan.interleave - first - last
+        hops = 2 * len(frame.held[rank]) - first - last if plan.pp > 1 and chunks.sender_waits else 0
         found = Times(
             compute_s=m * compute,
             recompute_s=m * again,
             tp_s=m * exchange,
             pp_s=m * hops * chunks.hop_s,
-            bubble_s=max(0.0, pipe_s - m * busy_s),
+            bubble_s=max(0.0, pipe_s - plan.accumulation * frame.busy_s(rank)),
             dp_s=self._exchange(plan, frame).exposed_s,
             optimizer_s=self._optimizer_s(plan, frame.most_parameters),
         )
-        late_s = self._host_s(plan, max(frame.stages)) - found.total_s
+        late_s = self._host_s(plan, max(frame.layers)) - found.total_s
         return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found
+
+    def _pipe_s(self, plan: ParallelPlan, frame: Frame) -> float:
+        """All passes of a step: simulated, but for pipelines that would take seconds to simulate."""
+        per_rank = len(frame.held[0])
+        if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) > MOST_PASSES:
+            return _closed_form_s(plan, frame)
+        shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+        return pace.simulated_s(*shape, frame.chunks.step_times)
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""
@@ -282,90 +328,17 @@ class Estimator:
         if plan.recompute == "full":
             backward += forward
         # Two stages: each chunk has one neighbour less. More: all but the ends serve two.
-        hops = 0 if plan.pp == 1 else 2 * plan.interleave - (1 if plan.pp == 2 else 0)
+        hops = 0 if plan.pp == 1 else (2 * len(frame.held[0]) - (1 if plan.pp == 2 else 0)) / frame.ways
         return {
-            "tp": plan.accumulation * max(frame.stages) * (forward + backward),
-            "pp": plan.accumulation * hops * self.clock.stream_bytes(plan) / plan.tp,
+            "tp": plan.accumulation / frame.ways * max(frame.layers) * (forward + backward),
+            "pp": plan.accumulation * hops * sent_bytes(self.model, self.clock.task(plan)),
             "dp": self._exchange(plan, frame).sent_bytes,
         }
 
 
-def _closed_form_s(plan: ParallelPlan, chunks: Chunks) -> float:
-    """All microbatches through the slowest stage, and once through a chunk of each of the others."""
-    both = [f + b for f, b in zip(chunks.forward_s, chunks.backward_s, strict=True)]
-    if plan.interleave > 1:
-        both = [sum(both[stage :: plan.pp]) for stage in range(plan.pp)]
-    slowest = max(both)
-    return plan.accumulation * slowest + (sum(both) - slowest) / plan.interleave
-
-
-def _busiest(chunks: Chunks, stages: int) -> tuple[int, float]:
-    """The stage whose passes of one microbatch take longest, and how long."""
-    busy = [sum(chunks.forward_s[stage::stages]) + sum(chunks.backward_s[stage::stages]) for stage in range(stages)]
-    return busy.index(max(busy)), max(busy)
-
-
-# ---- where a model is cut ------------------------------------------------------------------------------------------
-
-_REACH = 2  # how far from the even share a chunk may lie, beside what head and embedding weigh
-
-
-@functools.cache
-def cut(layer_costs: tuple[float, ...], chunks: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Layers of each chunk: the least possible maximum of cost, and among those the most even, by dynamic programming.
-
-    Of equals the one with less in front, where a pipeline holds the most microbatches. `first` and `last` are what the
-    first and the last chunk cost besides their layers.
-    """
-    layers = len(layer_costs)
-    before = [0.0]
-    for cost in layer_costs:
-        before.append(before[-1] + cost)
-    mean = before[-1] / layers
-    reach = _REACH + math.ceil(max(first, last) / mean) + math.ceil((max(layer_costs) - min(layer_costs)) / mean)
-    least, most = max(1, layers // chunks - reach), -(-layers // chunks) + reach
-    # best[i]: (maximum, sum of squares, layers of each chunk so far) of i layers in the chunks so far.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for chunk in range(chunks):
-        extra = (first if chunk == 0 else 0.0) + (last if chunk == chunks - 1 else 0.0)
-        left = chunks - chunk - 1
-        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (top, squares, counts) in best.items():
-            for end in range(start + least, min(start + most, layers - left) + 1):
-                if end + left * most < layers:
-                    continue
-                cost = before[end] - before[start] + extra
-                candidate = (max(top, cost), squares + cost * cost, (*counts, end - start))
-                if end not in reached or candidate < reached[end]:
-                    reached[end] = candidate
-        best = reached
-    return best[layers][2]
-
-
-@functools.cache
-def spread(layers: int, chunks: int, first: float, last: float) -> tuple[int, ...]:
-    """The same for layers that all cost 1: the smallest maximum under which all find room, then filled evenly."""
-    if chunks == 1:
-        return (layers,)
-    share = layers // chunks
-    wholes = range(share, share + 3)
-    for top in sorted({w + extra for w in wholes for extra in (0.0, first, last)} | {share + math.ceil(last) + 1.0}):
-        room = [_fits(top, first), *([math.floor(top)] * (chunks - 2)), _fits(top, last)]
-        if min(room) >= 1 and sum(room) >= layers:
-            break
-    else:  # a head heavier than everything else: one layer beside it, the rest shared
-        room = [share + 1] * (chunks - 1) + [1]
-        while sum(room) < layers:
-            room[room.index(min(room[:-1]))] += 1
-    excess = sum(room) - layers
-    extras = [first, *([0.0] * (chunks - 2)), last]
-    while excess:
-        # Take from the costliest that can give one; the first of equals, so that the same question has one answer.
-        giver = max((i for i in range(chunks) if room[i] > 1), key=lambda i: (room[i] + extras[i], -i))
-        room[giver] -= 1
-        excess -= 1
-    return tuple(room)
-
-
-def _fits(top: float, extra: float) -> int:
-    return math.floor(top - extra + 1e-9)
+def _closed_form_s(plan: ParallelPlan, frame: Frame) -> float:
+    """All microbatches through the slowest stage, and the schedule's bubble."""
+    if plan.pp == 1:
+        return plan.accumulation * frame.busy_s(0)
+    shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+    return pace.closed_form_s(*shape, frame.load)

@@ -69,7 +69,7 @@ def _one_device(result: SearchResult) -> str:
     """Alone, with everything recomputed: the least one device could do with."""
     plan = result.best.plan
     alone = ParallelPlan(accumulation=plan.batch, recompute="full", attention=plan.attention, precision=plan.precision)
-    need = Room(result.model, result.cluster, result.context, result.code).stage(alone, 0, (result.model.layers,))
+    need = Room(result.model, result.cluster, result.context, result.code).fullest(alone, (result.model.layers,))
     have = usable_bytes(result.cluster, result.headroom)
     dominant = need.dominant
     if need.total_bytes <= have:

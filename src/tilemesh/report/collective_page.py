@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilemesh.comm.schedules.book import algorithms, build
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.comm.schedules.schedule import Schedule
+from tilemesh.comm.schedules.simulate import crossovers
 from tilemesh.core.units import format_bytes, format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.report.bars import Bar, BarPart, bars
-from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, chart, figure
+from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis, PlotLayer, Rule, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
 from tilemesh.report.rounds import MOST_RANKS, draw_rounds, schedule_title
 from tilemesh.report.rows import origin, percent, row_table
@@ -37,7 +38,12 @@ class Panel:
 
     @property
     def title(self) -> str:
-        return f"{self.collective}, {self.ranks} ranks" + (f", {self.buffers} arrays" if self.buffers else "")
+        memory = {"": "", "empty": ", arrays of comm.empty"}.get(self.buffers, f", {self.buffers} arrays")
+        return f"{self.collective}, {self.ranks} ranks{memory}"
+
+    def crossovers(self) -> list[tuple[int, int, str, str]]:
+        """Where the quickest of ours changes: (last size of the one, first of the other, the one, the other)."""
+        return crossovers({name: points for name, points in self.times.items() if name not in ORDER})
 
 
 def render(rows: Sequence[Row], schedules: Sequence[Schedule] = ()) -> str:
@@ -84,15 +90,6 @@ def panels_of(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-def crossovers(times: Mapping[str, SizePoints]) -> list[tuple[int, int, str, str]]:
-    """Where the quickest of ours changes: (last size of the one, first of the other, the one, the other)."""
-    ours = {name: dict(points) for name, points in times.items() if name not in ORDER}
-    sizes = sorted({size for points in ours.values() for size in points})
-    best = [min((n for n in ours if size in ours[n]), key=lambda n, s=size: ours[n][s]) for size in sizes]  # type: ignore[misc]
-    pairs = zip(sizes, sizes[1:], best, best[1:], strict=False)
-    return [(low, high, one, other) for low, high, one, other in pairs if one != other]
-
-
 def verdict(panels: Sequence[Panel]) -> str:
     """How often auto beats native, by how much in the middle, and where most is lost."""
     cells = [
@@ -117,11 +114,16 @@ def verdict(panels: Sequence[Panel]) -> str:
 # ---- drawings --------------------------------------------------------------------------------------------------
 
 
+def drawings(rows: Sequence[Row]) -> list[Drawing]:
+    """Time against size, for each collective, number of ranks and kind of memory."""
+    return [replace(over_size(panel), title=panel.title) for panel in panels_of(rows)]
+
+
 def _panel(panel: Panel) -> Html:
-    return el("div", over_size(panel), where_it_went(panel), class_="pair")
+    return el("div", over_size(panel).show(), where_it_went(panel), class_="pair")
 
 
-def over_size(panel: Panel) -> Html:
+def over_size(panel: Panel) -> Drawing:
     """Seconds against bytes, both logarithmic; upright lines where the quickest of ours changes."""
     names = [*(name for name in ORDER if name in panel.times), *(name for name in panel.times if name not in ORDER)]
     values = [value for points in panel.times.values() for _, value in points]
@@ -138,7 +140,7 @@ def over_size(panel: Panel) -> Html:
         colour = colours.get(name, free[place % len(free)])
         dashed = name == "limit" or (name in others and place >= len(free))
         layers.append(Line(name, list(panel.times[name]), colour, dashed=dashed, dots=name in ("auto", "native")))
-    crossed = crossovers(panel.times)
+    crossed = panel.crossovers()
     layers += [Rule("", math.sqrt(low * high), 6, upright=True) for low, high, _, _ in crossed]
     words = "; ".join(
         f"{b} overtakes {a} between {format_bytes(low)} and {format_bytes(high)}" for low, high, a, b in crossed
@@ -151,7 +153,7 @@ def over_size(panel: Panel) -> Html:
         for size in sizes
     ]
     table = PageTable(["bytes", *names], rows, [x.place(size) for size in sizes])
-    return chart("Time against size", f"Among ours {words}." if words else "", Plot(x, y, layers, height=320), table)
+    return Drawing("Time against size", f"Among ours {words}." if words else "", Plot(x, y, layers, height=320), table)
 
 
 def where_it_went(panel: Panel) -> Html:

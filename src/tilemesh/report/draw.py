@@ -17,8 +17,7 @@ from tilemesh.report.html import Child, Html, el, join
 SPAN = 1000  # units of the drawing across and up
 _NICE = (1, 2, 2.5, 5, 10)
 _MARK_ROWS, _MARK_WIDTH = 3, 0.045  # rows of signs above a plot, and a sign's share of a narrow one
-BACK_FROM = 0.8
-"""Notes from here on stand at the left of their place."""
+NAMES_FIT = 100  # letters of names beside each other below a plot
 
 Format = Callable[[float], str]
 T = TypeVar("T")
@@ -37,15 +36,29 @@ class PlotAxis:
     """Only whole numbers get a tick."""
     binary: bool = False
     """Ticks at round numbers of KiB, MiB, GiB."""
+    names: Sequence[str] = ()
+    """Instead of numbers: places 0, 1, 2, … each with its name."""
+
+    @classmethod
+    def of_names(cls, names: Sequence[str], words: str) -> PlotAxis:
+        return cls(-0.5, len(names) - 0.5, words, lambda place: names[round(place)], names=names)
 
     def place(self, value: float) -> float:
         low, high = self._scaled(self.low), self._scaled(self.high)
         return 0.5 if low == high else (self._scaled(value) - low) / (high - low)
 
+    def value(self, place: float) -> float:
+        """What lies at a fraction of the way."""
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        scaled = low + place * (high - low)
+        return 10.0**scaled if self.log else scaled
+
     def _scaled(self, value: float) -> float:
         return math.log10(value) if self.log else value
 
     def ticks(self, about: int = 5) -> list[float]:
+        if self.names:
+            return [float(place) for place in range(len(self.names))]
         if self.log:
             return _log_ticks(self.low, self.high, self.binary)
         width = (self.high - self.low) / max(1, about)
@@ -124,11 +137,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Note:
-    """A word at a place of the plot."""
+    """A word beside a place of the plot: at its right, or at its left."""
 
     x: float
     y: float
     text: str
+    at_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,19 @@ class Plot:
     height: int = 260
     shaded: Sequence[tuple[float, float, str]] = field(default_factory=tuple)
     """Stretches of x where nothing is known, with the reason."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart as a value: part of a page (`show`) or a picture of its own (`picture.svg`)."""
+
+    title: str
+    words: str
+    plot: Plot
+    table: PageTable
+
+    def show(self, *, wide: bool = False) -> Html:
+        return chart(self.title, self.words, self.plot, self.table, wide=wide)
 
 
 def chart(title: str, words: Child, plot: Plot, table: PageTable | None, *, wide: bool = False) -> Html:
@@ -230,15 +257,16 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     for layer in plot.layers:
         shapes += _shapes(layer, x, y)
     texts = [el("span", y.show(tick), class_="ty", style=f"top:{_up(y, tick) / SPAN:.2%}") for tick in y_ticks]
+    kind = "tx slant" if is_slanted(x) else "tx"
     texts += [
-        el("span", x.show(tick), class_="tx" if stays else "tx less", style=f"left:{x.place(tick):.2%}")
+        el("span", x.show(tick), class_=kind if stays else "tx less", style=f"left:{x.place(tick):.2%}")
         for tick, stays in _thinned(x_ticks, x)
     ]
     texts += [
         el(
             "span",
             one.text,
-            class_="note" if x.place(one.x) < BACK_FROM else "note back",
+            class_="note back" if one.at_left else "note",
             style=f"left:{x.place(one.x):.2%};top:{_up(y, one.y) / SPAN:.2%}",
         )
         for one in plot.layers
@@ -269,6 +297,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
     )
     reading = el("output", class_="reading", aria_live="polite") if cursor else None
     left = max((len(y.show(tick)) for tick in y_ticks), default=1)  # letters that the words at the side need
+    names = f"--names:{max(len(name) for name in x.names)};" if is_slanted(x) else ""  # and those below
     return el(
         "div",
         el("div", y.words, class_="ylabel"),
@@ -276,7 +305,7 @@ def _plot(title: str, plot: Plot, cursor: bool) -> Html:
         el("div", x.words, class_="xlabel"),
         reading,
         class_="chart marked" if marks else "chart",
-        style=f"--left:{left};--rows:{1 + max((row for _, _, row in marks), default=0)}",
+        style=f"{names}--left:{left};--rows:{1 + max((row for _, _, row in marks), default=0)}",
     )
 
 
@@ -295,11 +324,18 @@ def _in_rows(marks: Sequence[EventMark], x: PlotAxis) -> list[tuple[EventMark, f
 
 
 def _thinned(ticks: Sequence[float], x: PlotAxis) -> list[tuple[float, bool]]:
-    """Ticks with room for their words on a wide page, and whether they stay on a narrow one."""
+    """Ticks with room for their words on a wide page, and whether they stay on a narrow one; slanted ones always do."""
+    if is_slanted(x):
+        return [(tick, True) for tick in ticks]
     shown = max((len(x.show(tick)) for tick in ticks), default=1)
     kept = ticks[:: -(-len(ticks) // max(2, 80 // (shown + 2)))]
     every = -(-len(kept) // max(2, 34 // (shown + 2)))
     return [(tick, index % every == 0) for index, tick in enumerate(kept)]
+
+
+def is_slanted(x: PlotAxis, width: float = 1.0) -> bool:
+    """Whether names are written at an angle: where they do not fit beside each other in this share of a wide page."""
+    return sum(len(name) + 2 for name in x.names) > NAMES_FIT * width
 
 
 def _across(x: PlotAxis, value: float) -> float:
@@ -324,12 +360,12 @@ def _shapes(layer: PlotLayer, x: PlotAxis, y: PlotAxis) -> list[Html]:
 def _line(layer: Line, x: PlotAxis, y: PlotAxis) -> list[Html]:
     made = []
     if layer.band:
-        for shaded in _runs(layer.band):
+        for shaded in runs(layer.band):
             top = "L".join(f"{_across(x, at):.1f},{_up(y, high):.1f}" for at, _, high in shaded)
             back = "L".join(f"{_across(x, at):.1f},{_up(y, low):.1f}" for at, low, _ in reversed(shaded))
             made.append(el("path", class_=f"f{layer.colour} band", d=f"M{top}L{back}Z"))
     path, single = [], []
-    for run in _runs([None if value is None else (at, value) for at, value in layer.points]):
+    for run in runs([None if value is None else (at, value) for at, value in layer.points]):
         points = [f"{_across(x, at):.1f},{_up(y, value):.1f}" for at, value in run]
         path.append("M" + "L".join(points))
         if len(points) == 1 or layer.dots:
@@ -354,7 +390,7 @@ def _dots(layer: Dots, x: PlotAxis, y: PlotAxis) -> list[Html]:
     return made
 
 
-def _runs(values: Iterable[T | None]) -> list[list[T]]:
+def runs(values: Iterable[T | None]) -> list[list[T]]:
     """Stretches between the Nones."""
     found: list[list[T]] = [[]]
     for value in values:

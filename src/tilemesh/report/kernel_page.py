@@ -1,4 +1,4 @@
-"""The page of a kernel's bench: the roofline, speedups over the peers, times by case, and what the tuner tried.
+"""The page of a kernel's bench: rates and roofline, speedups over the peers, times by case, and what the tuner tried.
 
 Rows of any other bench or of a calibration have the same page without a roofline.
 """
@@ -11,27 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilemesh.core.units import format_rate, format_seconds
+from tilemesh.core.units import format_seconds
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import equal
 from tilemesh.measure.table import format_value
 from tilemesh.report.bars import Bar, BarPart, bars, heat
-from tilemesh.report.draw import BACK_FROM, Dots, Line, Note, PageTable, Plot, PlotAxis, PlotLayer, chart, figure
+from tilemesh.report.draw import PageTable, figure
 from tilemesh.report.html import Child, Html, el, join, page, tied
+from tilemesh.report.kernel_charts import (
+    RowWork,
+    best_peer,
+    case_name,
+    is_kernel_time,
+    kernel_times,
+    peers_of,
+    rates,
+    roofline,
+)
 from tilemesh.report.rows import origin, percent, row_table
 
 BUILT_IN = ("library", "torch")
 """Kinds of a trial that are not ours to tune."""
-NO_PEERS = ("a @ b alone",)
-"""Columns that compute less than ours: shown, never counted as a peer."""
-
-
-@dataclass(frozen=True)
-class RowWork:
-    """What a row's problem needs whoever computes it."""
-
-    flops: float
-    nbytes: float
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,18 @@ def trial_line(trial: TimedConfig) -> str:
 
 def render(rows: Sequence[Row], work: Sequence[RowWork | None], trials: Sequence[TimedConfig] = ()) -> str:
     """`work` has one for each row. Kernel time is drawn; call time stands in the table."""
-    pairs = [
-        (row, need)
-        for row, need in zip(rows, work, strict=True)
-        if row.measured is not None and row.case.get("time", "kernel") == "kernel"
-    ]
+    pairs = kernel_times(rows, work)
     names = list(dict.fromkeys(row.name for row in rows))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     title = f"{shown} on {rows[0].machine}" if rows else "What a tuner tried"
-    drawn = [row for row, _ in pairs]
+    drawn = [row for row in rows if row.measured is not None and is_kernel_time(row)]
     lead = _lead(rows)
     body = join(
         el("h1", title),
         el("p", tied(verdict(drawn) if drawn else tuned(trials)), class_="verdict") if drawn or trials else None,
         el("h2", "Against the machine's limit") if any(row.limit for row in drawn) else None,
-        roofline(pairs) if any(need for _, need in pairs) else limits(drawn),
+        el("div", *(drawing.show() for drawing in rates(pairs)), class_="pair") if pairs else None,
+        roofline(pairs).show(wide=True) if pairs else limits(drawn),
         el("h2", "Against the peers") if drawn else None,
         speedups(drawn) if drawn else None,
         by_case(drawn) if drawn else None,
@@ -102,77 +99,21 @@ def verdict(rows: Sequence[Row]) -> str:
         timed.sort(key=lambda one: one[0])
         parts.append(f"median {percent(timed[len(timed) // 2][0])} of the limit")
         least, worst = timed[0]
-        which, gain = worst.case.get("shape") or _name(worst), percent(1 - least)
+        which, gain = worst.case.get("shape") or case_name(worst), percent(1 - least)
         parts.append(f"the largest saving is {which}, at most {gain} of its time")
     words = "; ".join(parts) or "nothing to compare with"
     return f"{words[0].upper()}{words[1:]}."
-
-
-def peers_of(row: Row) -> dict[str, float]:
-    return {name: factor for name, factor in row.speedup.items() if name not in NO_PEERS}
 
 
 def _factor(row: Row) -> float:
     return min(peers_of(row).values())
 
 
-def _best_peer(row: Row) -> str:
-    found = peers_of(row)
-    return min(found, key=lambda name: found[name])
-
-
 def _is_equal(row: Row) -> bool:
-    return row.measured is not None and equal(row.measured, row.peers[_best_peer(row)])
-
-
-def _name(row: Row) -> str:
-    if "shape" in row.case:
-        return f"{row.case['shape']} {row.case.get('dtype', '')}".strip()
-    return " ".join([row.name, *(_part(key, value) for key, value in row.case.items() if key != "by")])
-
-
-def _part(key: str, value: object) -> str:
-    if isinstance(value, bool):
-        return key if value else f"not {key}"
-    return f"{value} {key}" if isinstance(value, int) else str(value)
+    return row.measured is not None and equal(row.measured, row.peers[best_peer(row)])
 
 
 # ---- drawings --------------------------------------------------------------------------------------------------
-
-
-def roofline(pairs: Sequence[tuple[Row, RowWork | None]]) -> Html:
-    """FLOP/s against FLOPs a byte, ours and the best peer, under the limit."""
-    ours, theirs, roof, rows, labels, places = [], [], [], [], [], []
-    for row, need in sorted(pairs, key=lambda pair: pair[1].flops / pair[1].nbytes if pair[1] else 0.0):
-        if need is None or row.measured is None:
-            continue
-        x = need.flops / need.nbytes
-        reached = need.flops / row.measured.median
-        ours.append((x, reached))
-        labels.append(_name(row))
-        best = _best_peer(row) if peers_of(row) else None
-        peer = need.flops / row.peers[best].median if best else None
-        if peer:
-            theirs.append((x, peer))
-        if row.limit:
-            roof.append((x, need.flops / row.limit))
-        rows.append([_name(row), f"{x:.3g}", format_rate(reached, "FLOP/s"),
-                     format_rate(peer, "FLOP/s") if peer else "–", best or "–",
-                     percent(row.of_limit) if row.of_limit is not None else "–"])  # fmt: skip
-        places.append(x)
-    ys = [y for _, y in [*ours, *theirs, *roof]]
-    x_axis = PlotAxis(min(places) / 1.5, max(places) * 1.6, "FLOPs a byte", "{:g}".format, log=True)
-    y_axis = PlotAxis(min(ys) / 1.4, max(ys) * 1.4, "FLOP/s", lambda value: format_rate(value, "FLOP/s"), log=True)
-    layers: list[PlotLayer] = [
-        Line("limit", _hull(roof), 6),
-        Dots("best peer", theirs, 1, 10, hollow=True),
-        Dots("ours", ours, 0, 10, words=labels),
-        *_notes(ours, theirs, labels, x_axis, y_axis),
-    ]
-    head = ["shape", "FLOPs a byte", "ours", "best peer", "which", "of limit"]
-    table = PageTable(head, rows, [x_axis.place(x) for x in places])
-    words = "Kernel time. The height between dot and ring is what fusing and tuning gained."
-    return chart("Roofline", words, Plot(x_axis, y_axis, layers, height=420), table, wide=True)
 
 
 def limits(rows: Sequence[Row]) -> Html | None:
@@ -181,49 +122,12 @@ def limits(rows: Sequence[Row]) -> Html | None:
     if not known:
         return None
     items = [
-        Bar(_name(row), [BarPart(share, 0, percent(share), percent(share))], percent(share)) for row, share in known
+        Bar(case_name(row), [BarPart(share, 0, percent(share), percent(share))], percent(share)) for row, share in known
     ]
-    rows_ = [[_name(row), percent(share, 1)] for row, share in known]
+    rows_ = [[case_name(row), percent(share, 1)] for row, share in known]
     longest = max(1.0, *(share for _, share in known))
     drawn = bars(items, most=longest)
     return figure("Of the limit", "100 % is the limit.", drawn, PageTable(["what", "of the limit"], rows_), wide=True)
-
-
-def _hull(roof: Sequence[tuple[float, float]]) -> list[tuple[float, float | None]]:
-    """The limit as one line: of shapes with the same intensity the highest, never falling."""
-    made: list[tuple[float, float | None]] = []
-    highest = 0.0
-    for x, y in sorted(roof):
-        highest = max(highest, y)
-        made.append((x, highest))
-    return made
-
-
-_LETTER, _LINE, _DOT = 0.0105, 0.045, 0.012  # of a plot: a letter's width where names are shown at all, a line, a dot
-
-
-def _notes(
-    points: Sequence[tuple[float, float]],
-    others: Sequence[tuple[float, float]],
-    labels: Sequence[str],
-    x: PlotAxis,
-    y: PlotAxis,
-) -> list[Note]:
-    """Names beside the dots that have room for one, free of dots and of other names; the others are in the table."""
-    dots = [(x.place(at), y.place(value)) for at, value in [*points, *others]]
-    taken: list[tuple[float, float, float]] = []  # from, to, height
-    made = []
-    for (at, value), label in zip(points, labels, strict=True):
-        name, here, up = label.split(" ")[0], x.place(at), y.place(value)
-        width = _LETTER * len(name)
-        begin = here + _DOT if here < BACK_FROM else here - _DOT - width
-        end = begin + width
-        on_dot = any(begin - _DOT / 2 < a < end + _DOT / 2 and abs(up - b) < _LINE / 2 + _DOT for a, b in dots)
-        on_name = any(begin < b and a < end and abs(up - c) < _LINE for a, b, c in taken)
-        if not (on_dot or on_name):
-            made.append(Note(at, value, name))
-            taken.append((begin, end, up))
-    return made
 
 
 def speedups(rows: Sequence[Row]) -> Html:
@@ -237,12 +141,12 @@ def speedups(rows: Sequence[Row]) -> Html:
         words = f"{factor:.2f}×{' =' if same else ''}"
         items.append(
             Bar(
-                _name(row),
-                [BarPart(factor, colour, f"{_name(row)}: {words} {_best_peer(row)}", words)],
-                _best_peer(row),
+                case_name(row),
+                [BarPart(factor, colour, f"{case_name(row)}: {words} {best_peer(row)}", words)],
+                best_peer(row),
             )
         )
-        table.append([_name(row), words, _best_peer(row)])
+        table.append([case_name(row), words, best_peer(row)])
     kinds = [("faster", 2), ("equal", 6), ("slower", 1)]
     drawn = bars(items, kinds=kinds) if items else el("p", "No peer was run.")
     return figure("Speedup over the best peer", "1.00× is the peer; equal is within 2 % or overlapping spreads.", drawn,
@@ -264,7 +168,7 @@ def by_case(rows: Sequence[Row]) -> Html:
             Bar(name, [BarPart(value, _COLOURS.get(name, 6), name)], format_value(value, row.unit))
             for name, value in found.items()
         ]
-        groups.append(el("div", el("h3", _name(row)), bars(items)))
+        groups.append(el("div", el("h3", case_name(row)), bars(items)))
     return el("details", el("summary", "Ours, every peer and the limit, by case"), el("div", *groups, class_="pair"))
 
 

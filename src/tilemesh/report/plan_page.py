@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import build
-from tilemesh.core.step.simulate import Slot, StepTimes, simulate
+from tilemesh.core.step.simulate import Slot, simulate
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.memory import RankMemory
@@ -200,9 +200,8 @@ def simulated(result: SearchResult, best: Prediction) -> tuple[StepProgram, tupl
     few = min(plan.accumulation, rounds * plan.pp)
     estimator = result.estimator()
     chunks = estimator.chunk_times(plan)
-    schedule = build(plan.schedule, plan.pp, few, plan.interleave)
-    times = StepTimes(chunks.forward_s, chunks.backward_s, [0.0] * len(chunks.backward_s))
-    found = simulate(schedule, times, keep_slots=True)
+    schedule = build(plan.schedule, plan.pp, few, plan.interleave if plan.interleave > 1 else None, plan.slices)
+    found = simulate(schedule, chunks.step_times, keep_slots=True)
     return schedule, found.slots, found.total_s
 
 

@@ -101,6 +101,8 @@ class FinishReason(enum.StrEnum):
     """An end token, a stop token or a stop string."""
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """The engine failed to compute it."""
 
 
 @dataclass(eq=False, slots=True)

@@ -43,7 +43,7 @@ class ServeLimits:
     running: int = 64
     """The most requests that have pages."""
     waiting: int = 1024
-    """The most requests that have none; more are refused."""
+    """The most requests beside those; more are refused."""
     swap_pages: int = 0
     """Pages in the CPU's memory for preempted requests; where they are used up, a request is computed again."""
     share_prefixes: bool = True
@@ -66,8 +66,8 @@ class ServeLimits:
 
     @property
     def sequence_tokens(self) -> int:
-        """The most tokens that one request may have in all: the last token of an output needs no page."""
-        return min(self.context, self.pages * self.page_tokens + 1)
+        """The most tokens that one request may have in all: the last one of an output needs neither place nor page."""
+        return min(self.context, self.pages * self.page_tokens) + 1
 
 
 @dataclass(frozen=True)
@@ -147,26 +147,27 @@ class Scheduler:
         """Refuse a request that can never run; returns the most tokens that its output may have."""
         most = self.limits.sequence_tokens
         held = f"the context is {self.limits.context} tokens"
-        if most < self.limits.context:
-            held = f"{self.limits.pages} pages of {self.limits.page_tokens} tokens hold no longer sequence than {most}"
+        if most <= self.limits.context:
+            held = f"{self.limits.pages} pages hold {self.limits.pages * self.limits.page_tokens} tokens"
         if prompt == 0:
-            raise UsageError("an empty prompt: give at least one token")
+            raise UsageError("an empty prompt: give at least one character or token")
         if prompt >= most:
             raise UsageError(f"the prompt has {prompt} tokens and {held}: give at most {most - 1}")
         if max_tokens is not None and prompt + max_tokens > most:
             raise UsageError(
-                f"a prompt of {prompt} tokens and max_tokens of {max_tokens} are {prompt + max_tokens}, and {held}: "
-                f"set max_tokens to at most {most - prompt}"
+                f"a prompt of {prompt} tokens and max_tokens of {max_tokens}, and {held}: set max_tokens to at most "
+                f"{most - prompt}"
             )
         return most - prompt if max_tokens is None else max_tokens
 
-    def has_room(self, requests: int = 1) -> bool:
-        return len(self.waiting) + requests <= self.limits.waiting
+    def has_room(self) -> bool:
+        """Whether another request may come. Those that will run at once count like those that wait."""
+        return len(self.waiting) + len(self.running) < self.limits.waiting + self.limits.running
 
     def add(self, request: ServeRequest) -> None:
         self.check(request.prompt, request.max_tokens)
         if not self.has_room():
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting: ask again later")
+            raise QueueFullError(f"{len(self.waiting) + len(self.running)} requests are there already: ask again later")
         self._arrivals += 1
         request.rank = (self.step + request.priority * self.limits.patience, self._arrivals)
         bisect.insort(self.waiting, request, key=_rank)

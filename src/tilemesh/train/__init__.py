@@ -1,7 +1,7 @@
 """Training: the loop, its data, its checkpoints and its faults. Names here load when first used.
 
-`fit(config)` trains; `load_config(...)` makes a config from a preset, a file and settings; `fit(config,
-on_event=Shown())` prints what happens meanwhile.
+`fit(config)` trains; `preview(config)` says what it would do; `load_config(...)` makes a config from a preset, a file
+and settings; `fit(config, on_event=Shown())` prints what happens meanwhile.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from tilemesh.train.config import TrainConfig
     from tilemesh.train.job import fit
     from tilemesh.train.load import load as load_config
+    from tilemesh.train.preview import Preview, preview
     from tilemesh.train.progress import Shown
     from tilemesh.train.result import RanksFailedError, Result, WeightsLostError
-    from tilemesh.train.sampling import generate
 
 _WHERE = {
     "RanksFailedError": ("tilemesh.train.result", "RanksFailedError"),
@@ -24,11 +24,22 @@ _WHERE = {
     "Shown": ("tilemesh.train.progress", "Shown"),
     "TrainConfig": ("tilemesh.train.config", "TrainConfig"),
     "fit": ("tilemesh.train.job", "fit"),
-    "generate": ("tilemesh.train.sampling", "generate"),
+    "Preview": ("tilemesh.train.preview", "Preview"),
+    "preview": ("tilemesh.train.preview", "preview"),
     "load_config": ("tilemesh.train.load", "load"),
 }
 
-__all__ = ["RanksFailedError", "Result", "Shown", "TrainConfig", "WeightsLostError", "fit", "generate", "load_config"]
+__all__ = [
+    "Preview",
+    "RanksFailedError",
+    "Result",
+    "Shown",
+    "TrainConfig",
+    "WeightsLostError",
+    "fit",
+    "load_config",
+    "preview",
+]
 
 
 def __getattr__(name: str) -> Any:

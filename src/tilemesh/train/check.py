@@ -23,13 +23,13 @@ from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards,
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import usable_gpus
-from tilemesh.model.config import ModelConfig
-from tilemesh.model.families import read_config
+from tilemesh.model.config import check_written_model, unlike
+from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
-from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run, unlike
+from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
 
 _COUNT = Range(1)
 _COUNT_OR_NONE = Range(0)
@@ -99,6 +99,12 @@ def _check_plan(made: TrainConfig) -> None:
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}")
+    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
+        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
+        raise UsageError(
+            f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
+            "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
+        )
 
 
 def check_machine(made: TrainConfig) -> None:
@@ -108,9 +114,8 @@ def check_machine(made: TrainConfig) -> None:
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
     if membership() is None and made.plan.world > most:
         raise UsageError(
-            f"a plan of {made.plan.world} ranks (dp {made.plan.dp} x tp {made.plan.tp}) on a machine with "
-            f"{available_cores()} cores: at most {most} are started here; set plan.dp and plan.tp lower, or start them "
-            "with mpiexec or srun"
+            f"a plan of {made.plan.world} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
+            f"most {most} are started here; set plan.dp and plan.tp lower, or start them with mpiexec or srun"
         )
     fallback = made.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
@@ -126,6 +131,10 @@ def check_machine(made: TrainConfig) -> None:
             f"model.vocabulary is {made.model.vocabulary} and text is read as bytes: set model.vocabulary={_BYTES}, or "
             f"data.tokenizer, or a folder of {SHARD_SUFFIX} shards"
         )
+
+
+def _axes_words(made: TrainConfig) -> str:
+    return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items())
 
 
 def _check_length(made: TrainConfig) -> None:
@@ -164,17 +173,6 @@ def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")
 
 
-def check_written_model(manifest: Manifest, model: ModelConfig, run: str | Path) -> None:
-    """Refuse a checkpoint whose weights are not those of the model that the run's configuration describes."""
-    told = manifest.written_by.get(MODEL)
-    different = unlike(told, model) if isinstance(told, dict) else []
-    if different:
-        raise UsageError(
-            f"{Path(run) / CONFIG} is not the configuration that step {manifest.step} was written with: "
-            f"{'; '.join(f'model.{words}' for words in different)}; put it back"
-        )
-
-
 def _check_checkpoints(run: Path, made: TrainConfig) -> None:
     """Refuse a configuration that was edited into another model's, and a run without one manifest that can be read.
 
@@ -183,7 +181,8 @@ def _check_checkpoints(run: Path, made: TrainConfig) -> None:
     folder, broken = run / CHECKPOINTS, []
     for _, path in checkpoints(folder):
         try:
-            check_written_model(Manifest.read(path), made.model, run)
+            manifest = Manifest.read(path)
+            check_written_model(manifest.written_by.get(MODEL), manifest.step, made.model, run / CONFIG)
             return
         except DamagedError:
             broken.append(path.name)

@@ -33,85 +33,99 @@ NO_GRAPH = (
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How weights move. The rate warms up in a line, then follows half a cosine down to `lr_end`."""
+    """The optimizer and its learning rate, which warms up linearly and then follows half a cosine down to `lr_end`."""
 
     name: Literal["adamw", "sgd"] = "adamw"
+    """Which optimizer: AdamW (decoupled weight decay) or SGD with momentum."""
     lr: float = 1e-3
+    """The learning rate after the warm-up, the largest of the run."""
     lr_end: float = 0.1
-    """The last rate, as a fraction of `lr`."""
+    """The learning rate of the last step, as a fraction of `lr`."""
     warmup: int = 10
-    """Steps until the full rate."""
+    """Steps of linear warm-up until the learning rate is `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """For adamw: how much of the running mean of gradients, and of their squares, is kept per step."""
     epsilon: float = 1e-8
+    """For adamw: added to the denominator, the root of the mean square."""
     momentum: float = 0.9
-    """Of sgd."""
+    """For sgd: how much of the previous update is kept; 0 is plain SGD, without state."""
     weight_decay: float = 0.1
-    """On matrices alone: biases and norms have none."""
+    """Weight decay of matrices and embedding tables; biases and norms have none."""
     clip: float = 1.0
-    """Largest norm of the whole model's gradient; 0 leaves it as it is."""
+    """Largest norm of the whole model's gradient, which is scaled down to it; 0: gradients are not clipped."""
     fused: bool | None = None
-    """One kernel for all weights, where torch has one; none decides by device."""
+    """Whether one kernel updates all weights, where torch has one; none: decided by the device."""
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long, how much at a time, and how strictly."""
+    """The training loop: how many steps, how large a batch, on which device."""
 
     steps: int = 100
+    """Optimizer steps of the run."""
     batch: int = 0
-    """Sequences in a step over all ranks; 0: what the plan says."""
+    """Sequences per step over all ranks; 0: plan.dp x plan.microbatch x plan.accumulation."""
     context: int = 0
-    """Tokens in a sequence; 0: the model's."""
+    """Tokens per sequence, at most model.context; 0: model.context."""
     seed: int = 0
+    """Decides the first weights, the order of the data and dropout."""
     deterministic: bool = False
-    """On a GPU only operations that give the same bits each time (a CPU always does)."""
+    """On a GPU, only operations that give the same bits each time; on a CPU all of them do."""
     compile: bool | Literal["layers"] = False
-    """Through torch.compile: the whole step as one piece, or `layers`: one layer, whose code all others share, which
-    takes a fraction of the time to the first step."""
+    """Whether torch.compile compiles the model; `layers`: one layer, whose code all layers share, so that the first
+    step comes sooner."""
     graph: bool | None = None
-    """On one GPU alone, a step as one CUDA graph, which Python launches at once; none: wherever that can be done and
-    leaves memory for held-out text."""
+    """On a single GPU, whether a step is captured as one CUDA graph and replayed; none: wherever that is possible and
+    leaves memory for evaluation."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Who computes projections with their activations, attention, the embedding, norms with the addition before them,
-    the loss from the last activations, and on a GPU AdamW's steps; auto: on a GPU tilemesh's kernels for AdamW and,
-    under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, else for
-    projections; torch for everything else."""
+    """Whose kernels compute projections with their activations, attention, the embedding, norms with the addition
+    before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU tilemesh's for AdamW
+    and, under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, without
+    it for projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: on the GPUs where there are any, else on the CPU."""
     timeout_s: float = 60.0
-    """How long a rank may wait for another before the watchdog ends the job."""
+    """Seconds that a rank may wait for another before the watchdog ends the job."""
     trace_steps: int = 20
-    """Steps that are recorded span by span, the first ones of each attempt; 0 records none."""
+    """Steps that are traced, the first ones of each start; 0: none."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """When the weights and the optimizer's state are saved, and how many checkpoints are kept."""
+
     every: int = 50
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
-    """How many of the newest stay."""
+    """How many of the newest checkpoints are kept."""
     background: bool = True
-    """Write from a snapshot while training goes on."""
+    """Whether a checkpoint is written in the background from a copy in memory, while training goes on."""
     fallback_dir: Path | None = None
-    """Where the last checkpoint goes if it cannot be written into the run's folder: a run's folder is made there."""
+    """Folder for the last checkpoint where it cannot be written into the run's own: a run's folder is made there."""
     retry_s: float = 60.0
-    """How long a last checkpoint that cannot be written is tried again, so that somebody can make room."""
+    """Seconds for which a last checkpoint that cannot be written is tried again, so that somebody can make room."""
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    """When the loss on held-out text is measured."""
+
     every: int = 50
-    """Steps between looks at held-out text; 0: only at the end."""
+    """Steps between two evaluations on held-out text; 0: only at the end."""
     sequences: int = 32
-    """Held-out sequences looked at each time, the same ones."""
+    """Held-out sequences that are evaluated each time, always the same ones; 0: none."""
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The text a finished run shows."""
+    """The text that the trained model writes at the end of a run."""
 
     prompt: str = "def "
+    """What the text begins with."""
     tokens: int = 160
+    """How many tokens are generated; 0: no text."""
     temperature: float = 0.7
+    """Of the sampling: 0 always takes the most likely token, 1 samples from the model's own probabilities."""
 
 
 @dataclass(frozen=True)
@@ -211,13 +225,3 @@ def of_run(folder: str | Path) -> TrainConfig:
 
 def from_toml(text: str, source: str = CONFIG) -> TrainConfig:
     return config.from_dict(TrainConfig, config.parse_toml(text, source), source)
-
-
-def unlike(there: Mapping[str, Any], here: ModelConfig) -> list[str]:
-    """What keeps the weights of one model from being the other's, in words: all but dropout and context."""
-    ours = config.to_dict(here)
-    return [
-        f"{name} is {value} there and {ours.get(name)} here"
-        for name, value in there.items()
-        if value != ours.get(name) and name not in ("dropout", "context")
-    ]

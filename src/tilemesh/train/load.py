@@ -18,8 +18,9 @@ from tilemesh.core import config
 from tilemesh.core.errors import Argument, UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
+from tilemesh.core.step.book import microbatches_of
 from tilemesh.model.config import PRESETS as MODELS
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.train.check import RANGES, check_init, check_resumed, check_types, check_values
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 
@@ -42,7 +43,12 @@ class _Start:
         return key in self.told or key in self.written
 
     def plan(self, **changes: Any) -> _Start:
-        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=_changed(self.made.plan, **changes)))
+        if changes.get("pp", self.made.plan.pp) != self.made.plan.pp and "plan.chunk_layers" not in self.told:
+            changes["chunk_layers"] = ()
+        made = _changed(self.made.plan, **changes)
+        if made.dp == 1 and "plan.zero" not in self.told:  # nobody is left to share with
+            made = dataclasses.replace(made, zero=0, zero_group=0)
+        return dataclasses.replace(self, made=dataclasses.replace(self.made, plan=made))
 
 
 def load(
@@ -198,8 +204,10 @@ def _spread(start: _Start, ranks: int, gpus: int) -> _Start:
 
 
 def _changed(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
-    """A plan with other axes; sequence parallelism ends with tensor parallelism."""
-    tp = changes.get("tp", plan.tp)
+    """A plan with other axes; sequence parallelism ends with tensor parallelism, and a schedule with the pipeline."""
+    tp, pp = changes.get("tp", plan.tp), changes.get("pp", plan.pp)
+    if pp == 1 and plan.pp > 1:
+        changes |= {"schedule": "1f1b", "interleave": 1, "slices": 1}
     return dataclasses.replace(plan, **changes, sequence_parallel=plan.sequence_parallel and tp > 1)
 
 
@@ -233,6 +241,11 @@ def _cut_as_said(start: _Start, is_moved: bool) -> TrainConfig:
             f"{made.train.batch}, dp {made.plan.dp}): set a number that divides them, such as "
             f"{_largest_divisor(max(1, rows), made.plan.microbatch)}"
         )
+    elif made.plan.pp > 1 and not keep_accumulation and not says_size and rows:
+        size = _largest_divisor(rows, max(1, rows // _enough_microbatches(made.plan)))
+        made = dataclasses.replace(
+            made, plan=dataclasses.replace(made.plan, microbatch=size, accumulation=rows // size)
+        )
     return _cut(made, keep_accumulation)
 
 
@@ -255,6 +268,12 @@ def _cut(made: TrainConfig, keep_accumulation: bool) -> TrainConfig:
     # As large as the plan allows and the rows divide into: a mesh of other size then changes the cut alone.
     size = _largest_divisor(rows, plan.microbatch)
     return dataclasses.replace(made, plan=dataclasses.replace(plan, microbatch=size, accumulation=rows // size))
+
+
+def _enough_microbatches(plan: ParallelPlan) -> int:
+    """What fills a pipeline of so many stages fairly: two for each, and as many as the schedule takes at least."""
+    least, multiple = microbatches_of(plan.schedule, plan.pp)
+    return max(least, -(-2 * plan.pp // multiple) * multiple)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -32,7 +32,7 @@ class SavedBytes:
     def __init__(self, but: Iterable[Tensor]) -> None:
         self.peak = 0
         self._now = 0
-        self._but = {one.untyped_storage().data_ptr() for one in but}
+        self._but = {_key(one) for one in but}
         self._held: dict[int, int] = {}  # storage: how many saved tensors lie in it
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.give)
 
@@ -42,6 +42,11 @@ class SavedBytes:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
+
+    def now(self, beside: Iterable[Tensor] = ()) -> int:
+        """Bytes kept at this moment, those of other tensors with them."""
+        others = (one for one in beside if one.untyped_storage().data_ptr() not in self._held)
+        return self._now + storage_bytes(others)
 
     def take(self, key: int, nbytes: int) -> None:
         if key in self._but:
@@ -60,13 +65,17 @@ class SavedBytes:
             self._now -= nbytes
 
 
+def _key(tensor: Tensor) -> int:
+    """Of the storage itself: its memory may go and come back elsewhere (ZeRO-3)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 class _Kept:
     """A tensor in autograd's hands: when autograd lets go of this, it has let go of the tensor."""
 
     def __init__(self, saved: SavedBytes, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
-        storage = tensor.untyped_storage()
-        self.key, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.key, self.nbytes = _key(tensor), tensor.untyped_storage().nbytes()
         saved.take(self.key, self.nbytes)
 
     def give(self) -> Tensor:

@@ -12,6 +12,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import settled
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.model.kernels import TORCH
 from tilemesh.model.work.operations import model_flops
@@ -36,7 +37,7 @@ def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
                 raise
             cluster, rates = parse_cluster(f"{config.plan.world}x{device.name}"), None
         code: Code = "compiled" if config.train.compile else "eager"
-        model, plan = config.model, config.plan
+        model, plan = config.model, settled(config.plan, config.model.layers)
         # On a CPU tilemesh's loss is torch's, from logits of all tokens.
         is_chunked = on_gpu and config.kernels_on("cuda").loss != TORCH
         found = predict(

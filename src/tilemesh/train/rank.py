@@ -133,7 +133,7 @@ def train_here(
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.held, config.plan.precision, stepped_by)
+    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -197,13 +197,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     """
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
-    model = Transformer(config.model, seed=config.train.seed, device=device, dtype=dtype, kernels=kernels)
+    # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
+    is_in_chunks = config.plan.pp > 1 or config.plan.zero == 3
+    where = torch.device("meta") if is_in_chunks else device
+    model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
     if late is None:
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
-    laid = lay(model, mesh, config.plan, gradients=way, tokens=config.tokens_per_step)
+    laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
+    if is_in_chunks:
+        laid.initialize(config.train.seed)
     laid.module.train()
     return laid
 
@@ -222,7 +227,8 @@ def _finish(loop: Loop, corpus: Corpus, recorder: Recorder, journal: Journal, ba
             loop.writer.say(f"nothing left to do: all {progress.step} steps are done; for more, set train.steps")
     recorder.at("writing a sample")
     text = None
-    if not loop.interrupted and config.sample.tokens and loop.mesh.dp.index == 0:
+    takes_part = loop.mesh.dp.index == 0 or loop.laid.gathers_weights
+    if not loop.interrupted and config.sample.tokens and takes_part:
         try:
             text = _sample(loop, corpus)
         except RunError as error:  # what was trained stays, whatever it can write

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tilemesh.comm.runtime.observe import WAIT, Note, Observer, Seen
+from tilemesh.core.step.action import Action
 from tilemesh.measure.trace import Trace
 from tilemesh.parallel.mesh import Mesh
 
@@ -41,6 +42,8 @@ class Recorder:
         self._at = at
         self.step = 0
         self.is_in_step = False
+        self.live: Callable[[], int] | None = None
+        """Bytes alive for the step under way, where they are counted."""
         self.seconds: dict[str, float] = {}
         self.moved: dict[tuple[str, str], Moved] = {}
 
@@ -55,6 +58,19 @@ class Recorder:
         with self.trace.span(name, kind=kind, step=self.step):
             yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
+
+    def action(self, action: Action, do: Callable[[], None]) -> None:
+        """An action of a step's list; drawn while steps are traced."""
+        if not self.trace.on:
+            do()
+            return
+        began = time.perf_counter()
+        do()
+        ended = time.perf_counter()
+        details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch}
+        if self.live is not None:
+            details["live"] = self.live()
+        self.trace.add(str(action), began, ended, kind="action", action=action.kind, **details)
 
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""

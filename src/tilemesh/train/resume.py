@@ -18,15 +18,15 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.model.families import read_config
+from tilemesh.model.config import check_written_model, unlike
+from tilemesh.model.families.book import read_config
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
-from tilemesh.runs.manifest import WEIGHT, DamagedError, Manifest, checkpoints, damage
+from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
 from tilemesh.runs.metrics import RESUMED
-from tilemesh.runs.names import CHECKPOINTS, DAMAGED
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.runs.reader import Reader
-from tilemesh.train.check import check_written_model, nothing_whole
-from tilemesh.train.config import unlike
+from tilemesh.train.check import nothing_whole
 
 if TYPE_CHECKING:
     from tilemesh.comm.runtime.communicator import Communicator
@@ -55,9 +55,10 @@ def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
 def restore(loop: Loop, reader: Reader) -> None:
     """Weights, moments, position and loss scale of a checkpoint, whatever layout wrote it."""
     values, step = reader.manifest.values, reader.manifest.step
-    check_written_model(reader.manifest, loop.config.model, loop.folder)
+    manifest = reader.manifest
+    check_written_model(manifest.written_by.get(MODEL), manifest.step, loop.config.model, loop.folder / CONFIG)
     more = {name for name in reader.names if name.startswith(f"{WEIGHT}:")}
-    more -= {f"{WEIGHT}:{name}" for name in loop.optimizer.stepped}
+    more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
     kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
@@ -67,6 +68,7 @@ def restore(loop: Loop, reader: Reader) -> None:
         for name in loop.optimizer.stepped
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
+    loop.laid.gradients.updated()
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
@@ -138,6 +140,8 @@ def _load_hugging_face(loop: Loop, folder: Path) -> None:
     different = unlike(to_dict(read_config(folder)), loop.config.model)
     if different:
         raise UsageError(f"--init {folder} holds another model: {'; '.join(different)}")
-    shards = loop.laid.shards
-    weights = {name: take(shards[name], tensor) for name, tensor in huggingface.read_parameters(folder)}
+    shards = loop.optimizer.shards
+    read = huggingface.read_parameters(folder)
+    weights = {name: take(shards[name], tensor) for name, tensor in read if name in shards}
     loop.optimizer.load_weights(weights)
+    loop.laid.gradients.updated()

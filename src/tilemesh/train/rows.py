@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes
-from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.operations import hardware_flops, model_flops
 from tilemesh.model.work.weights import shard_parameters
 from tilemesh.plan.memory import state_bytes
-from tilemesh.train.bench import TrainComparison
-from tilemesh.train.config import TrainConfig
 from tilemesh.train.predict import calibrated_peak, compute_dtype
 
 TAKING_TURNS = (
     "ranks outnumber cores: a rank's wait for another's turn on its core is measured as exchange and predicted as "
     "computing; the step time has both"
 )
+_STATES_DEPEND_ON = ("dp", "tp", "pp", "zero", "zero_group", "precision")
+"""Fields of a plan that decide how many bytes a rank keeps from step to step."""
 _NO_PEER = "a run has no peer of its own: see `tilemesh bench train`"
 
 
@@ -87,7 +87,9 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
             )
         )  # fmt: skip
     # What a layout must keep is no limit that a run could come close to: activations and temporaries come on top.
-    kept = format_bytes(_least_bytes(model, plan))
+    kept = format_bytes(
+        least_bytes(model, ParallelPlan(**{name: plan[name] for name in _STATES_DEPEND_ON if name in plan}))
+    )
     least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
@@ -103,36 +105,6 @@ def least_exchange_share(found: Mapping[str, Any]) -> float:
     if not ranks:
         return float(found["shares"]["exchange"] + found["shares"]["idle"])
     return min(1.0, *(float(one["exchange_s"] + one["idle_s"]) / float(one["step_s"]) for one in ranks))
-
-
-def bench_rows(
-    config: TrainConfig, found: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
-) -> list[Row]:
-    """Tokens a second, ours beside the peers."""
-    plan, tokens = config.plan, config.tokens_per_step
-    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
-    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
-    peak, why = calibrated_peak(known)
-    flops = model_flops(config.model, config.batch, config.context)
-    guess = predicted.get("step_time_s")
-    missing = dict(found.missing)
-    if guess is None:
-        missing["predicted"] = str(predicted["missing"])
-    if peak is None:
-        missing["limit"] = why
-    if not found.peers and not found.missing:
-        missing["peers"] = "none was asked for"
-    case = {
-        "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
-        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
-        "compiled": bool(config.train.compile),
-    }  # fmt: skip
-    row = Row(
-        name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
-        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
-        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
-    )  # fmt: skip
-    return [row]
 
 
 def _without_measured(row: Row, why: str) -> Row:
@@ -157,7 +129,11 @@ def _datasheet_peak(found: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _least_bytes(model: ModelConfig, plan: Mapping[str, Any]) -> float:
-    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state."""
-    shards = shard_parameters(model, int(plan["tp"]))
-    return float(sum(state_bytes(shards.stage(model.layers, True, True), str(plan["precision"]))))
+def least_bytes(model: ModelConfig, plan: ParallelPlan) -> int:
+    """What a rank must keep whatever it does: its weights, their gradients, the optimiser's state.
+
+    With a pipeline those of the first stage.
+    """
+    layers = plan.chunk_layers[0] if plan.chunk_layers else -(-model.layers // plan.pp)
+    parameters = shard_parameters(model, plan.tp).stage(layers, True, plan.pp == 1)
+    return sum(state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks))

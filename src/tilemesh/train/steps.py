@@ -19,7 +19,8 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
-from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.train.config import NO_GRAPH, TrainConfig
 from tilemesh.train.graph import StepGraph
 from tilemesh.train.memory import SavedBytes, storage_bytes
@@ -62,6 +63,8 @@ class Stepper:
         self.replay: StepGraph | None = None
         if self._replays():
             self.replay = StepGraph(self._move, optimizer.capturing, always=config.train.graph is True)
+        if isinstance(laid, Pipeline):
+            laid.watch_actions(recorder.at, recorder.action)
         self._pace = Pace()
         self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
@@ -93,6 +96,7 @@ class Stepper:
         with recorder.span("optimizer"):
             if not overflowed:
                 self.optimizer.step(self._rate(number), done.divisor)
+                self.gradients.updated()
             self.scale.update(overflowed)
             self._count_gradients()
             self.gradients.clear()
@@ -138,6 +142,11 @@ class Stepper:
 
     def _passes(self, batches: Batch, seed: Tensor | None) -> None:
         """Forward and backward for each microbatch."""
+        if isinstance(self.laid, Pipeline):
+            with self._counted(), self._counted_live(), self.recorder.span("pipeline"):
+                pieces = [StepPiece(tokens, targets, row) for (tokens, targets), row in batches]
+                self.laid.passes(pieces, dropout_seed=seed, scale=self.scale.value)
+            return
         with self._counted():
             for turn, (tensors, row) in enumerate(batches):
                 # Without dropout nothing that changes is handed to a compiled model.
@@ -178,8 +187,23 @@ class Stepper:
             yield
             return
         with SavedBytes(self.laid.module.parameters()) as saved:
+            if isinstance(self.laid, Pipeline):
+                laid = self.laid
+                self.recorder.live = lambda: saved.now(laid.kept())
             yield
+        self.recorder.live = None
         self.activations_bytes = saved.peak
+
+    @contextlib.contextmanager
+    def _counted_live(self) -> Iterator[None]:
+        """On a GPU the allocator counts what the actions of a step hold."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self.device)
+        self.recorder.live = lambda: torch.cuda.memory_allocated(self.device) - before
+        yield
+        self.recorder.live = None
 
     def is_bad(self, loss: float, norm: float) -> bool:
         """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""
@@ -201,7 +225,7 @@ class Stepper:
 
     def _count_gradients(self) -> None:
         if self.gradients_bytes is None:
-            self.gradients_bytes = storage_bytes(one.grad for one in self.laid.module.parameters())
+            self.gradients_bytes = storage_bytes(self.gradients.buffers)
 
     # Data ---------------------------------------------------------------------------------------------------------
 
@@ -220,9 +244,24 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64)
         self.laid.module.eval()
         with self.recorder.span("held-out", "evaluate"):
-            for tensors, _ in self.source.held_out():
-                total, targets = self.objective.held_out(*tensors)
+            for batch in self._held_out():
+                if batch is None:
+                    self.laid.stand_by()
+                    continue
+                total, targets = self.objective.held_out(*batch.tensors)
                 sums += torch.tensor([float(total), float(targets)], dtype=torch.float64) / self.laid.loss_copies
         self.laid.module.train()
         total_sum, targets_sum = self.laid.mesh.comm.all_reduce(sums.numpy()).tolist()
         return float(total_sum / targets_sum) if targets_sum else None
+
+    def _held_out(self) -> Iterator[Microbatch | None]:
+        """This replica's held-out batches; where passes gather weights over replicas, None while others have more."""
+        batches = self.source.held_out()
+        if not self.laid.gathers_weights:
+            yield from batches
+            return
+        while True:
+            batch = next(batches, None)
+            if not self.laid.mesh.comm.max_over_ranks([float(batch is not None)])[0]:
+                return
+            yield batch

@@ -103,10 +103,10 @@ def gather(
 
 def _held(loop: Loop) -> list[float]:
     """Bytes of this rank for each of `HELD`; NaN for what was not seen."""
-    stepper, module = loop.stepper, loop.laid.module
+    stepper, weights = loop.stepper, [mine.tensor for mine in loop.laid.weights().values()]
     gradients, activations = stepper.gradients_bytes, stepper.activations_bytes
     return [
-        storage_bytes([*module.parameters(), *module.buffers()]),
+        storage_bytes([*weights, *loop.laid.module.buffers()]),
         math.nan if gradients is None else gradients,
         storage_bytes(loop.optimizer.kept()),
         math.nan if activations is None else activations,

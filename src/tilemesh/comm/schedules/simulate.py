@@ -9,6 +9,7 @@ nodes of equal size), one period stands for all, so a ring of thousands of ranks
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -172,3 +173,13 @@ def _parts(step: Step, ranks: int) -> list[tuple[int, int, int]]:
         return [(rank, peer, slots) for rank, (peer, slots) in pairs if peer != NOBODY and slots > 0]
     some = [(rank, step.peer[rank], step.count[rank]) for rank in range(ranks)]
     return [part for part in some if part[1] != NOBODY and part[2] > 0]
+
+
+def crossovers(times: Mapping[str, Sequence[tuple[int, float]]]) -> list[tuple[int, int, str, str]]:
+    """Where the quickest changes: (last size of the one, first size of the other, the one, the other)."""
+    sizes = sorted({size for points in times.values() for size, _ in points})
+    best = []
+    for size in sizes:
+        here = {name: dict(points)[size] for name, points in times.items() if size in dict(points)}
+        best.append(min(here, key=lambda name: here[name]))
+    return [(sizes[i], sizes[i + 1], best[i], best[i + 1]) for i in range(len(sizes) - 1) if best[i] != best[i + 1]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.step.action import StepProgram
+from tilemesh.core.step.placement import ChunkPlacement, loop, two_ways, vee
 from tilemesh.core.step.schedules import breadth_first, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from tilemesh.core.step.slices import terapipe
 from tilemesh.core.step.two_ways import chimera, dual_pipe, dual_pipe_v
@@ -24,6 +26,16 @@ _TWO_CHUNKS: dict[str, _Maker] = {
 _BOTH_WAYS: dict[str, _Maker] = {"dualpipe": dual_pipe, "chimera": chimera}
 
 SCHEDULES = (*_ONE_CHUNK, *_SEVERAL_CHUNKS, *_TWO_CHUNKS, *_BOTH_WAYS, "terapipe")
+SPLIT = frozenset(("zb-h1", "zb-h2", *_TWO_CHUNKS, "dualpipe"))
+"""Those that do backward passes in two halves, some or all."""
+
+
+@functools.cache
+def chunk_placement(name: str, stages: int, per_rank: int = 1) -> ChunkPlacement:
+    """Which rank has which chunk in the schedule of that name, without making its lists."""
+    if name in _TWO_CHUNKS:
+        return vee(stages)
+    return two_ways(stages) if name in _BOTH_WAYS else loop(stages, per_rank if name in _SEVERAL_CHUNKS else 1)
 
 
 def microbatches_of(name: str, stages: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ that gathers have places to stand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tilemesh.core.errors import UsageError
@@ -40,13 +40,21 @@ def chunk_layers(plan: ParallelPlan, layers: int) -> tuple[int, ...]:
     if plan.chunk_layers:
         if sum(plan.chunk_layers) != layers:
             raise UsageError(f"chunk_layers add up to {sum(plan.chunk_layers)} layers, the model has {layers}")
-        return plan.chunk_layers
-    chunks = layers if _by_layer(plan) else plan.chunks
+        if not _has_own_chunks(plan):
+            return plan.chunk_layers
+    chunks = plan.chunks
+    if _has_own_chunks(plan):
+        chunks = -(-layers // max(1, plan.stretch(layers)))
     if chunks > layers:
         raise UsageError(f"{plan.chunks_words} needs as many layers, the model has {layers}")
     base, over = divmod(layers, chunks)
     first = (chunks - over + 1) // 2  # of those in the middle that have one more
     return tuple(base + (first <= chunk < first + over) for chunk in range(chunks))
+
+
+def settled(plan: ParallelPlan, layers: int) -> ParallelPlan:
+    """The plan with the chunks it is run with, where it does not say them."""
+    return plan if plan.pp == 1 else replace(plan, chunk_layers=chunk_layers(plan, layers))
 
 
 def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> PlannedStep:
@@ -65,7 +73,7 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
     else:
         program = one_rank(len(counts), plan.accumulation)
     if plan.zero == 3:
-        program = gather(program)
+        program = gather(program, plan.prefetch)
     has_two = any(len(holders) > 1 for holders in program.placement.holders)
     reduce = "" if plan.dp == 1 and not has_two else "microbatch" if plan.zero > 1 else "step"
     program = exchange(program, reduce=reduce, update=update)
@@ -81,6 +89,6 @@ def one_rank(chunks: int, microbatches: int) -> StepProgram:
     return StepProgram("one rank", ChunkPlacement("one rank", 1, ((0,) * chunks,)), microbatches, (tuple(actions),))
 
 
-def _by_layer(plan: ParallelPlan) -> bool:
-    """Whether each layer is a chunk of its own."""
+def _has_own_chunks(plan: ParallelPlan) -> bool:
+    """Whether a step on one stage has a chunk per layer, or per stretch of layers that are computed again together."""
     return plan.pp == 1 and plan.zero == 3

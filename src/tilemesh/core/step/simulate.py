@@ -142,8 +142,60 @@ class _Numbers:
         return self.known.setdefault(key, 3 * self.each_kind + len(self.known))
 
 
+_KINDS = {"F": 0, "B": 1, "I": 2, "W": 3}
+
+
+def _number_passes(program: StepProgram) -> Numbered:
+    """`number` for lists of whole passes alone, as a planner times them by the thousand: arithmetic, no names."""
+    placement, m, top = program.placement, program.microbatches, program.chunks - 1
+    ways, each_kind = placement.directions, program.chunks * m
+    costs: dict[int, int] = {}
+    samples: list[Action] = []
+    lists = []
+    for rank, actions in enumerate(program.actions):
+        # For each direction and chunk, whether the chunk before and the one after are on another rank.
+        before = [[chunk > 0 and table[chunk - 1] != rank for chunk in range(top + 1)] for table in ways]
+        after = [[chunk < top and table[chunk + 1] != rank for chunk in range(top + 1)] for table in ways]
+        timed = []
+        for action in actions:
+            kind, chunk, microbatch = action[0], action[1], action[2]
+            way, place = microbatch % len(ways), chunk * m + microbatch
+            near: tuple[int, ...] = ()
+            far: tuple[int, ...] = ()
+            if kind == "F":
+                made: tuple[int, ...] = (place,)
+                if before[way][chunk]:
+                    far = (place - m,)
+                elif chunk:
+                    near = (place - m,)
+            elif kind == "W":
+                made = (place + 2 * each_kind,)
+                near = (place + each_kind,)
+            else:
+                made = (place + each_kind,) if kind == "I" else (place + each_kind, place + 2 * each_kind)
+                near = (place,)
+                if after[way][chunk]:
+                    far = (place + each_kind + m,)
+                elif chunk < top:
+                    near = (place, place + each_kind + m)
+            key = 4 * chunk + _KINDS[kind]
+            cost = costs.setdefault(key, len(samples))
+            if cost == len(samples):
+                samples.append(action)
+            timed.append(Timed(cost, _COMPUTE, near, far, made))
+        lists.append(tuple(timed))
+    return Numbered(tuple(samples), 3 * each_kind, tuple(lists))
+
+
 def number(program: StepProgram) -> Numbered:
     """What each action waits for and makes. Messages that are not in the lists delay the passes that need them."""
+    if program.slices == 1 and program.kinds <= _KINDS.keys():
+        return _number_passes(program)
+    return number_anything(program)
+
+
+def number_anything(program: StepProgram) -> Numbered:
+    """The same for every list."""
     name = _Numbers(program)
     costs: dict[object, int] = {}
     samples: list[Action] = []

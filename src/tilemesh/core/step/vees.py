@@ -13,6 +13,7 @@ is written by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 
 from tilemesh.core.errors import UsageError
@@ -67,6 +68,13 @@ def zb_v(ranks: int, microbatches: int) -> StepProgram:
 def vee_schedule(name: str, ranks: int, microbatches: int) -> StepProgram:
     """One of LEGS."""
     return from_legs(name, ranks, microbatches, LEGS[name], StepTimes.even(2 * ranks, 1, 1, 1))
+
+
+@cache
+def held_in_vee(name: str, ranks: int) -> tuple[int, ...]:
+    """The most passes whose activations each rank of one of LEGS holds at once, from F to W."""
+    block = find_block(ranks, LEGS[name])
+    return () if block is None else tuple(map(_held, block))
 
 
 def from_legs(name: str, ranks: int, microbatches: int, legs: Legs, times: StepTimes) -> StepProgram:

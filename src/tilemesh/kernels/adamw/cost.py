@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
 
 def cost(tensors: int, elements: int, dtype: str = "float32") -> Cost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting
+from tilemesh.kernels.problems import PASSES, ProblemForm, Setting
 
 WINDOW = 1024
 """Keys of a benchmark's sliding window."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import Cost, short_dtype
-from tilemesh.kernels.bench.problems import rows_form
+from tilemesh.kernels.problems import rows_form
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:

@@ -8,11 +8,11 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, unit
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.cross_entropy.cost import FORM
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.tensors import is_plain, is_traced
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import PASSES, ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import PASSES, ProblemForm, Setting, SizedProblem
 
 CONTEXT = 1024
 """Tokens of a sequence in a problem, where that divides its tokens: as many rows has the table of positions."""

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.embedding.cost import FORM, context_of
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.launch.tensors import is_plain, is_traced
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 
 def check(tokens: Tensor, weight: Tensor, positions: Tensor | None, start: int) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.activations.reference import activate, activation_error
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.gated.cost import GEGLU_FORM, SWIGLU_FORM
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 KERNEL = "tilemesh.kernels.gated.kernel"
 GELUS = {"tanh": "gelu_tanh", "none": "gelu"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
-from tilemesh.kernels.bench.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
 CHUNK_BYTES = 512 * 2**20
 """Of logits that exist at a time: large enough for products at full speed (measured on an H200)."""

@@ -8,11 +8,11 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.cross_entropy import reference as loss
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.linear_cross_entropy.cost import FORM
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 REDUCTIONS = ("mean", "sum")
 

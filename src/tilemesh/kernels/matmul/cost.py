@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from tilemesh.core.cost import SHORT_DTYPES, Cost
 from tilemesh.core.hardware import DEVICES, Device, device_for
 from tilemesh.kernels.activations.names import ACTIVATIONS
-from tilemesh.kernels.bench.problems import ProblemForm, Setting
 from tilemesh.kernels.matmul.config import TILE_KINDS, Config, shared_bytes
 from tilemesh.kernels.matmul.problem import C_KINDS, DTYPE_BYTES, LAYOUTS, Problem, dense
+from tilemesh.kernels.problems import ProblemForm, Setting
 from tilemesh.kernels.rates import LAUNCH_S, SUSTAINED_FLOPS, SUSTAINED_MEMORY
 
 

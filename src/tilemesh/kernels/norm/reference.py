@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import CONFIDENCE, accumulator, rounding_error, unit
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
 from tilemesh.kernels.norm.cost import ADD_LAYER_NORM_FORM, ADD_RMS_NORM_FORM, LAYER_NORM_FORM, RMS_NORM_FORM
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 
 KERNEL = "tilemesh.kernels.norm.kernel"
 LONGEST = 32768

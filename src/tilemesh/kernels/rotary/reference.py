@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.rotary.cost import FORM
 
 MOST_DIMS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilemesh.core.cost import SHORT_DTYPES, Cost, short_dtype
 from tilemesh.kernels.activations.names import ACTIVATIONS
-from tilemesh.kernels.bench.problems import ProblemForm, Setting, SizedProblem
+from tilemesh.kernels.problems import ProblemForm, Setting, SizedProblem
 
 
 def cost(rows: int, columns: int, dtype: str = "bfloat16") -> Cost:

@@ -12,9 +12,9 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.kernels.accuracy import accumulator, rounding_error, unit
 from tilemesh.kernels.activations.names import ACTIVATIONS
 from tilemesh.kernels.activations.reference import activate, activation_error
-from tilemesh.kernels.bench.operator import FunctionBench
-from tilemesh.kernels.bench.problems import SizedProblem
 from tilemesh.kernels.launch.operator import operator
+from tilemesh.kernels.operator_bench import FunctionBench
+from tilemesh.kernels.problems import SizedProblem
 from tilemesh.kernels.scale_shift.cost import FORM
 
 

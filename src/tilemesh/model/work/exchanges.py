@@ -100,14 +100,16 @@ class ReplicaExchanges(NamedTuple):
 
 
 @functools.cache
-def replica_exchanges(zero: int, microbatches: int) -> ReplicaExchanges:
+def replica_exchanges(zero: int, microbatches: int, gathers: int | None = None) -> ReplicaExchanges:
     """ZeRO changes what travels: 0 sums gradients; 1 scatter-sums them once and gathers the new weights; 2 scatter-sums
     after every microbatch, since a rank no longer has room for all; 3 also gathers the weights for every forward and
-    every backward pass."""
+    every backward pass, or `gathers` times in all where passes share what was gathered."""
     if zero == 0:
         return ReplicaExchanges(backward=(ReplicaExchange("all_reduce", "gradients", 1),))
     scatter = ReplicaExchange("reduce_scatter", "gradients", 1 if zero == 1 else microbatches)
-    gather = ReplicaExchange("all_gather", "weights", 1 if zero < 3 else microbatches)
     if zero < 3:
-        return ReplicaExchanges(backward=(scatter,), alone=(gather,))
-    return ReplicaExchanges(forward=(gather,), backward=(gather, scatter))
+        return ReplicaExchanges(backward=(scatter,), alone=(ReplicaExchange("all_gather", "weights", 1),))
+    gathers = 2 * microbatches if gathers is None else gathers
+    forward, backward = ReplicaExchange("all_gather", "weights", -(-gathers // 2)), gathers // 2
+    again = (ReplicaExchange("all_gather", "weights", backward),) if backward else ()
+    return ReplicaExchanges(forward=(forward,), backward=(*again, scatter))

@@ -18,7 +18,7 @@ from tilemesh.kernels.matmul.cost import product_cost
 from tilemesh.kernels.softmax import cost as softmax
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, head_exchanges, layer_exchanges
-from tilemesh.model.work.kept import Kept, kept_tensors, loss_tensors
+from tilemesh.model.work.kept import Kept, kept_for_weights, kept_tensors, loss_tensors
 from tilemesh.model.work.passes import (
     MemoryPass,
     embedding_passes,
@@ -41,6 +41,11 @@ class Product(NamedTuple):
     k: int
     dtype: str
     backward: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Elements of the result: B M P of B products of M x N and N x P, B C H W of a convolution written as one."""
+        return self.batch * self.m * self.n
 
     @property
     def cost(self) -> Cost:
@@ -82,6 +87,11 @@ class PartWork:
     exchanges: tuple[Exchange, ...]
     scores: tuple[Operation, ...] = ()
     """Of `forward`, what selective recomputation repeats."""
+    weight_gradients: tuple[Operation, ...] = ()
+    """Of `backward`, what nothing waits for: a backward pass in two halves leaves it for the second. Not that of the
+    logits, whose gradient takes too much memory to be kept."""
+    kept_for_weights: tuple[Kept, ...] = ()
+    """What those read, so what is kept between the halves."""
 
 
 # ---- a layer ---------------------------------------------------------------------------------------------------
@@ -94,10 +104,12 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
     passes, passes_back = layer_passes(model, task)
     return PartWork(
         forward=(*products, *passes, *scores),
-        backward=(*passes_back, *_gradients(products), *scores_back),
+        backward=(*passes_back, *_input_gradients(products), *_weight_gradients(products), *scores_back),
         kept=kept_tensors(model, task),
         exchanges=tuple(layer_exchanges(model, task)),
         scores=scores,
+        weight_gradients=tuple(_weight_gradients(products)),
+        kept_for_weights=kept_for_weights(model, task),
     )
 
 
@@ -119,10 +131,12 @@ def _product(weights: list[Weight], task: Task) -> Product:
     return Product(name, 1, task.tokens, outputs, weights[0].shape(task.tp)[1], task.dtype)
 
 
-def _gradients(products: tuple[Product, ...]) -> Iterator[Product]:
-    """Of a product's input and of its weight."""
+def _input_gradients(products: tuple[Product, ...]) -> Iterator[Product]:
     for op in products:
         yield op._replace(name=f"{op.name}, input gradient", n=op.k, k=op.n, backward=True)
+
+
+def _weight_gradients(products: tuple[Product, ...]) -> Iterator[Product]:
     for op in products:
         yield op._replace(name=f"{op.name}, weight gradient", m=op.k, k=op.m, backward=True)
 
@@ -168,7 +182,7 @@ def head_work(model: ModelConfig, task: Task) -> PartWork:
     logits = (Product("logits", 1, task.tokens, logit_columns(model, task), model.width, task.dtype),)
     return PartWork(
         forward=(*passes, *logits),
-        backward=(*passes_back, *_gradients(logits)),
+        backward=(*passes_back, *_input_gradients(logits), *_weight_gradients(logits)),
         kept=loss_tensors(model, task),
         exchanges=tuple(head_exchanges(model, task)),
     )

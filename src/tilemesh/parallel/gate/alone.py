@@ -8,6 +8,7 @@ arithmetic rounds: every product that a layout cuts into `parts` is summed from 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -73,8 +74,8 @@ class Momentum:
     rounding error of 1e-18 into a full step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
         self.velocities: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -97,7 +98,7 @@ def train(
     model.load_state_dict(start(config, precision))
     if parts > 1:
         _cut_products(model, parts)
-    optimizer = Momentum(model)
+    optimizer = Momentum(model.parameters())
     losses, norms, gradients = [], [], []
     for step in range(STEPS):
         total, count = _accumulate(model, precision, step, pieces, device)

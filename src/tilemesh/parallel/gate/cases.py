@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import ParallelPlan, Precision
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Schedule
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
@@ -25,14 +25,24 @@ PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 _SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 8, "mlp_width": 48, "context": 12, "dropout": 0.1}
 _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": False}
 
-# Between them: both norms, both places, both positions, all MLPs, with and without biases, tied and not, one, some and
-# all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not.
+# Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
+# not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
+# queries and keys, windows, parts of heads that are rotated, and attention and MLP added at once.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
     "post": ModelConfig(**_SMALL, vocabulary=37, kv_heads=4, norm_place="post", activation="relu"),
     "query": ModelConfig(**_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post"),
-}
+    "gemma": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="geglu", biases="qkv", head_width=6, qk_norm="head",
+        norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(1,), score_width=5,
+        rotary_local_base=100.0,
+    ),
+    "neox": ModelConfig(
+        **_SMALL, vocabulary=53, positions="rotary", rotary_fraction=0.5, parallel_residual=True, biases="mlp",
+        activation="gelu-erf",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,21 +51,37 @@ class GateLayout:
     tp: int = 1
     sequence: bool = False
     accumulation: int = 1
+    pp: int = 1
+    schedule: Schedule = "1f1b"
+    zero: int = 0
+    zero_group: int = 0
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        return self.dp, self.tp, self.pp
 
     def __str__(self) -> str:
         more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
-        return f"dp={self.dp} tp={self.tp}{more}"
+        if self.zero:
+            more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
+        stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
+        return f"dp={self.dp} tp={self.tp}{stages}{more}"
 
     def plan(self, precision: Precision) -> ParallelPlan:
         return ParallelPlan(
             dp=self.dp,
             tp=self.tp,
+            pp=self.pp,
+            schedule=self.schedule,
+            interleave=2 if self.schedule in INTERLEAVED else 1,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
+            zero=self.zero,
+            zero_group=self.zero_group,
             precision=precision,
         )
 
@@ -65,6 +91,12 @@ class Case:
     model: str
     layout: GateLayout
     precision: Precision = "fp64"
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven."""
+        config, plan = MODELS[self.model], self.layout.plan(self.precision)
+        return config if plan.pp == 1 else config.replace(layers=plan.chunks + 1)
 
 
 def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
@@ -83,8 +115,24 @@ def layouts(ranks: int) -> list[GateLayout]:
     return found
 
 
+def pipelines(ranks: int) -> list[GateLayout]:
+    """Every schedule on two stages, with what is left of so many ranks shared in turn between dp and tp, and some on
+    more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
+    found = []
+    for place, schedule in enumerate(get_args(Schedule)):
+        if schedule == "terapipe" or ranks < 2:
+            continue
+        rest = ranks // 2
+        tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
+        found.append(GateLayout(rest // tp, tp, tp > 1 and place % 2 == 0, 4, 2, schedule))
+    if ranks >= 4:
+        deep: tuple[Schedule, ...] = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
+        found += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
+    return found
+
+
 def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> list[Case]:
-    """All layouts of 1, 2, 4, … up to `ranks` ranks, for each model that they can hold."""
+    """All layouts of 1, 2, 4, … up to `ranks` ranks for each model, and each pipeline for one of them."""
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
     for name in models:
@@ -94,4 +142,9 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
         raise UsageError(f"{ranks} ranks: the gate's models have 8 heads; give 1, 2, 4 or 8")
     chosen = next(name for name in PRECISIONS if name == precision)
     counts = [n for n in (8, 4, 2, 1) if n <= ranks]
-    return [Case(name, layout, chosen) for n in counts for layout in layouts(n) for name in models or MODELS]
+    names = list(models or MODELS)
+    found = [Case(name, layout, chosen) for n in counts for layout in layouts(n) for name in names]
+    # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
+    piped = [layout for n in counts for layout in pipelines(n)]
+    found += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
+    return found

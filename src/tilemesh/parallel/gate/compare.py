@@ -16,13 +16,12 @@ from torch import Tensor
 
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.kernels.accuracy import norm_error
-from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gate import alone
 from tilemesh.parallel.gate.alone import GateTrace
-from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, MODELS, OPERATIONS, ORDER_FACTOR, STEPS, Case, microbatches
-from tilemesh.parallel.gate.find import find
+from tilemesh.parallel.gate.cases import BOUND, MAX_NORM, OPERATIONS, ORDER_FACTOR, STEPS, Case
+from tilemesh.parallel.gate.find import find, step_pieces
 from tilemesh.parallel.gate.plant import Plant
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
@@ -72,10 +71,10 @@ class Gate:
             if group is None:
                 continue
             mine = [case for case in cases if case.layout.ranks == ranks]
-            for dp, tp in sorted({(case.layout.dp, case.layout.tp) for case in mine}):
-                mesh = Mesh(group, dp=dp, tp=tp)
+            for axes in sorted({case.layout.axes for case in mine}):
+                mesh = Mesh(group, **dict(zip(("dp", "tp", "pp"), axes, strict=True)))
                 for case in mine:
-                    if (case.layout.dp, case.layout.tp) == (dp, tp):
+                    if case.layout.axes == axes:
                         result = self._one(case, mesh)
                         if result is not None:
                             yield result
@@ -96,48 +95,39 @@ class Gate:
         return None if result is None else GateResult(case, result.apart, result.bound, where)
 
     def laid(self, case: Case, mesh: Mesh) -> Laid:
-        model = Transformer(MODELS[case.model], device="meta", dtype=alone.weights_dtype(case.precision))
+        model = Transformer(case.config, device="meta", dtype=alone.weights_dtype(case.precision))
         laid = lay(model, mesh, case.layout.plan(case.precision), device=self.device, bucket_bytes=32 << 10)
-        laid.load(alone.start(MODELS[case.model], case.precision))
-        if self.plant is not None and self.plant.applies(case.layout, MODELS[case.model]):
+        laid.load(alone.start(case.config, case.precision))
+        if self.plant is not None and self.plant.applies(case.layout, case.config):
             self.plant.put(laid)
         return laid
 
     def train(self, case: Case, mesh: Mesh) -> GateTrace | None:
         """The layout's training, whole, on rank 0 of the mesh."""
         laid = self.laid(case, mesh)
-        config = MODELS[case.model]
-        optimizer = alone.Momentum(laid.module)
+        config = case.config
+        optimizer = alone.Momentum(held.tensor for held in laid.gradients.stepped.values())
         losses, norms, gradients = [], [], []
         for step in range(STEPS):
             tokens_BT, targets_BT = (x.to(self.device) for x in alone.batch(config, step))
-            turns = microbatches(case.layout, mesh.dp.index)
-            for turn, (row, rows) in enumerate(turns):
-                here = slice(row, row + rows)
-                loss, count = laid.loss(
-                    tokens_BT[here],
-                    targets_BT[here],
-                    dropout_seed=alone.dropout_seed(step),
-                    place=DropoutPlace(row=row),
-                )
-                laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
+            pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
+            laid.passes(pieces, dropout_seed=alone.dropout_seed(step))
             [(loss_mean, norm)] = read([laid.gradients.finish(MAX_NORM)])
             clip = min(1.0, MAX_NORM / (norm + 1e-6))
-            gradients.append(laid.gather(_gradients(laid)) or {})
+            gradients.append(laid.gather_gradients() or {})
             for value in gradients[-1].values():
                 value /= clip  # as it was before clipping
             losses.append(loss_mean)
             norms.append(norm)
             optimizer.step()
+            laid.gradients.updated()
         weights = laid.gather()
         return None if weights is None else GateTrace(losses, norms, gradients, weights)
 
     def trace(self, case: Case, parts: int = 1, pieces: int = 1) -> GateTrace:
-        key = (case.model, case.precision, parts, pieces)
+        key = (case.config, case.precision, parts, pieces)
         if key not in self.traces:
-            self.traces[key] = alone.train(
-                MODELS[case.model], case.precision, parts=parts, pieces=pieces, device=self.device
-            )
+            self.traces[key] = alone.train(case.config, case.precision, parts=parts, pieces=pieces, device=self.device)
         return self.traces[key]
 
     def bound(self, case: Case) -> Apart:
@@ -150,16 +140,12 @@ class Gate:
         # A loss is one number: by luck two orders may agree to the last bit, which says nothing of a third.
         least = torch.finfo(torch.float32 if case.precision == "fp32" else torch.bfloat16).eps
         # So may products be that a CPU happens to add up alike in both orders. Weights are float32 in either precision.
-        chain = norm_error(OPERATIONS * MODELS[case.model].layers, torch.float32)
+        chain = norm_error(OPERATIONS * case.config.layers, torch.float32)
         return Apart(
             ORDER_FACTOR * max(other.loss, least),
             ORDER_FACTOR * max(other.gradient, chain),
             ORDER_FACTOR * max(other.weights, norm_error(STEPS, torch.float32)),
         )
-
-
-def _gradients(laid: Laid) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None}
 
 
 def apart(one: GateTrace, other: GateTrace) -> Apart:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.shard import share
-from tilemesh.model.dropout import DropoutPlace
 from tilemesh.model.transformer import ResidualStream, Transformer, added, loss_sum
 from tilemesh.parallel.gate import alone
-from tilemesh.parallel.gate.cases import MODELS, TOKENS, Case, microbatches
+from tilemesh.parallel.gate.cases import TOKENS, Case, GateLayout, microbatches
 from tilemesh.parallel.gradients import read
-from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.pipeline import Pipeline
 
 # Looser than the gate's bounds, because these are single tensors: what a bug does is far above, rounding far below.
+_INPUT = "the input of "
 _TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1}
 
 
@@ -32,15 +33,14 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     whole = _whole(case, device)
     seen, _ = _record(laid.module, lambda: _step(case, mesh, laid, device))
     wanted, wanted_loss = _record(whole, lambda: _whole_step(whole, device))
-    sites, off = [], []
-    for site, pieces in seen.items():
-        sites.append(site)
-        slices = _slices(case, mesh, laid, wanted[site])
-        off.append(max(_off(a, b) for a, b in zip(pieces, slices, strict=True)))
-    forward = _first(mesh, sites, off, tolerance)
+    off = []
+    for site, whole_batch in wanted.items():  # all sites of the model: a stage of a pipeline has seen some of them
+        slices = _slices(case, mesh, laid, site, whole_batch)
+        off.append(max((_off(a, b) for a, b in zip(seen.get(site, ()), slices, strict=False)), default=0.0))
+    forward = _first(mesh, list(wanted), off, tolerance)
     [(loss, _)] = read([laid.gradients.finish()])
-    gradients = laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
-    names = [name for name, _ in laid.module.named_parameters()]
+    gradients = laid.gather_gradients()
+    names = list(laid.names)
     off = [0.0] * len(names)
     if gradients is not None:
         whole_norm = alone_norm(whole)
@@ -58,8 +58,14 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
     return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}"
 
 
+def step_pieces(layout: GateLayout, replica: int, tokens_BT: Tensor, targets_BT: Tensor) -> list[StepPiece]:
+    """A replica's microbatches of a step."""
+    turns = microbatches(layout, replica)
+    return [StepPiece(tokens_BT[row : row + rows], targets_BT[row : row + rows], row) for row, rows in turns]
+
+
 def _whole(case: Case, device: str) -> Transformer:
-    config = MODELS[case.model]
+    config = case.config
     model = Transformer(config, device=device, dtype=alone.weights_dtype(case.precision))
     model.load_state_dict(alone.start(config, case.precision))
     return model
@@ -74,14 +80,9 @@ def _whole_step(model: Transformer, device: str) -> float:
 
 
 def _step(case: Case, mesh: Mesh, laid: Laid, device: str) -> float:
-    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(MODELS[case.model], 0))
-    turns = microbatches(case.layout, mesh.dp.index)
-    for turn, (row, rows) in enumerate(turns):
-        here = slice(row, row + rows)
-        loss, count = laid.loss(
-            tokens_BT[here], targets_BT[here], dropout_seed=alone.dropout_seed(0), place=DropoutPlace(row=row)
-        )
-        laid.gradients.backward(loss, count, last=turn == len(turns) - 1)
+    tokens_BT, targets_BT = (x.to(device) for x in alone.batch(case.config, 0))
+    pieces = step_pieces(case.layout, mesh.dp.index, tokens_BT, targets_BT)
+    laid.passes(pieces, dropout_seed=alone.dropout_seed(0))
     return 0.0
 
 
@@ -92,7 +93,7 @@ def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind.endswith("norm"):
-            hooks.append(module.register_forward_pre_hook(_keep_input(seen, f"the input of {name}"), prepend=True))
+            hooks.append(module.register_forward_pre_hook(_keep_input(seen, f"{_INPUT}{name}"), prepend=True))
         if kind.endswith("norm") or kind in ("token_embedding", "attention", "mlp") or kind.isdigit():
             hooks.append(module.register_forward_hook(_keep_output(seen, name)))
     try:
@@ -120,14 +121,18 @@ def _keep_output(seen: dict[str, list[Tensor]], site: str) -> Any:
     return hook
 
 
-def _slices(case: Case, mesh: Mesh, laid: Laid, wanted: list[Tensor]) -> Iterator[Tensor]:
-    """Of the whole batch's activations, what this rank should have seen: its rows, with sequence shards its tokens."""
+def _slices(case: Case, mesh: Mesh, laid: Laid, site: str, wanted: list[Tensor]) -> Iterator[Tensor]:
+    """Of the whole batch's activations, what this rank should have seen: its rows, with sequence shards its tokens.
+
+    In a pipeline of two directions a rank sees every second microbatch of a chunk.
+    """
     tokens = slice(0, TOKENS)
     if laid.plan.sequence_parallel:
         first, count = share(TOKENS, mesh.tp.size, mesh.tp.index)
         tokens = slice(first, first + count)
-    for row, rows in microbatches(case.layout, mesh.dp.index):
-        yield wanted[0][row : row + rows, tokens]
+    for turn, (row, rows) in enumerate(microbatches(case.layout, mesh.dp.index)):
+        if not isinstance(laid, Pipeline) or laid.takes(site.removeprefix(_INPUT), turn):
+            yield wanted[0][row : row + rows, tokens]
 
 
 def _off(a: Tensor, b: Tensor) -> float:

@@ -7,7 +7,7 @@ objects, so that nothing in the code that trains knows of them; `tilemesh verify
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,25 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.dropout import ORIGIN
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.gate.cases import GateLayout
-from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A bug. `names`: what the gate must say of it; `applies`: the layouts and models in which it is one."""
+    """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: a bug
+    of pipelines, and otherwise of models on one stage."""
 
     name: str
     kind: str
     names: str
     put: Callable[[Laid], None]
-    applies: Callable[[GateLayout, ModelConfig], bool]
+    suits: Callable[[GateLayout, ModelConfig], bool]
+    piped: bool = False
+
+    def applies(self, layout: GateLayout, config: ModelConfig) -> bool:
+        return (layout.pp > 1) == self.piped and self.suits(layout, config)
 
 
 class _Deaf(Seams):
@@ -146,6 +152,48 @@ def _last_microbatch_only(laid: Laid) -> None:
     gradients.backward = backward  # type: ignore[assignment, method-assign]
 
 
+def _tied_not_summed(laid: Laid) -> None:
+    assert isinstance(laid, Pipeline)
+    for bucket in laid.buckets.buckets:
+        bucket.holders = bucket.holders[:1]
+
+
+def _tied_counted_twice(laid: Laid) -> None:
+    assert isinstance(laid, Pipeline)
+    for bucket in laid.buckets.buckets:
+        bucket.copies //= max(1, len(bucket.holders))
+
+
+def _microbatches_swapped(laid: Laid) -> None:
+    assert isinstance(laid, Pipeline)
+    right, has_head = laid.passes, laid.has_head
+
+    def passes(pieces: Sequence[StepPiece], **options: Any) -> None:
+        first, second, *others = pieces
+        right([second, first, *others] if has_head else pieces, **options)
+
+    laid.passes = passes  # type: ignore[method-assign]
+
+
+def _scaled_by_microbatches(laid: Laid) -> None:
+    assert isinstance(laid, Pipeline)
+    right, count = laid.buckets.begin, laid.step.program.microbatches
+
+    def begin(scale: float) -> None:
+        right(scale)
+        laid.data.scale = scale * count
+
+    laid.buckets.begin = begin  # type: ignore[method-assign]
+    laid.data.count = lambda total, counted: laid.buckets.count(total, counted, 1.0)
+
+
+def _chunk_not_reduced(laid: Laid) -> None:
+    assert isinstance(laid, Pipeline)
+    buckets = laid.buckets
+    exchange = buckets.exchange
+    buckets.exchange = lambda bucket: None if bucket.chunk == 1 else exchange(bucket)  # type: ignore[method-assign]
+
+
 def _any_tp(layout: GateLayout, config: ModelConfig) -> bool:
     return layout.tp > 1
 
@@ -162,7 +210,7 @@ _ALL = (
     ),
     Plant(
         "mlp-bias-everywhere", "mlp", "layers.1.mlp", _bias_on_every_rank,
-        lambda layout, config: layout.tp > 1 and config.biases,
+        lambda layout, config: layout.tp > 1 and config.has_biases("mlp"),
     ),
     Plant("mlp-wrong-slice", "mlp", "layers.0.mlp", _shifted("layers.0.mlp.fc_in"), _any_tp),
     Plant("region-no-sum", "column", "layers.1.", _region_without_sum, _any_tp),
@@ -176,6 +224,26 @@ _ALL = (
     Plant(
         "last-microbatch", "gradients", "backward differs first at", _last_microbatch_only,
         lambda layout, config: layout.accumulation > 1,
+    ),
+    Plant(
+        "stage-tied-not-summed", "pipeline", "parameter token_embedding.weight", _tied_not_summed,
+        lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
+    ),
+    Plant(
+        "stage-tied-counted-twice", "pipeline", "comes with clipping", _tied_counted_twice,
+        lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
+    ),
+    Plant(
+        "stage-microbatches-swapped", "pipeline", "forward differs first at", _microbatches_swapped,
+        lambda layout, config: layout.schedule == "zb-h1", piped=True,
+    ),
+    Plant(
+        "stage-scaled-by-microbatches", "pipeline", "backward differs first at", _scaled_by_microbatches,
+        lambda layout, config: layout.schedule == "zb-v", piped=True,
+    ),
+    Plant(
+        "stage-not-reduced", "pipeline", "backward differs first at", _chunk_not_reduced,
+        lambda layout, config: layout.dp > 1, piped=True,
     ),
 )  # fmt: skip
 PLANTS = {plant.name: plant for plant in _ALL}

@@ -1,0 +1,162 @@
+"""Measuring a fit, as all ranks together: curves at a few sizes, everybody busy at once.
+
+Sizes lie wide apart on purpose: what lies between them is predicted, and a bench of other sizes says how well. Only
+where another algorithm is the quickest at the next size are those between measured too, because that is where `auto`
+has to decide.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Mapping
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+
+from tilemesh.bench.collective.cells import COLLECTIVES, ITEM, Cell
+from tilemesh.comm.runtime.choose import Request, candidates
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.comm.runtime.fit import Curve, Fit
+from tilemesh.comm.runtime.transport import Message, as_bytes
+from tilemesh.comm.schedules.book import is_direct, is_shared
+from tilemesh.core.busy import Busyness
+from tilemesh.measure.busy import spread_of
+from tilemesh.measure.ranks import rank_timer
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.timing import LoopTimer, compare
+
+# Powers of two: so are those between. 256 KiB and 1 MiB, because in between payloads begin to pass over the stage in
+# segments: what is quicker before and far beyond that step need not be quicker on it.
+SIZES = (16, 256, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
+CLOSER = 2  # how often the sizes between are halved
+PART_SIZES = (16, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+READING_S = 0.01
+_TAG = 7  # a user's, of this communicator alone
+
+Say = Callable[[str], None]
+
+
+def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 64 << 20, say: Say = print) -> Fit:
+    """A collective call. `seconds`: of readings for each size of each collective."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    samples: list[Sample] = []
+    _parts(comm, curves, seconds, most_bytes)
+    curves["call"] = [(1, _call(comm, seconds))]
+    for collective in COLLECTIVES:
+        measured: dict[int, dict[str, float]] = {}
+        wanted = [size for size in SIZES if size <= most_bytes]
+        for _ in range(1 + CLOSER):
+            for size in wanted:
+                say(f"{collective} {size}")
+                cell = Cell(collective, comm.size, size)
+                found = times(comm, cell, seconds)
+                samples += found.values()
+                measured[size] = {name: sample.median for name, sample in found.items()}
+                for name, median in measured[size].items():
+                    curves.setdefault(f"{collective}/{name}", []).append((cell.payload, median))
+            wanted = between(measured)
+    sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
+    when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    fitted = {name: Curve(tuple(dict(sorted(points)).items())) for name, points in curves.items()}
+    busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
+    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy)
+
+
+def between(measured: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """Sizes half way between two that have been measured and have another quickest one for ordinary arrays."""
+
+    def quickest(size: int) -> str:
+        ordinary = {name: seconds for name, seconds in measured[size].items() if not is_direct(name)}
+        return min(ordinary, key=lambda name: ordinary[name])
+
+    pairs = [(low, high) for low, high in pairwise(sorted(measured)) if high > 2 * low]
+    return [
+        1 << (low.bit_length() + high.bit_length() - 2) // 2 for low, high in pairs if quickest(low) != quickest(high)
+    ]
+
+
+def times(comm: Communicator, cell: Cell, seconds: float) -> dict[str, Sample]:
+    """The library's own and every shared-memory algorithm (without an arena: every other), interleaved."""
+    request = Request(cell.collective, cell.payload, "float32", "sum")
+    x, out = arrays(comm, cell)
+    calls: dict[str, Callable[[int], object]] = {}
+    for name, refusal in candidates(request, comm.transport).items():
+        if refusal is not None:
+            continue
+        # The library's own as called by us, which is what auto would do. Messages only where there is nothing to share.
+        if name == "native" or is_shared(name) or (not comm.transport.caps.arena and name != "naive"):
+            calls[name] = _ours(comm, cell, name, x, out)
+    if not calls:
+        return {}
+    result = compare(calls, timer=timer_of(comm), repeats=9, warmup=2, seconds=seconds * len(calls), on_error="raise")
+    return dict(result)
+
+
+def _ours(comm: Communicator, cell: Cell, name: str, x: Any, out: Any) -> Callable[[int], object]:
+    if is_direct(name):
+        x, out = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes, "empty"))
+    call = getattr(comm, cell.collective)
+    return lambda _: call(x, out=out, algorithm=name)
+
+
+class FlagBarrier:
+    """What timing needs of the ranks. They leave a meeting by flags closer together than a barrier of messages."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.barrier: Callable[[], None] = comm.barrier if comm.arena is None else comm.arena.flags.meet
+        self.max_over_ranks = comm.max_over_ranks
+
+
+def timer_of(comm: Communicator) -> LoopTimer:
+    """Readings so long that it does not matter how far apart ranks begin that share cores."""
+    return rank_timer(FlagBarrier(comm), min_reading_s=READING_S)
+
+
+def arrays(comm: Communicator, cell: Cell) -> tuple[Any, Any]:
+    """Input and result of a cell, written to, in the memory that it says."""
+    make = comm.empty if cell.buffers == "empty" else np.empty
+    x, out = make(cell.given, np.float32), make(cell.got, np.float32)
+    x[:] = comm.rank + 1
+    out[:] = 0
+    return x, out
+
+
+def _meeting(comm: Communicator, seconds: float) -> float:
+    meet = FlagBarrier(comm).barrier
+    found = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
+    return found["meet"].median
+
+
+def _parts(comm: Communicator, curves: dict[str, list[tuple[float, float]]], seconds: float, most_bytes: int) -> None:
+    """What other algorithms are made of: a round of messages round the ring, a reduction, a copy."""
+    for size in PART_SIZES:
+        if size > most_bytes:
+            continue
+        a, b = np.ones(size // ITEM, np.float32), np.ones(size // ITEM, np.float32)
+        calls: dict[str, Callable[[int], object]] = {
+            "message": _round(comm, a, b),
+            "reduce": lambda _, a=a, b=b: np.add(a, b, a),  # type: ignore[misc]
+            "copy": lambda _, a=a, b=b: np.copyto(a, b),  # type: ignore[misc]
+        }
+        result = compare(calls, timer=timer_of(comm), repeats=9, seconds=seconds * 2, on_error="raise")
+        for name, sample in result.items():
+            curves.setdefault(name, []).append((size, sample.median))
+
+
+def _call(comm: Communicator, seconds: float) -> float:
+    """What one of our message schedules costs beyond its rounds: an all_reduce of nothing, which sends nothing."""
+    nothing = np.empty(0, np.float32)
+    calls = {"call": lambda _: comm.all_reduce(nothing, algorithm="ring")}
+    return compare(calls, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")["call"].median
+
+
+def _round(comm: Communicator, a: Any, b: Any) -> Callable[[int], object]:
+    transport, tags = comm.transport, count()
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, got = as_bytes(a), as_bytes(b)
+    messages = [
+        Message(False, source, transport.view(got), got.nbytes),
+        Message(True, to, transport.view(sent), sent.nbytes),
+    ]
+    return lambda _: transport.post(messages, _TAG + next(tags) % 1000).wait()

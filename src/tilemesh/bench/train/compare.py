@@ -1,0 +1,164 @@
+"""`tilemesh bench train`: ours against the peers, each on ranks of its own, in turns.
+
+MPI and gloo must not share a process; so every contender has ranks of its own (`launch.Ranks`), which sleep between
+calls. Blocks of steps follow one another in an order shuffled each round. The rank's side is `bench_rank.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import RunError
+from tilemesh.launch import Ranks
+from tilemesh.measure.sample import Sample
+from tilemesh.train.config import TrainConfig
+
+OURS = "ours"
+PEERS = {"eager": "PyTorch eager", "compile": "PyTorch + torch.compile", "ddp": "DDP over gloo"}
+READY_WITHIN_S = 300.0
+_SIDE = "tilemesh.bench.train.rank"
+
+
+@dataclass
+class Contender:
+    """Ranks that take turns with others."""
+
+    name: str
+    ranks: int
+    transport: str
+    started: Ranks | None = None
+    seconds: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+
+    @property
+    def title(self) -> str:
+        return PEERS.get(self.name, self.name)
+
+    def start(self, config: TrainConfig) -> None:
+        """Start the ranks and let them prepare themselves; `wait` for it."""
+        self.started = Ranks(self.ranks, transport=self.transport, sink=lambda rank, stream, line: None)
+        self.started.begin(f"{_SIDE}:prepare", self.name, config.to_toml())
+
+    def wait(self) -> None:
+        assert self.started is not None
+        self.started.results(READY_WITHIN_S)
+
+    def turn(self, function: str, *arguments: object) -> Any:
+        """What a function of `bench_rank.py` returned on rank 0."""
+        assert self.started is not None
+        try:
+            return self.started.call(f"{_SIDE}:{function}", *arguments)[0]
+        except RunError as error:
+            raise RunError(f"{self.title} failed in the middle: {error}") from error
+
+
+@dataclass(frozen=True)
+class TrainComparison:
+    """Seconds a step of ours and of each peer; `missing` says why a peer is not there."""
+
+    ours: Sample
+    peers: dict[str, Sample]
+    missing: dict[str, str]
+    memory_bytes: dict[str, int]
+
+
+def compare(
+    config: TrainConfig,
+    *,
+    peers: Sequence[str] = ("eager", "compile", "ddp"),
+    transport: str = "auto",
+    blocks: int = 8,
+    steps: int = 5,
+    at_once: bool = False,
+    profile: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> TrainComparison:
+    """Time ours and the peers in turns on this machine. A peer that does not start is missing; ours must start.
+
+    `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
+    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
+    """
+    ours = Contender(OURS, config.plan.world, transport)
+    others = [Contender(name, config.plan.world if name == "ddp" else 1, "torch") for name in peers]
+    with _running([ours, *others], config, at_once, say) as missing:
+        ready = [one for one in (ours, *others) if one.name not in missing]
+        _take_turns(ready, blocks, steps, say)
+        if profile is not None:
+            _profile(ready, profile, say)
+    return TrainComparison(
+        ours=Sample.of(ours.seconds),
+        peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
+        missing={PEERS[name]: why for name, why in missing.items()},
+        memory_bytes={one.title: one.memory_bytes for one in ready},
+    )
+
+
+@contextlib.contextmanager
+def _running(
+    contenders: Sequence[Contender], config: TrainConfig, at_once: bool, say: Callable[[str], None]
+) -> Iterator[dict[str, str]]:
+    """Contenders that are ready, started one after the other or all at once; gives why some are not, by their names."""
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(one: Contender) -> None:
+            one.start(config)
+            assert one.started is not None
+            stack.push(partial(_end, one.title, one.started, say))
+
+        def attempt(one: Contender, begin: Callable[[], None]) -> None:
+            """A peer that cannot do this is missing, with the reason; without ours there is nothing to compare."""
+            if one.name in missing:
+                return
+            try:
+                begin()
+            except (RunError, OSError) as error:
+                if one.name == OURS:
+                    raise RunError(f"ours did not start: {error}") from error
+                missing[one.name] = str(error)
+                say(f"{one.title} does not take part: {error}")
+
+        for one in contenders if at_once else ():
+            attempt(one, partial(start, one))
+        for one in contenders:
+            say(f"{'waiting for' if at_once else 'starting'} {one.title}")
+            if not at_once:
+                attempt(one, partial(start, one))
+            attempt(one, one.wait)
+        yield missing
+
+
+def _end(title: str, started: Ranks, say: Callable[[str], None], *error: Any) -> None:
+    """Whatever ranks do after their last turn, what was measured stays."""
+    try:
+        started.__exit__(*error)
+    except RunError as late:
+        say(f"{title} did not end well: {late}")
+
+
+def _take_turns(ready: Sequence[Contender], blocks: int, steps: int, say: Callable[[str], None]) -> None:
+    draw = random.Random(0)
+    for number in range(blocks):
+        for one in draw.sample(ready, len(ready)):
+            found = one.turn("block", steps)
+            one.seconds.append(found["seconds"])
+            one.memory_bytes = found["memory_bytes"]
+        say(f"block {number + 1} of {blocks}")
+
+
+def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None]) -> None:
+    """A file for each contender: a line for each kernel, microseconds a step, calls a step, its name."""
+    into.mkdir(parents=True, exist_ok=True)
+    for one in ready:
+        kernels = one.turn("profile")
+        lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
+        path = into / f"{one.name}.txt"
+        path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
+        total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
+        say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")

@@ -1,0 +1,44 @@
+"""The row of `tilemesh bench train`: tokens per second of ours and of the peers, the planner's guess and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilemesh.bench.train.compare import TrainComparison
+from tilemesh.core.cores import available_cores
+from tilemesh.measure.machine import stamp, this_machine
+from tilemesh.measure.row import Row
+from tilemesh.model.work.operations import model_flops
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.predict import calibrated_peak
+
+
+def train_rows(
+    config: TrainConfig, found: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
+) -> list[Row]:
+    """Tokens a second, ours beside the peers."""
+    plan, tokens = config.plan, config.tokens_per_step
+    device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
+    known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
+    peak, why = calibrated_peak(known)
+    flops = model_flops(config.model, config.batch, config.context)
+    guess = predicted.get("step_time_s")
+    missing = dict(found.missing)
+    if guess is None:
+        missing["predicted"] = str(predicted["missing"])
+    if peak is None:
+        missing["limit"] = why
+    if not found.peers and not found.missing:
+        missing["peers"] = "none was asked for"
+    case = {
+        "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
+        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
+        "compiled": bool(config.train.compile),
+    }  # fmt: skip
+    row = Row(
+        name="train", case=case, unit="tokens/s", predicted=None if guess is None else tokens / guess,
+        measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
+        peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
+    )  # fmt: skip
+    return [row]

@@ -1,0 +1,295 @@
+"""A model laid on the stages of a pipeline: this rank's chunks, the step that runs them, and the whole as ever.
+
+The one idea: to whoever trains it, it is a laid model like any other. Its parameters have the names of the whole model,
+its gradients one protocol, its loss and logits the numbers of one process; only `passes`, which makes a step's forward
+and backward passes, follows the list of the plan's schedule (`core/step/program.py`, run by `run.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.shard import Shard
+from tilemesh.core.step.action import Action
+from tilemesh.core.step.placement import ChunkPlacement
+from tilemesh.core.step.program import PlannedStep
+from tilemesh.model.cache import KeyValueCache
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.deferral import defer
+from tilemesh.model.part import TIED
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.agree import tell
+from tilemesh.parallel.buckets import Bucketed
+from tilemesh.parallel.chunk import ModelChunk, StepData
+from tilemesh.parallel.gradients import Gradients
+from tilemesh.parallel.laid import Fresh, Laid
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices
+from tilemesh.parallel.shard import Held
+from tilemesh.parallel.tensor import Seams
+from tilemesh.parallel.zero3 import GatheredChunk, GatheringServices, ZeroWeights
+
+
+class StageModule(nn.Module):
+    """The modules of a rank's chunks under the names that they have in the whole model."""
+
+    def __init__(self, chunks: Mapping[int, Transformer]) -> None:
+        super().__init__()
+        self.chunks = list(chunks.values())
+        self.layers = nn.Module()
+        for _, model in sorted(chunks.items()):
+            for name, module in model.named_children():
+                if name == "layers":
+                    for index, layer in module.named_children():
+                        self.layers.add_module(index, layer)
+                elif name not in dict(self.named_children()):  # a tied table is in two chunks
+                    self.add_module(name, module)
+
+    def train(self, mode: bool = True) -> StageModule:
+        for model in self.chunks:
+            model.training = mode
+        super().train(mode)
+        return self
+
+
+def holders_of(name: str, chunk: int, placement: ChunkPlacement, config: ModelConfig) -> tuple[int, ...]:
+    """Places on pp whose ranks hold a parameter of a chunk: the chunk's, and of a tied table those of both ends."""
+    held = set(placement.holders[chunk])
+    if name == TIED and config.tied:
+        held |= {*placement.holders[0], *placement.holders[-1]}
+    return tuple(sorted(held))
+
+
+def holder_groups(mesh: Mesh, placement: ChunkPlacement, config: ModelConfig) -> dict[tuple[int, ...], Communicator]:
+    """Communicators among stages that hold the same parameters. A collective call: every rank asks for all of them."""
+    wanted = {holders_of("", chunk, placement, config) for chunk in range(placement.chunks)}
+    wanted.add(holders_of(TIED, 0, placement, config))
+    made = {}
+    for holders in sorted(holders for holders in wanted if len(holders) > 1):
+        group = mesh.pp.comm.split(0 if mesh.pp.index in holders else None, key=mesh.pp.index)
+        if group is not None:
+            made[holders] = group
+    return made
+
+
+class Pipeline(Laid):
+    """A laid model whose layers are shared out along pp.
+
+    `names`: of all parameters of the whole model. `chunks`: this rank's, by number, each cut like a model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: Iterable[str],
+        chunks: Mapping[int, Transformer],
+        mesh: Mesh,
+        plan: ParallelPlan,
+        step: PlannedStep,
+        shards: Mapping[str, Shard],
+        held: Mapping[str, Held],
+        seams: Seams,
+        gradients: Gradients,
+    ) -> None:
+        super().__init__(StageModule(chunks), mesh, plan, shards, held, seams, gradients)
+        if not isinstance(gradients, Bucketed):
+            raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
+        self.config, self._names, self.step, self.buckets = config, tuple(names), step, gradients
+        self.data = StepData(count=self._count)
+        self.parts = {
+            number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
+            for number, model in chunks.items()
+        }
+        self.passers = {
+            number: ModelChunk(part, self.data, defer(part.module) if step.is_split else None)
+            for number, part in self.parts.items()
+        }
+        services: StepServices = ReducingServices(gradients)
+        self.gathers = gradients if isinstance(gradients, ZeroWeights) else None
+        """Who makes weights whole that are cut over replicas."""
+        passers: dict[int, ChunkPasses] = dict(self.passers)
+        if self.gathers is not None:
+            services = GatheringServices(self.gathers)
+            passers = {number: GatheredChunk(passes, self.gathers, number) for number, passes in passers.items()}
+        self.runner = StepRunner(step.program, mesh.pp.comm, passers, services, self._note)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    @property
+    def recompute_every(self) -> int:
+        return self._recompute_every
+
+    @recompute_every.setter
+    def recompute_every(self, layers: int) -> None:
+        self._recompute_every = layers
+        for part in getattr(self, "parts", {}).values():
+            part.recompute_every = layers
+
+    @property
+    def has_head(self) -> bool:
+        return any(part.has_head for part in self.parts.values())
+
+    def _note(self, text: str) -> None:
+        self.mesh.comm.watch.process.stage = text
+
+    def watch_actions(self, note: Callable[[str], None], around: Callable[[Action, Callable[[], None]], None]) -> None:
+        """Let somebody know what a step is at: as `StepRunner` says."""
+        self.runner.note, self.runner.around = note, around
+
+    def takes(self, module: str, microbatch: int) -> bool:
+        """Whether this rank passes a microbatch through a module of the model."""
+        kind, _, rest = module.partition(".")
+        ends = {"token_embedding": 0, "position_embedding": 0}
+        chunk = ends.get(kind, self.step.program.chunks - 1)
+        if kind == "layers":
+            layer = int(rest.partition(".")[0])
+            chunk = next(number for number, layers in enumerate(self.step.layers) if layer in layers)
+        return self.step.program.placement.rank(chunk, microbatch) == self.mesh.pp.index
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def passes(self, pieces: Any, *, dropout_seed: int | Tensor | None = None, scale: float = 1) -> None:
+        if len(pieces) != self.step.program.microbatches:
+            raise UsageError(
+                f"{len(pieces)} microbatches and the plan has {self.step.program.microbatches}: give as many"
+            )
+        self.data.pieces, self.data.dropout_seed, self.data.scale = pieces, dropout_seed, scale
+        self.buckets.begin(scale)
+        self.runner()
+        self.data.pieces = ()
+
+    def _count(self, total: Tensor, count: Tensor) -> None:
+        self.buckets.count(total, count, self.data.scale)
+
+    def kept(self) -> Iterator[Tensor]:
+        """What a step under way keeps for its backward passes beside what autograd does."""
+        for chunk in self.passers.values():
+            yield from chunk.put_off()
+
+    # Forward alone ------------------------------------------------------------------------------------------------
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Summed loss of these rows and how many targets counted, without gradients; zeros on ranks without the head.
+
+        A collective call along pp. To train, call `passes`.
+        """
+
+        def run(part: Laid, x_BTD: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+            if part.has_head:
+                return part.loss(tokens_BT, targets_BT, x_BTD=x_BTD, **options)
+            return part.activations(tokens_BT, x_BTD=x_BTD, **options)
+
+        with torch.no_grad():
+            found = self._through(tokens_BT, run)
+        zeros = torch.zeros(2, dtype=torch.float64, device=tokens_BT.device)
+        return (zeros[0], zeros[1]) if found is None else found
+
+    def logits(self, tokens_BT: Tensor, *, cache: KeyValueCache | None = None, x_BTD: Tensor | None = None) -> Tensor:
+        """Whole logits on every rank, nothing dropped, at least float32. A cache holds the layers of its own rank."""
+        if x_BTD is not None:
+            raise UsageError("x_BTD given to a whole pipeline: it is for one part of a model")
+
+        def run(part: Laid, x_BTD: Tensor | None) -> Tensor:
+            return part.logits(tokens_BT, cache=cache, x_BTD=x_BTD)
+
+        was_whole, self.seams.sequence = self.seams.sequence, False  # one new token cannot be cut over ranks
+        try:
+            with torch.no_grad():
+                found = self._through(tokens_BT, run)
+        finally:
+            self.seams.sequence = was_whole
+        wide = torch.promote_types(self.stream_dtype, torch.float32)
+        logits_BTV = torch.empty((*tokens_BT.shape, self.config.vocabulary), dtype=wide, device=tokens_BT.device)
+        if found is not None:
+            logits_BTV.copy_(found)
+        made: Tensor = self.mesh.pp.comm.broadcast(logits_BTV, root=self.step.program.placement.directions[0][-1])
+        return made
+
+    def stand_by(self) -> None:
+        for chunk, rank in enumerate(self.step.program.placement.directions[0]):
+            if self.gathers is not None and rank == self.mesh.pp.index:
+                with self.gathers.whole(chunk):
+                    pass
+
+    def _through(self, tokens_BT: Tensor, run: Callable[[Laid, Tensor | None], Any]) -> Any:
+        """One pass through all chunks in their order; what the last one gave, on the rank that has it."""
+        ranks, comm = self.step.program.placement.directions[0], self.mesh.pp.comm
+        x_BTD, made = None, None
+        for chunk, rank in enumerate(ranks):
+            if rank != comm.rank:
+                continue
+            part = self.parts[chunk]
+            if chunk and ranks[chunk - 1] != rank:
+                x_BTD = comm.recv(part.empty_stream(tokens_BT), ranks[chunk - 1], chunk)
+            with nullcontext() if self.gathers is None else self.gathers.whole(chunk):
+                made = run(part, x_BTD)
+            if chunk == len(ranks) - 1:
+                return made
+            x_BTD = made.to(part.stream_dtype)
+            if ranks[chunk + 1] != rank:
+                comm.send(x_BTD.contiguous(), ranks[chunk + 1], chunk + 1)
+        return None
+
+    # The whole ----------------------------------------------------------------------------------------------------
+
+    def gather(
+        self, values: Mapping[str, Tensor] | None = None, shards: Mapping[str, Shard] | None = None
+    ) -> dict[str, Tensor] | None:
+        mine = self._gather(values, shards)
+        if any(axis.index for name, axis in self.mesh.axes.items() if name != "pp"):
+            return None
+        comm, whole = self.mesh.pp.comm, {}
+        for stage in range(comm.size):  # one after the other: whoever needs the whole has room for it
+            told = {name: [list(value.shape), str(value.dtype)] for name, value in (mine or {}).items()}
+            for name, (shape, dtype) in json.loads(tell(comm, json.dumps(told), stage)).items():
+                if mine is None or comm.rank != stage:
+                    value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                else:
+                    value = mine[name]
+                whole[name] = comm.broadcast(value, root=stage)
+        return {name: whole[name] for name in self.names if name in whole} if comm.rank == 0 else None
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor] | None, root: int | None = None) -> None:
+        if root is not None:  # stages take different tensors: all are handed around, and each keeps its own
+            told = {} if state is None else {name: list(value.shape) for name, value in state.items()}
+            shapes = json.loads(tell(self.mesh.comm, json.dumps(told), root))
+            dtype, mine = self.stream_dtype, {}
+            for name, shape in shapes.items():
+                given = torch.empty(shape, dtype=dtype) if state is None else state[name].to("cpu", dtype)
+                whole = self.mesh.comm.broadcast(given, root=root)
+                if name in self.shards or name not in self._elsewhere():
+                    mine[name] = whole
+            state = mine
+        super().load(state)
+
+    def initialize(self, seed: int) -> None:
+        self.load(Fresh(self.shards, seed, self.config.layers))
+
+    def _elsewhere(self) -> set[str]:
+        return set(self.names) - self.shards.keys()
+
+
+class ReducingServices(StepServices):
+    """Of a step whose gradients alone are exchanged."""
+
+    def __init__(self, gradients: Bucketed) -> None:
+        self.gradients = gradients
+
+    def reduce(self, chunk: int) -> None:
+        self.gradients.reduce(chunk)
+
+
+def _own(model: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    return {name: shards[name] for name, _ in model.named_parameters()}

@@ -1,0 +1,206 @@
+"""The runtime of a training step: one rank's list of actions, done in its order.
+
+The one idea: the list (`core/step/`) says what and in which order, and was proved before; here each kind of action
+becomes one call of something that was handed in. What a pass computes is a `ChunkPasses`' business, what is gathered,
+summed, updated or moved a `StepServices`'; so stages that only sleep run by the same code as a Transformer's.
+
+Messages do not hold up computing: a SEND is begun and left alone, a RECV takes its buffer and is begun, and the pass
+that reads it waits. Each message has a tag of its own, so a list in another order than the neighbour's is seen by the
+wait that never ends, and not by wrong numbers. While a rank waits, the watchdog of its communicator tells every other
+rank which action it is at and for whom it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.core.step.action import Action, Payload, StepProgram, parts
+
+
+class ChunkPasses(Protocol):
+    """What a rank can do with one chunk. A place is a microbatch and a slice of it."""
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
+        """F: from the output of the chunk before (the first has none) to what the next one is given (the last: none).
+
+        Without `keeps` only the input is kept, until RECOMPUTE.
+        """
+
+    def recompute(self, microbatch: int, piece: int) -> None:
+        """RECOMPUTE: the forward pass again, with everything kept."""
+
+    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
+        """B, or with `splits` I: from the gradient of the output to that of the input (of the first: none)."""
+
+    def weights(self, microbatch: int, piece: int) -> None:
+        """W: the gradients that I put off."""
+
+    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
+        """A buffer for what another rank sends: the chunk's input, or the gradient of its output."""
+
+
+class StepServices:
+    """What actions that are no passes and no messages do. A step without some of them overrides none of these."""
+
+    def gather(self, chunk: int) -> None:
+        raise UsageError(f"GATHER of chunk {chunk}: its weights are whole here")
+
+    def free(self, chunk: int) -> None:
+        raise UsageError(f"FREE of chunk {chunk}: its weights are whole here")
+
+    def reduce(self, chunk: int) -> None:
+        raise UsageError(f"REDUCE of chunk {chunk}: no gradients are summed here")
+
+    def update(self, chunk: int) -> None:
+        raise UsageError(f"UPDATE of chunk {chunk}: the optimizer steps after the list")
+
+    def move_out(self, action: Action) -> None:
+        raise UsageError(f"{action}: nothing is moved to the host here")
+
+    def move_in(self, action: Action) -> None:
+        raise UsageError(f"{action}: nothing is moved to the host here")
+
+
+class _Arrival(NamedTuple):
+    """A message that was asked for."""
+
+    handle: Any
+    buffer: Tensor
+
+
+_Key = tuple[Payload, int, int, int]
+"""What travels: of which kind, and the chunk, microbatch and slice that it is for."""
+
+
+class StepRunner:
+    """One rank's steps by one list.
+
+    `comm`: the ranks of the pipeline, by their places in the program. `chunks`: those that this rank holds. `note`: is
+    told each action before it is done. `around`: does it, where somebody wants to see when it begins and ends.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        comm: Communicator,
+        chunks: Mapping[int, ChunkPasses],
+        services: StepServices,
+        note: Callable[[str], None] = lambda text: None,
+        around: Callable[[Action, Callable[[], None]], None] | None = None,
+    ) -> None:
+        if comm.size != program.ranks:
+            raise UsageError(f"{program.name} is for {program.ranks} ranks and there are {comm.size}: make them agree")
+        lacking = set(program.placement.held[comm.rank]) - set(chunks)
+        if lacking:
+            raise UsageError(f"{program.name}: rank {comm.rank} was not given chunk {min(lacking)}, which it holds")
+        self.program, self.comm, self.chunks, self.services = program, comm, chunks, services
+        self.note, self.around = note, around
+        self.actions = [(action, str(action)) for action in program.actions[comm.rank]]
+        self.arrivals: dict[_Key, _Arrival] = {}
+        self.here: dict[_Key, Tensor] = {}
+        """What a pass of this rank gave to another one of it, or to a SEND: under the key of who is to have it."""
+        self.sending: list[tuple[Any, Tensor]] = []
+
+    def __call__(self) -> None:
+        """One step."""
+        for action, text in self.actions:
+            self.note(text)
+            if self.around is None:
+                self._do(action)
+            else:
+                self.around(action, lambda action=action: self._do(action))  # type: ignore[misc]
+        self.note("waiting for what was sent")
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all that was sent has been taken."""
+        for handle, _ in self.sending:
+            handle.wait()
+        self.sending.clear()
+
+    def _do(self, action: Action) -> None:
+        match action.kind:
+            case "F" | "B" | "I" | "W" | "FB":
+                for part in parts(action):
+                    self._pass(part)
+                self._push()
+            case "RECOMPUTE":
+                self.chunks[action.chunk].recompute(action.microbatch, action.slice)
+                self._push()
+            case "SEND":
+                self._send(action)
+            case "RECV":
+                self._receive(action)
+            case _:
+                self._serve(action)
+
+    def _pass(self, part: Action) -> None:
+        chunk, place = self.chunks[part.chunk], (part.microbatch, part.slice)
+        if part.kind == "W":
+            chunk.weights(*place)
+            return
+        forward = part.kind == "F"
+        top = self.program.chunks - 1
+        of: Payload = "activation" if forward else "gradient"
+        is_given = part.chunk > 0 if forward else part.chunk < top
+        given = self._take((of, part.chunk, *place)) if is_given else None
+        if forward:
+            keeps = (part.chunk, *place) not in self.program.recomputed
+            made = chunk.forward(*place, given, keeps=keeps)
+        else:
+            made = chunk.backward(*place, given, splits=part.kind == "I")
+        after = part.chunk + (1 if forward else -1)
+        if 0 <= after <= top:
+            assert made is not None
+            self.here[of, after, *place] = made
+
+    def _take(self, key: _Key) -> Tensor:
+        """What a pass is given: from a pass of this rank, or from a message, which is waited for."""
+        if key in self.here:
+            return self.here.pop(key)
+        arrival = self.arrivals.pop(key)
+        arrival.handle.wait()
+        return arrival.buffer
+
+    def _send(self, action: Action) -> None:
+        after = action.chunk + (1 if action.of == "activation" else -1)
+        tensor = self.here.pop((action.of, after, action.microbatch, action.slice)).contiguous()
+        receiver = self.program.placement.rank(after, action.microbatch)
+        self.sending.append((self.comm.isend(tensor, receiver, self._tag(action, after)), tensor))
+
+    def _receive(self, action: Action) -> None:
+        before = action.chunk + (-1 if action.of == "activation" else 1)
+        buffer = self.chunks[action.chunk].landing(action.microbatch, action.slice, action.of)
+        source = self.program.placement.rank(before, action.microbatch)
+        handle = self.comm.irecv(buffer, source, self._tag(action, action.chunk))
+        self.arrivals[action.of, action.chunk, action.microbatch, action.slice] = _Arrival(handle, buffer)
+
+    def _tag(self, action: Action, chunk: int) -> int:
+        """One for each message of a step. Where a library has fewer tags, messages of one tag still come in order."""
+        place = (chunk * self.program.microbatches + action.microbatch) * self.program.slices + action.slice
+        return (2 * place + (action.of == "gradient")) % self.comm.transport.tags
+
+    def _push(self) -> None:
+        """Let go of what has been taken. Messages move only while somebody looks at them."""
+        if self.sending:
+            self.sending = [one for one in self.sending if not one[0].test()]
+
+    def _serve(self, action: Action) -> None:
+        match action.kind:
+            case "GATHER":
+                self.services.gather(action.chunk)
+            case "FREE":
+                self.services.free(action.chunk)
+            case "REDUCE":
+                self.services.reduce(action.chunk)
+            case "UPDATE":
+                self.services.update(action.chunk)
+            case "OUT":
+                self.services.move_out(action)
+            case "IN":
+                self.services.move_in(action)

@@ -1,0 +1,310 @@
+"""ZeRO 1 and 2: replicas share optimizer states and gradients instead of each holding all of them.
+
+The one idea: every parameter is cut by its rows over the replicas, one cut more in its `Shard`, and everything else
+follows from that value: what the optimizer steps, what a checkpoint stores, whose norm counts how often. Gradients
+travel in buckets whose numbers lie rank after rank, so that one reduce_scatter leaves each rank the sum of its rows,
+and one all_gather brings everybody's new rows back after the update.
+
+    ZeRO-1   gradients add up over the microbatches of a step and are scattered once
+    ZeRO-2   they are scattered after every microbatch; a rank never holds more of them than its rows and a few buckets
+
+A gradient is copied into its bucket when backward has made it, and its own memory goes. With `zero_group` rows are cut
+over neighbouring replicas alone (those of one node); the sums of their rows are then added over the groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.core.axes import coordinates
+from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Cut, Shard
+from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
+from tilemesh.parallel.gradients import GradientStep, Parts
+from tilemesh.parallel.shard import Held
+
+AXIS = "dp"
+UNDER_WAY = 2
+"""Buckets that are exchanged at once: as many are in memory at most, and the next waits for the first of them."""
+
+
+def cut_over_replicas(mine: Shard, group: int) -> Shard:
+    """What is left of a shard when its rows are cut over so many neighbouring replicas."""
+    if not mine.shape:
+        raise UsageError(f"{mine.name} has no dim: ZeRO cuts rows; give it shape (1,), or set zero=0")
+    replicas = dict(mine.axes).get(AXIS, 1)
+    return mine.cut_over(Cut(AXIS, 0, pieces=group, spread=group < replicas))
+
+
+class RowsOfRanks:
+    """How some parameters lie in one flat buffer: rank after rank, and for each rank its rows of every parameter."""
+
+    def __init__(self, shards: Sequence[Shard], group: int) -> None:
+        """`shards`: of the whole parameters, as this rank holds them before ZeRO cuts them."""
+        place, axes = coordinates(shards[0].rank, shards[0].axes)[AXIS], shards[0].axes
+        self.index = place % group
+        stride = math.prod(size for name, size in axes[: [name for name, _ in axes].index(AXIS)])
+        first = shards[0].rank - self.index * stride
+        self.everyone = [
+            [cut_over_replicas(mine.on(first + rank * stride), group) for mine in shards] for rank in range(group)
+        ]
+        sizes = [[math.prod(one.shape) for one in rank] for rank in self.everyone]
+        self.counts = tuple(map(sum, sizes))
+        self.numel = sum(self.counts)
+        self.places: list[list[tuple[int, int, int]]] = [[] for _ in shards]
+        """For each parameter, by rank: where its rows begin in the buffer, where in the parameter, how many numbers."""
+        at, done = 0, [0] * len(shards)
+        for rank in sizes:
+            for number, size in enumerate(rank):
+                self.places[number].append((at, done[number], size))
+                at += size
+                done[number] += size
+
+    @property
+    def mine(self) -> list[Shard]:
+        """What this rank keeps of each."""
+        return self.everyone[self.index]
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's numbers begin in the buffer."""
+        return sum(self.counts[: self.index])
+
+    def fill(self, flat: Tensor, number: int, values: Tensor | None) -> None:
+        """Put a whole parameter's values, or zeros, where they belong in the buffer."""
+        source = None if values is None else values.detach().reshape(-1)
+        for at, begin, size in self.places[number]:
+            if source is None:
+                flat[at : at + size].zero_()
+            else:
+                flat[at : at + size].copy_(source[begin : begin + size])
+
+    def empty_into(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Put everybody's rows where they belong in the whole parameters."""
+        for number, tensor in enumerate(tensors):
+            target = tensor.detach().view(-1)
+            for at, begin, size in self.places[number]:
+                target[begin : begin + size].copy_(flat[at : at + size])
+
+    def rows(self, number: int, tensor: Tensor) -> Tensor:
+        """This rank's rows of a whole parameter, as a view."""
+        _, begin, size = self.places[number][self.index]
+        return tensor.detach().view(-1)[begin : begin + size].view(self.mine[number].shape)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views of this rank's numbers, one for each parameter."""
+        sizes = [places[self.index][2] for places in self.places]
+        return [piece.view(mine.shape) for piece, mine in zip(flat.split_with_sizes(sizes), self.mine, strict=True)]
+
+
+@dataclass(eq=False)
+class ZeroBucket(Bucket):
+    """A bucket of which this rank keeps a part; `flat` has memory from its first gradient until it was exchanged."""
+
+    rows: RowsOfRanks = field(kw_only=True)
+    part: Tensor = field(kw_only=True)
+    """This rank's numbers of the sum."""
+    landing: Tensor | None = None
+    """Where a later microbatch's sum arrives before it is added to `part`."""
+    has_sum: bool = False
+    """Whether `part` holds the sum of an earlier microbatch of this step."""
+
+
+class Zero(Bucketed):
+    """Gradients under ZeRO-1 or 2: of each this rank ends up with the sum of its own rows.
+
+    `stepped` is what an optimizer steps: this rank's rows of every parameter, views of the model's own memory. After
+    its step `updated` brings the other ranks' rows back.
+    """
+
+    buckets: list[ZeroBucket]  # type: ignore[assignment]
+
+    def __init__(
+        self, parts: Parts, stage: int, group: int = 0, bucket_bytes: int = BUCKET_BYTES, *, overlap: bool = True
+    ) -> None:
+        replicas = parts.mesh.axis(AXIS).size
+        self.stage, self.group = stage, group or replicas
+        if replicas == 1:
+            raise UsageError("ZeRO shares among replicas and there is one: set dp to 2 or more, or zero=0")
+        if replicas % self.group or self.group == 1:
+            raise UsageError(f"groups of {self.group} replicas do not make up dp {replicas}: give a divisor above 1")
+        self._spare: list[Tensor] = []
+        self._under_way: list[ZeroBucket] = []
+        self.sharing = parts.mesh.among(((AXIS, self.group),))
+        """The replicas over which rows are cut."""
+        self.across = parts.mesh.across(AXIS, self.group)
+        """The replicas that keep the same rows."""
+        super().__init__(parts, bucket_bytes, overlap=overlap)
+        self.stepped = _stepped(self.held, self.buckets)
+
+    def made(self, names: Sequence[str]) -> ZeroBucket:
+        held = [self.held[name] for name in names]
+        first = held[0]
+        rows = RowsOfRanks([one.shard for one in held], self.group)
+        part = torch.empty(rows.counts[rows.index], dtype=first.tensor.dtype, device=first.tensor.device)
+        flat = part.new_empty(0)
+        whole = Bucket.of(held, self.chunks.get(names[0], 0), flat, rows.split(part))
+        sums = (rows.mine[0].copies, whole.batch_summed, whole.copies_summed)
+        return ZeroBucket(*sums, whole.parameters, flat, whole.views, whole.chunk, whole.holders, rows=rows, part=part)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """This rank's part of all gradients."""
+        return [bucket.part for bucket in self.buckets]
+
+    @property
+    def is_sending(self) -> bool:
+        return self._is_last or self.stage > 1
+
+    def backward(self, loss_sum: Tensor, count: Tensor | int, *, last: bool = True, scale: float = 1.0) -> None:
+        super().backward(loss_sum, count, last=last, scale=scale)
+        if self.stage > 1 and not last:
+            self._start_rest()
+
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        if self.is_sending:
+            self._next = 0
+            for bucket in self.buckets:
+                bucket.is_started, bucket.has_come = False, [False] * len(bucket.parameters)
+
+    def begin(self, scale: float) -> None:
+        """Open a step whose passes a list of actions makes: gradients add up in `.grad` until `reduce` takes them."""
+        self._totals, self._scale = torch.zeros(2, dtype=torch.float64, device=self.buckets[0].part.device), scale
+        self._open()
+        self._is_open, self._is_last = False, True  # hooks have nothing to do
+
+    def reduce(self, chunk: int) -> None:
+        """What the gradients of a chunk have come to so far: begin to sum it over replicas."""
+        for bucket in self.buckets:
+            if bucket.chunk == chunk:
+                self._start(bucket)
+
+    def _open(self) -> None:
+        super()._open()
+        for bucket in self.buckets:
+            bucket.has_sum = False
+
+    def take(self, bucket: Bucket, place: int) -> None:
+        """A gradient that goes into its bucket gives its own memory back; one that is yet added to stays."""
+        assert isinstance(bucket, ZeroBucket)
+        if not self.is_sending:
+            return
+        parameter = bucket.parameters[place]
+        self._fill(bucket, place, parameter.grad)
+        bucket.has_come[place] = True
+        parameter.grad = None
+
+    def _fill(self, bucket: ZeroBucket, place: int, gradient: Tensor | None) -> None:
+        if bucket.handle is not None:  # of the microbatch before
+            self._arrive(bucket)
+        if not bucket.flat.numel():
+            bucket.flat = self._memory(bucket)
+        bucket.rows.fill(bucket.flat, place, gradient)
+
+    def _memory(self, bucket: ZeroBucket) -> Tensor:
+        """A buffer for a bucket: one that another bucket has left, if it is large enough."""
+        numel = bucket.rows.numel
+        fits = [spare for spare in self._spare if spare.numel() >= numel and spare.dtype == bucket.part.dtype]
+        if not fits:
+            return torch.empty(numel, dtype=bucket.part.dtype, device=bucket.part.device)
+        best = min(fits, key=lambda spare: spare.numel())
+        self._spare = [spare for spare in self._spare if spare is not best]
+        return best
+
+    def _start(self, bucket: Bucket) -> None:
+        assert isinstance(bucket, ZeroBucket)
+        bucket.is_started = True
+        for place, parameter in enumerate(bucket.parameters):
+            if not bucket.has_come[place]:  # made by an earlier microbatch alone, or not at all
+                self._fill(bucket, place, parameter.grad)
+                parameter.grad = None
+        while len(self._under_way) >= UNDER_WAY:
+            self._arrive(self._under_way[0])
+        bucket.handle = self.exchange(bucket)
+        self._under_way.append(bucket)
+
+    def exchange(self, bucket: Bucket) -> Any:
+        """Begin to sum a full bucket over the group; of the sum this rank gets its own rows."""
+        assert isinstance(bucket, ZeroBucket)
+        bucket.landing = torch.empty_like(bucket.part) if bucket.has_sum else None
+        out = bucket.part if bucket.landing is None else bucket.landing
+        whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
+        return self.sharing.reduce_scatter(whole, counts=counts, out=out, algorithm=self.algorithm, wait=False)
+
+    def _arrive(self, bucket: ZeroBucket) -> None:
+        """Wait for a bucket's sum, add it to what earlier microbatches gave, and give its buffer back."""
+        bucket.handle.wait()
+        bucket.handle = None
+        self._under_way.remove(bucket)
+        if bucket.landing is not None:
+            bucket.part.add_(bucket.landing)
+            bucket.landing = None
+        bucket.has_sum = True
+        self._give_back(bucket)
+
+    def _give_back(self, bucket: ZeroBucket) -> None:
+        self._spare.append(bucket.flat)
+        bucket.flat = bucket.flat.new_empty(0)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
+        self._require_last()
+        self._start_rest()
+        for bucket in list(self._under_way):
+            self._arrive(bucket)
+        for bucket in self.buckets:
+            if self.across.size > 1:
+                self.across.all_reduce(bucket.part, out=bucket.part, algorithm=self.algorithm)
+            self.sum_over(tuple(block for block in bucket.batch_summed if block[0] != AXIS), bucket.part)
+            self.sum_over(bucket.copies_summed, bucket.part)
+            self.sum_over_holders(bucket, bucket.part)
+        self._is_open = self._is_last = False
+        for held, view in zip(self.stepped.values(), self._views(), strict=True):
+            held.tensor.grad = view
+        return self.settled([self.kept(bucket) for bucket in self.buckets], max_norm, divide)
+
+    def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
+        assert isinstance(bucket, ZeroBucket)
+        return bucket.part, bucket.copies
+
+    def _views(self) -> list[Tensor]:
+        views = {
+            id(p): view for bucket in self.buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        return [views[id(held.tensor)] for held in self.held.values()]
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """Everybody's rows, as their owners have stepped them, back into the model's weights."""
+        waiting: list[tuple[ZeroBucket, Any]] = []
+        for bucket in self.buckets:
+            if len(waiting) >= UNDER_WAY:
+                self._join(*waiting.pop(0))
+            mine = torch.cat([bucket.rows.rows(n, p).reshape(-1) for n, p in enumerate(bucket.parameters)])
+            bucket.flat = self._memory(bucket)
+            whole, counts = bucket.flat[: bucket.rows.numel], bucket.rows.counts
+            handle = self.sharing.all_gather(mine, counts=counts, out=whole, algorithm=self.algorithm, wait=False)
+            waiting.append((bucket, handle))
+        for bucket, handle in waiting:
+            self._join(bucket, handle)
+
+    def _join(self, bucket: ZeroBucket, handle: Any) -> None:
+        handle.wait()
+        bucket.rows.empty_into(bucket.flat, bucket.parameters)
+        self._give_back(bucket)
+
+
+def _stepped(held: Mapping[str, Held], buckets: Sequence[ZeroBucket]) -> dict[str, Held]:
+    """This rank's rows of every parameter, in the order of the parameters."""
+    made = {}
+    for bucket in buckets:
+        for number, (parameter, mine) in enumerate(zip(bucket.parameters, bucket.rows.mine, strict=True)):
+            if parameter.untyped_storage().nbytes():  # under ZeRO-3 the whole may have no memory
+                made[mine.name] = Held(nn.Parameter(bucket.rows.rows(number, parameter)), mine)
+    return {name: made[name] for name in held if name in made}

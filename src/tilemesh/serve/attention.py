@@ -1,0 +1,192 @@
+"""Keys and values in pages, and attention over them in plain torch: the cache that a model is given when it serves.
+
+The one idea: the pool of a layer is one tensor of places, a page being `page_tokens` of them in a row. New keys and
+values are written to their places; the pages of a group of sequences are gathered into one padded tensor and attended
+to by torch. Gathering reads and writes every byte once more; on two cores that is a third of the attention's own time
+(docs/serve/LOG.md), and one call for many sequences saves more than that.
+
+R: sequences of a group; T: new tokens of each; S: tokens attended to; H: query heads; K: key and value heads;
+G: query heads per key head; E: head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tilemesh.core.errors import UsageError
+from tilemesh.serve.batch import AttentionGroup, Batch
+
+KEY_BLOCK = 64
+"""Invariant mode: keys are reduced in blocks of this many positions, the first at position 0."""
+QUERY_BLOCK = 8
+"""Invariant mode: queries of one sequence in one product, padded to as many."""
+
+
+class PagedKeyValues:
+    """A `KeyValueCache` over a pool of pages. Call `prepare` before each pass of the model.
+
+    With `invariant` every product has the same shape, whatever else is in the batch, and sums are taken in the order of
+    positions. So a token's result depends on its own sequence alone, bit for bit.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int,
+        context: int,
+        device: torch.device | str = "cpu",
+        swap_pages: int = 0,
+        invariant: bool = False,
+    ) -> None:
+        self.pages, self.page_tokens, self.capacity = pages, page_tokens, context
+        self.device = torch.device(device)
+        self.swap_pages, self.invariant = swap_pages, invariant
+        self._swapped: dict[int, Tensor] = {}  # the same with the CPU's pages
+        self._stored: dict[int, Tensor] = {}  # layer: (2, pages + 1, page_tokens, K, E), keys and values
+        self._batch: Batch | None = None
+
+    @property
+    def positions_BT(self) -> Tensor:
+        return self._prepared.positions_1T
+
+    @property
+    def _prepared(self) -> Batch:
+        if self._batch is None:
+            raise UsageError("a pass over pages that nobody prepared: call prepare first")
+        return self._batch
+
+    def prepare(self, batch: Batch) -> PagedKeyValues:
+        self._batch = batch
+        return self
+
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
+        batch = self._prepared
+        kv_heads, width = k_BTKE.shape[2:]
+        if layer not in self._stored:
+            # One page more takes what padding writes. Zeros: a weight of 0 times NaN in unused memory would be NaN.
+            shape = (2, self.pages + 1, self.page_tokens, kv_heads, width)
+            self._stored[layer] = k_BTKE.new_zeros(shape)
+        keys, values = self._stored[layer]
+        # Padding writes to place -1: the last one of the page that no sequence has.
+        places = batch.places_T
+        keys.view(-1, kv_heads, width)[places] = k_BTKE[0]
+        values.view(-1, kv_heads, width)[places] = v_BTKE[0]
+        y_THE = torch.zeros_like(q_BTHE[0]) if self.invariant else torch.empty_like(q_BTHE[0])
+        for group in batch.groups:
+            rows = slice(group.begin, group.begin + group.rows * group.tokens)
+            q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
+            attend = self._attend_in_blocks if self.invariant else _attend_together
+            y_THE[rows] = attend(group, q_RTHE, keys, values, window).flatten(0, 1)
+        return y_THE[None]
+
+    def _attend_in_blocks(
+        self, group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int
+    ) -> Tensor:
+        """Softmax over blocks of keys in order, one sequence and a few queries at a time: all shapes are constants."""
+        kv_heads, width = keys.shape[2:]
+        y_RTHE = torch.empty_like(q_RTHE)
+        for row in range(group.rows):
+            pages = group.pages_RP[row]
+            last = group.keys - 1 if group.mask_RTS is None else int(group.mask_RTS[row, -1].sum()) - 1
+            first = last + 1 - group.tokens
+            for begin in range(0, group.tokens, QUERY_BLOCK):
+                q_THE = q_RTHE[row, begin : begin + QUERY_BLOCK]
+                count = len(q_THE)
+                q_THE = functional.pad(q_THE, (0, 0, 0, 0, 0, QUERY_BLOCK - count))
+                # Padded queries stand where the last real one does: every query has at least one key.
+                at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
+                q_KGE = q_THE.view(QUERY_BLOCK, kv_heads, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
+                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, keys, values, window)
+                y_KGTE = y_KGE.view(kv_heads, -1, QUERY_BLOCK, width)
+                y_RTHE[row, begin : begin + count] = y_KGTE.permute(2, 0, 1, 3).flatten(1, 2)[:count]
+        return y_RTHE
+
+    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """Attention of queries at these positions (G holds heads times queries), block of keys by block of keys."""
+        block_pages = -(-KEY_BLOCK // self.page_tokens)
+        block = block_pages * self.page_tokens
+        heads = q_KGE.shape[1] // len(at_T)
+        most_KG = q_KGE.new_full(q_KGE.shape[:2], -torch.inf)
+        sum_KG = q_KGE.new_zeros(q_KGE.shape[:2])
+        y_KGE = torch.zeros_like(q_KGE)
+        # Blocks that lie before every query's window are passed over.
+        first = max(0, int(at_T[0]) + 1 - window) // block * block if window else 0
+        for begin in range(first, int(at_T[-1]) + 1, block):
+            some = pages[begin // self.page_tokens : begin // self.page_tokens + block_pages]
+            some = functional.pad(some, (0, block_pages - len(some)))  # page 0 for what lies behind all queries
+            k_KSE = keys[some].flatten(0, 1).transpose(0, 1).contiguous()
+            v_KSE = values[some].flatten(0, 1).transpose(0, 1).contiguous()
+            key_S = begin + torch.arange(block, device=at_T.device)
+            behind_TS = key_S > at_T[:, None]
+            if window:
+                behind_TS |= key_S <= at_T[:, None] - window
+            score_KGS = torch.bmm(q_KGE, k_KSE.transpose(1, 2)).masked_fill(behind_TS.repeat(heads, 1), -torch.inf)
+            now_KG = torch.maximum(most_KG, score_KGS.amax(-1))
+            if window:  # a query may see no key of its first blocks: -inf less -inf would be NaN
+                now_KG = now_KG.clamp(min=torch.finfo(now_KG.dtype).min)
+            weight_KGS = (score_KGS - now_KG[..., None]).exp()
+            before_KG = (most_KG - now_KG).exp()
+            sum_KG = sum_KG * before_KG + weight_KGS.sum(-1)
+            y_KGE = y_KGE * before_KG[..., None] + torch.bmm(weight_KGS, v_KSE)
+            most_KG = now_KG
+        return y_KGE / sum_KG[..., None]
+
+    def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to the CPU's pool: (page, page there)."""
+        if pairs:
+            source, target = torch.tensor(pairs, dtype=torch.int64).t()
+            for layer, stored in self._stored.items():
+                if layer not in self._swapped:
+                    shape = (2, self.swap_pages, *stored.shape[2:])
+                    self._swapped[layer] = torch.zeros(shape, dtype=stored.dtype)
+                self._swapped[layer][:, target] = stored[:, source.to(self.device)].cpu()
+
+    def copy_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages back from the CPU's pool: (page there, page)."""
+        if pairs:
+            source, target = torch.tensor(pairs, dtype=torch.int64).t()
+            for layer, swapped in self._swapped.items():
+                self._stored[layer][:, target.to(self.device)] = swapped[:, source].to(self.device)
+
+
+def _seen(group: AttentionGroup, window: int) -> Tensor | None:
+    """Who may attend to what where a token attends to the last `window` tokens, its own included; 0: to all."""
+    if not 0 < window < group.keys:
+        return group.mask_RTS
+    device = group.pages_RP.device
+    key_S = torch.arange(group.keys, device=device)
+    if group.mask_RTS is not None:
+        last_RT = group.mask_RTS.sum(-1) - 1
+        return group.mask_RTS & (key_S > last_RT[..., None] - window)
+    last_T = torch.arange(group.keys - group.tokens, group.keys, device=device)[:, None]
+    return ((key_S <= last_T) & (key_S > last_T - window)).expand(group.rows, -1, -1)
+
+
+def _attend_together(group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    mask_RTS = _seen(group, window)
+    kv_heads = keys.shape[2]
+    shared = q_RTHE.shape[2] // kv_heads
+    k_RKSE, v_RKSE = (
+        stored.index_select(0, group.pages_RP.flatten())
+        .view(group.rows, -1, *stored.shape[2:])[:, : group.keys]
+        .transpose(1, 2)
+        for stored in (keys, values)
+    )
+    if group.tokens == 1:
+        # The query heads that share a key head stand as queries of one head: no key is read twice.
+        q_RKGE = q_RTHE[:, 0].view(group.rows, kv_heads, shared, -1)
+        mask = None if mask_RTS is None else mask_RTS[:, None]
+        return functional.scaled_dot_product_attention(q_RKGE, k_RKSE, v_RKSE, mask).flatten(1, 2)[:, None]
+    y_RHTE = functional.scaled_dot_product_attention(
+        q_RTHE.transpose(1, 2),
+        k_RKSE,
+        v_RKSE,
+        None if mask_RTS is None else mask_RTS[:, None],
+        is_causal=group.causal and mask_RTS is None,
+        enable_gqa=shared > 1,
+    )
+    return y_RHTE.transpose(1, 2)

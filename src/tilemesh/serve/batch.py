@@ -1,0 +1,163 @@
+"""A step's plan as numbers: which tokens stand where, which places of the pool they fill, who attends to what.
+
+The one idea: all sequences lie one after the other in a single row of tokens, so every product of the model sees one
+large matrix and no padding. Only attention tells sequences apart: those with as many new tokens and about as many old
+ones are attended to together, padded to the longest of their group.
+
+R: sequences of a group; T: new tokens of each; S: tokens attended to; P: pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemesh.serve.scheduler import Scheduled
+
+# A group's call costs about as much as attending to this many more tokens.
+_WORTH_A_CALL = 32
+_PADDING = 1.25
+_MOST_KEYS = 65_536  # of a group: what is gathered for one call stays small beside the pool
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Sequences that are attended to in one call: tokens `begin` to `begin + rows * tokens` of the pass."""
+
+    begin: int
+    rows: int
+    tokens: int
+    pages_RP: Tensor
+    """The pages of each sequence; what is missing at the end of a shorter one is any page."""
+    keys: int
+    """S: tokens attended to by the longest."""
+    mask_RTS: Tensor | None
+    """Who may attend to what; None: everyone to everything, or the triangle where `causal`."""
+    causal: bool
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """New tokens of one sequence: those of an entry, or a part of them."""
+
+    entry: Scheduled
+    begin: int
+    end: int
+    """Positions in the sequence."""
+    wanted: range
+    """Positions whose logits are wanted."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        known = self.entry.request.tokens
+        first_draft = self.entry.start + self.entry.count
+        drafts = self.entry.drafts[max(0, self.begin - first_draft) : max(0, self.end - first_draft)]
+        return [*known[self.begin : min(self.end, first_draft)], *drafts]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one pass of the model."""
+
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    places_T: Tensor
+    """Where each token's keys and values go: page times the tokens of a page, plus its place in the page."""
+    groups: tuple[AttentionGroup, ...]
+    wanted: Tensor
+    """Tokens of the pass whose logits are wanted."""
+    pieces: tuple[TokenSpan, ...]
+    """In the order of the tokens; `wanted` lists theirs one after the other."""
+
+
+def token_span(entry: Scheduled, all_logits: bool) -> TokenSpan:
+    """All of an entry. Logits are wanted of the tokens that something is drawn after, or of all."""
+    known = entry.start + entry.count
+    end = known + len(entry.drafts)
+    first = entry.start if all_logits else known - 1 if entry.samples else end
+    return TokenSpan(entry, entry.start, end, range(first, end))
+
+
+def cut(whole: Sequence[TokenSpan], most: int) -> Iterator[list[TokenSpan]]:
+    """The same tokens in the same order, at most so many at a time."""
+    now: list[TokenSpan] = []
+    room = most
+    for piece in whole:
+        begin = piece.begin
+        while begin < piece.end:
+            end = min(piece.end, begin + room)
+            wanted = range(max(begin, piece.wanted.start), max(begin, piece.wanted.start, min(end, piece.wanted.stop)))
+            now.append(TokenSpan(piece.entry, begin, end, wanted))
+            room -= end - begin
+            begin = end
+            if room == 0:
+                yield now
+                now, room = [], most
+    if now:
+        yield now
+
+
+def make_batch(pieces: Sequence[TokenSpan], page_tokens: int, device: torch.device, pad_to: int = 0) -> Batch:
+    """One pass over these; padded with tokens of no sequence to `pad_to`, whose keys go to place 0 of the last page."""
+    ordered = sorted(pieces, key=lambda piece: (piece.end - piece.begin, piece.end))
+    tokens: list[int] = []
+    positions: list[int] = []
+    places: list[int] = []
+    wanted: list[int] = []
+    begins: list[int] = []
+    for piece in ordered:
+        begins.append(len(tokens))
+        wanted += [len(tokens) + position - piece.begin for position in piece.wanted]
+        tokens += piece.tokens
+        positions += range(piece.begin, piece.end)
+        pages = piece.entry.pages
+        places += [
+            pages[position // page_tokens] * page_tokens + position % page_tokens
+            for position in range(piece.begin, piece.end)
+        ]
+    padding = max(0, pad_to - len(tokens))
+    made = torch.tensor(
+        [tokens + [0] * padding, positions + [0] * padding, places + [-1] * padding], dtype=torch.int64
+    ).to(device)
+    return Batch(
+        made[0:1],
+        made[1:2],
+        made[2],
+        tuple(_group(ordered[a:b], begins[a], page_tokens, device) for a, b in _together(ordered)),
+        torch.tensor(wanted, dtype=torch.int64, device=device),
+        tuple(ordered),
+    )
+
+
+def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:
+    """Which of these, sorted by new tokens and length, share a call: where padding costs less than another call."""
+    first = 0
+    for index, piece in enumerate(ordered):
+        head = ordered[first]
+        same = piece.end - piece.begin == head.end - head.begin
+        large = (index + 1 - first) * piece.end > _MOST_KEYS and index > first
+        if not same or large or piece.end > _PADDING * head.end + _WORTH_A_CALL:
+            yield first, index
+            first = index
+    if ordered:
+        yield first, len(ordered)
+
+
+def _group(pieces: Sequence[TokenSpan], begin: int, page_tokens: int, device: torch.device) -> AttentionGroup:
+    tokens, keys = pieces[0].end - pieces[0].begin, pieces[-1].end
+    count = -(-keys // page_tokens)
+    tables = []
+    for piece in pieces:
+        pages = piece.entry.pages[: -(-piece.end // page_tokens)]
+        tables.append([*pages, *[pages[0]] * (count - len(pages))])
+    pages_RP = torch.tensor(tables, dtype=torch.int64).to(device)
+    even = pieces[0].end == keys
+    mask_RTS = None
+    causal = even and tokens == keys and tokens > 1
+    if not causal and not (even and tokens == 1):
+        last_RT = torch.tensor([piece.begin for piece in pieces])[:, None] + torch.arange(tokens)
+        mask_RTS = (torch.arange(keys) <= last_RT[:, :, None]).to(device)
+    return AttentionGroup(begin, len(pieces), tokens, pages_RP, keys, mask_RTS, causal)

@@ -1,0 +1,234 @@
+"""The engine without threads: requests go in, steps are taken, parts of answers come out.
+
+The one idea: a step is plan, compute, draw, commit, and each of these is someone else's; what is kept here is what
+belongs to an answer beside its tokens: text, log-probabilities, and who is to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tilemesh.serve.request import FinishReason, Sampling, ServeRequest
+from tilemesh.serve.runner import RequestLogits, Runner
+from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
+from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
+from tilemesh.serve.text import Decoder, TextStream
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """What a step added to one answer."""
+
+    answer: int
+    """Which of the answers to its prompt, from 0."""
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of these tokens, where they were asked for."""
+    finish: FinishReason | None
+    stopped_by: str | int | None = None
+    """The stop string or stop token that ended it."""
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class PromptJob:
+    """A prompt and its answers under way. `tell` hears each part, in the thread that takes the steps."""
+
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
+    tell: Callable[[AnswerPart], None]
+    answers: list[LiveAnswer] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By position, from 1: complete when the first part of answer 0 comes."""
+
+    @property
+    def found(self) -> int:
+        """Tokens of the prompt that were in the prefix cache."""
+        return self.answers[0].request.found if self.answers else 0
+
+
+@dataclass(eq=False)
+class LiveAnswer:
+    job: PromptJob
+    number: int
+    request: ServeRequest
+    text: TextStream
+    drawn: int = 0
+    """Tokens that were drawn for the same answer before this request."""
+
+
+class EngineCore:
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, decoder: Decoder, ends: frozenset[int], vocabulary: int
+    ) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
+        self._live: dict[str, LiveAnswer] = {}
+        self._numbers = 0
+        self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
+        """Hears of each step how many tokens it computed and how many requests were preempted."""
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def add(self, job: PromptJob, max_tokens: int, priority: int = 0, drawn: int = 0) -> None:
+        """Begin the answers to a prompt. `drawn`: how many tokens of the same answers there were before."""
+        self._numbers += 1
+        sampling = job.sampling
+        for number in range(sampling.n):
+            request = ServeRequest(
+                f"{self._numbers}/{number}",
+                list(job.prompt),
+                max_tokens,
+                frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.ends),
+                priority,
+                shares=number > 0 or sampling.prompt_logprobs is None,
+            )
+            answer = LiveAnswer(job, number, request, TextStream(self.decoder, sampling.stop), drawn)
+            job.answers.append(answer)
+            self._live[request.name] = answer
+            self.scheduler.add(request)
+
+    def abort(self, job: PromptJob) -> None:
+        """End what is left of a job; its pages are free when this returns."""
+        for answer in job.answers:
+            self._end(answer, FinishReason.ABORT)
+
+    def abort_all(self) -> None:
+        for answer in list(self._live.values()):
+            self._end(answer, FinishReason.ABORT)
+
+    def fail_all(self, why: str) -> None:
+        """Tell everyone that the engine has failed. Nothing runs afterwards, so nothing is freed."""
+        for answer in list(self._live.values()):
+            answer.job.tell(AnswerPart(answer.number, "", (), (), FinishReason.ERROR, None, why))
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        try:
+            logits = self.runner.run(plan, self._wants_all)
+            sampled, logprobs = self._draw(plan, logits)
+        except Exception as error:
+            # Whatever it was (no memory, most likely), the requests of this step cannot go on, and the others can.
+            for entry in plan.entries:
+                self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            return
+        for progressed in self.scheduler.commit(plan, sampled):
+            self._tell(progressed, logprobs.get(progressed.request.name, ()))
+        self.on_step(plan.tokens, len(plan.preempted))
+
+    def _wants_all(self, request: ServeRequest) -> bool:
+        """Whether the logits of all of a prompt's tokens are wanted, and not there yet."""
+        answer = self._live[request.name]
+        wanted = answer.number == 0 and answer.job.sampling.prompt_logprobs is not None
+        return wanted and request.computed < request.prompt and len(answer.job.prompt_logprobs) < request.prompt - 1
+
+    def _draw(
+        self, plan: StepPlan, logits: Mapping[str, RequestLogits]
+    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]]]:
+        """Tokens after each request's last token and its drafts, up to the first draft that was wrong."""
+        entries: list[Scheduled] = []
+        rows: list[Tensor] = []
+        drawings: list[TokenDraw] = []
+        for entry in plan.entries:
+            found = logits.get(entry.request.name)
+            if found is None:
+                continue
+            self._keep_prompt_logprobs(entry, found)
+            if entry.samples:
+                own_NV = found.logits_NV[entry.start + entry.count - 1 - found.first :]
+                if not bool(torch.isfinite(own_NV).all()):
+                    why = "the model's logits are NaN or infinite: are its weights sound?"
+                    self._end(self._live[entry.request.name], FinishReason.ERROR, why)
+                    continue
+                entries.append(entry)
+                rows.append(own_NV)
+                drawings += self._drawings(entry)
+        if not entries:
+            return {}, {}
+        sampled, logprobs = {}, {}
+        begin, tokens = 0, self._drawn_tokens(rows, drawings)
+        for entry, own_NV in zip(entries, rows, strict=True):
+            new = tokens[begin : begin + len(own_NV)]
+            begin += len(own_NV)
+            right = 0
+            while right < len(entry.drafts) and entry.drafts[right] == new[right]:
+                right += 1
+            name = entry.request.name
+            sampled[name] = new[: right + 1]
+            top = self._live[name].job.sampling.logprobs
+            if top is not None:
+                logprobs[name] = logprobs_of(own_NV[: right + 1], sampled[name], top)
+        return sampled, logprobs
+
+    def _drawn_tokens(self, rows: Sequence[Tensor], drawings: Sequence[TokenDraw]) -> list[int]:
+        if self.runner.invariant:
+            # One row at a time: no kernel then sees how many rows there are.
+            each = [row_V[None] for own_NV in rows for row_V in own_NV]
+            return [draw_tokens(row, [one])[0] for row, one in zip(each, drawings, strict=True)]
+        return draw_tokens(rows[0] if len(rows) == 1 else torch.cat(list(rows)), drawings)
+
+    def _drawings(self, entry: Scheduled) -> list[TokenDraw]:
+        answer, request = self._live[entry.request.name], entry.request
+        job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
+        return [
+            TokenDraw(
+                job.sampling,
+                job.seed,
+                answer.number,
+                done + guessed,
+                [*request.tokens, *entry.drafts[:guessed]] if guessed else request.tokens,
+                request.prompt,
+            )
+            for guessed in range(len(entry.drafts) + 1)
+        ]
+
+    def _keep_prompt_logprobs(self, entry: Scheduled, found: RequestLogits) -> None:
+        request = entry.request
+        answer = self._live[request.name]
+        top = answer.job.sampling.prompt_logprobs
+        if top is None or answer.number != 0:
+            return
+        last = min(found.first + len(found.logits_NV), request.prompt - 1)
+        targets = request.tokens[found.first + 1 : last + 1]
+        if targets:
+            made = logprobs_of(found.logits_NV[: len(targets)], targets, top)
+            for position, one in enumerate(made, found.first + 1):
+                answer.job.prompt_logprobs.setdefault(position, one)
+
+    def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
+        request, reason = progressed.request, progressed.finish
+        answer = self._live[request.name]
+        text, kept = "", 0
+        stopped_by: str | int | None = None
+        for token in progressed.tokens:
+            kept += 1
+            if token in request.ends:
+                stopped_by = token  # it is no text
+                break
+            text += answer.text.add([token])
+            if answer.text.stopped is not None:
+                break
+        if answer.text.stopped is None and reason is not None:
+            text += answer.text.add([], last=True)
+        if answer.text.stopped is not None:
+            reason, stopped_by = FinishReason.STOP, answer.text.stopped
+            # What was drawn after the stop string in the same step would not have been drawn one by one.
+            del request.tokens[len(request.tokens) - (len(progressed.tokens) - kept) :]
+        if reason is not None:
+            self.scheduler.finish(request, reason)
+            del self._live[request.name]
+        tokens = progressed.tokens[:kept]
+        answer.job.tell(AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by))
+
+    def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None) -> None:
+        if self._live.pop(answer.request.name, None) is not None:
+            self.scheduler.finish(answer.request, reason)
+            answer.job.tell(AnswerPart(answer.number, answer.text.add([], last=True), (), (), reason, None, error))

@@ -1,0 +1,395 @@
+"""`Engine`: a model that answers prompts, many at a time, from any thread or from asyncio.
+
+The one idea: one thread takes all steps and owns everything that steps change. Others hand it jobs and aborts through
+an inbox, and hear of their answers' parts as they come; between them there is nothing shared but that inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import LARGEST_WHOLE, SEED
+from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.model.config import ModelConfig
+from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve.load import ServedModel, load_served, read_dtype
+from tilemesh.serve.memory import choose_pages
+from tilemesh.serve.request import FinishReason, Sampling
+from tilemesh.serve.runner import Runner
+from tilemesh.serve.sampling import TokenLogprobs
+from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits
+
+Prompt = str | Sequence[int]
+"""Text, or tokens."""
+_RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One whole answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: FinishReason
+    stopped_by: str | int | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """All answers to one prompt."""
+
+    prompt_tokens: tuple[int, ...]
+    found_tokens: int
+    """Of the prompt's tokens, those that were in the prefix cache."""
+    answers: tuple[Answer, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where they were asked for."""
+
+    @property
+    def text(self) -> str:
+        """Of the first answer."""
+        return self.answers[0].text
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """How the engine stands: taken between steps, so the numbers may be a step apart."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    pages_idle: int
+    steps: int
+    step_tokens: int
+    """Computed in all steps so far."""
+    preemptions: int
+
+
+class Engine:
+    """`Engine("runs/…")` or a Hugging Face folder. Use it with `with`, or call `close`."""
+
+    def __init__(
+        self,
+        source: str | Path | ServedModel,
+        *,
+        pages: int | None = None,
+        memory: float | None = None,
+        page_tokens: int = 16,
+        context: int | None = None,
+        step_tokens: int = 512,
+        chunk_tokens: int | None = None,
+        running: int = 64,
+        waiting: int = 1024,
+        swap_pages: int = 0,
+        share_prefixes: bool = True,
+        invariant: bool = False,
+        dtype: str | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+        step: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
+
+        For the other sizes see `ServeLimits`. `seed`: of requests that bring none. `step`: which checkpoint of a run.
+        """
+        if pages is not None and memory is not None:
+            raise UsageError("pages and memory were both given: leave one of them out")
+        SEED.check("seed", seed, whole=True)
+        wanted = read_dtype(dtype)
+        if isinstance(source, ServedModel):
+            self.served = source
+        else:
+            self.served = load_served(source, dtype=wanted, device=device, step=step, say=say)
+        model = self.served.model
+        self.config: ModelConfig = model.config
+        longest = self.config.context if context is None else min(context, self.config.context)
+        if pages is None:
+            weight_dtype = next(model.parameters()).dtype
+            pages = choose_pages(
+                self.config, weight_dtype, page_tokens, longest * running, memory, torch.device(device)
+            )
+        self.limits = ServeLimits(
+            pages=pages,
+            context=longest,
+            page_tokens=page_tokens,
+            step_tokens=step_tokens,
+            chunk_tokens=step_tokens if chunk_tokens is None else chunk_tokens,
+            running=running,
+            waiting=waiting,
+            swap_pages=swap_pages,
+            share_prefixes=share_prefixes,
+        )
+        self._scheduler = Scheduler(self.limits)
+        runner = Runner(model, self.limits, device, invariant)
+        self._core = EngineCore(
+            runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
+        )
+        self._seed = seed
+        self._lock = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._unfinished = 0  # answers that were asked for and have not ended
+        self._asked = 0
+        self._closing = False
+        self._ended: deque[float] = deque(maxlen=64)  # when the last answers did
+        self._steps = self._step_tokens = self._preemptions = 0
+        self._core.on_step = self._count
+        self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
+        self._thread.start()
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None) -> Iterator[Completion]:
+        """The completions of these prompts, in their order. One prompt is one text, or one list of tokens."""
+        some: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        asked = sampling or Sampling()
+        encoded = [self.encode(prompt) for prompt in some]
+        for prompt in encoded:
+            self.check(prompt, asked)
+        return self._generate(encoded, asked)
+
+    async def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, priority: int = 0
+    ) -> AsyncIterator[AnswerPart]:
+        """The parts of a prompt's answers as they come; leaving the loop aborts what is left."""
+        job, parts = self.submit_async(self.encode(prompt), sampling or Sampling(), priority)
+        try:
+            left = job.sampling.n
+            while left:
+                part = await parts.get()
+                left -= part.finish is not None
+                yield part
+        finally:
+            self.abort(job)
+
+    def submit_async(
+        self, prompt: Sequence[int], sampling: Sampling, priority: int = 0
+    ) -> tuple[PromptJob, asyncio.Queue[AnswerPart]]:
+        """Begin a job whose parts come into a queue of the running event loop."""
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[AnswerPart]()
+
+        def tell(part: AnswerPart) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        return self.submit(prompt, sampling, tell, priority), parts
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        tell: Callable[[AnswerPart], None],
+        priority: int = 0,
+        drawn: int = 0,
+    ) -> PromptJob:
+        """Begin the answers to a prompt; `tell` is called in the engine's thread and must return soon.
+
+        Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn.
+        """
+        max_tokens = self.check(prompt, sampling)
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine is closed, or closing: it takes no more requests")
+            if self._unfinished + sampling.n > self.limits.waiting + self.limits.running:
+                raise QueueFullError(
+                    f"{self._unfinished} requests are under way, of {self.limits.waiting + self.limits.running} at "
+                    "most: ask again later"
+                )
+            self._unfinished += sampling.n
+            self._asked += 1
+            seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
+            job = PromptJob(list(prompt), sampling, seed, self._counting(tell))
+            self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn))
+            self._lock.notify()
+        return job
+
+    def abort(self, job: PromptJob) -> None:
+        """End a job's answers that have not ended; their pages are free before the next step."""
+        with self._lock:
+            self._inbox.append(lambda: self._core.abort(job))
+            self._lock.notify()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's tokens; text gets the special tokens (such as a beginning) that its tokenizer adds."""
+        if isinstance(prompt, str):
+            return encode_prompt(self.served.tokenizer, prompt, special=True)
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.config.vocabulary:
+                raise UsageError(
+                    f"the prompt has token {token!r}: expected whole numbers from 0 to {self.config.vocabulary - 1}"
+                )
+        return list(prompt)
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """Refuse what can never be answered; returns the most tokens that each answer may have."""
+        outside = [token for token in (*sampling.stop_tokens, *sampling.logit_bias) if token >= self.config.vocabulary]
+        if outside:
+            raise UsageError(
+                f"stop_tokens and logit_bias name token {outside[0]}: the vocabulary has {self.config.vocabulary}"
+            )
+        if sampling.n > self.limits.waiting + self.limits.running:
+            raise UsageError(f"n is {sampling.n}: expected at most {self.limits.waiting + self.limits.running}")
+        return self._scheduler.check(len(prompt), sampling.max_tokens)
+
+    # ---- how it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> EngineStatus:
+        scheduler = self._scheduler
+        return EngineStatus(
+            len(scheduler.running),
+            len(scheduler.waiting) + len(self._inbox),
+            self.limits.pages,
+            scheduler.pool.used,
+            len(scheduler.pool.idle),
+            self._steps,
+            self._step_tokens,
+            self._preemptions,
+        )
+
+    @property
+    def retry_after_s(self) -> int:
+        """When a refused request had best be sent again: when as many answers will have ended as now wait."""
+        ended = list(self._ended)
+        if len(ended) < 2:
+            return 1
+        per_s = (len(ended) - 1) / max(1e-3, time.monotonic() - ended[0])
+        return max(1, min(600, math.ceil((self._unfinished - self.limits.running) / per_s)))
+
+    def close(self, drain: bool = False) -> None:
+        """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""
+        with self._lock:
+            self._closing = True
+            if not drain:
+                self._inbox.append(self._core.abort_all)
+            self._lock.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
+        parts: queue.Queue[tuple[int, AnswerPart]] = queue.Queue()
+        jobs: dict[int, PromptJob] = {}
+        collected: dict[int, list[AnswerPart]] = {}
+        given = 0
+        try:
+            for number, _ in enumerate(prompts):
+                while True:
+                    # As many as the engine takes, in order; the rest follow as answers end.
+                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, parts):
+                        collected[len(jobs) - 1] = []
+                    if sum(part.finish is not None for part in collected.get(number, ())) == sampling.n:
+                        break
+                    if number not in jobs:  # others fill the engine, and nothing of ours is under way
+                        time.sleep(_RETRY_S)
+                        continue
+                    source, part = parts.get()
+                    collected[source].append(part)
+                given = number + 1
+                yield _completion(jobs[number], collected.pop(number))
+        finally:
+            for number in range(given, len(jobs)):
+                self.abort(jobs[number])
+
+    def _ask_next(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        jobs: dict[int, PromptJob],
+        parts: queue.Queue[tuple[int, AnswerPart]],
+    ) -> bool:
+        number = len(jobs)
+        try:
+            jobs[number] = self.submit(prompts[number], sampling, lambda part: parts.put((number, part)))
+        except QueueFullError:
+            return False
+        return True
+
+    def _counting(self, tell: Callable[[AnswerPart], None]) -> Callable[[AnswerPart], None]:
+        def heard(part: AnswerPart) -> None:
+            if part.finish is not None:
+                with self._lock:
+                    self._unfinished -= 1
+                self._ended.append(time.monotonic())
+            tell(part)
+
+        return heard
+
+    def _count(self, tokens: int, preempted: int) -> None:
+        self._steps += 1
+        self._step_tokens += tokens
+        self._preemptions += preempted
+
+    def _work(self) -> None:
+        try:
+            self._take_steps()
+        except BaseException as error:  # a bug: nobody may wait for answers that will never come
+            with self._lock:
+                self._closing = True
+                self._inbox.clear()
+            self._core.fail_all(f"{type(error).__name__}: {error}")
+            raise
+
+    def _take_steps(self) -> None:
+        while True:
+            with self._lock:
+                while not self._inbox and not self._core.busy and not self._closing:
+                    self._lock.wait()
+                if self._closing and not self._inbox and not self._core.busy:
+                    return
+                orders = list(self._inbox)
+                self._inbox.clear()
+            for order in orders:
+                order()
+            if self._core.busy:
+                self._core.step()
+
+
+def _is_prompt(prompts: object) -> bool:
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(one, int) for one in prompts)
+
+
+def _completion(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
+    answers = []
+    for number in range(job.sampling.n):
+        own = [part for part in parts if part.answer == number]
+        last = own[-1]
+        if last.finish is FinishReason.ERROR:
+            raise RunError(f"the engine could not answer: {last.error}")
+        assert last.finish is not None
+        answers.append(
+            Answer(
+                "".join(part.text for part in own),
+                tuple(token for part in own for token in part.tokens),
+                last.finish,
+                last.stopped_by,
+                tuple(logprob for part in own for logprob in part.logprobs),
+            )
+        )
+    prompt_logprobs = tuple(job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs))
+    return Completion(tuple(job.prompt), job.found, tuple(answers), prompt_logprobs)

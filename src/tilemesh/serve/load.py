@@ -1,0 +1,133 @@
+"""What is served: a model with its tokenizer, from a training run's folder or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilemesh.core.config import section
+from tilemesh.core.errors import UsageError
+from tilemesh.core.files import read_json_object
+from tilemesh.data.config import DataConfig
+from tilemesh.data.corpus import tokenizer_of
+from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
+from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig, check_written_model
+from tilemesh.model.families.book import CONFIG as MODEL_FILE
+from tilemesh.model.read import read_model
+from tilemesh.model.transformer import Transformer
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.manifest import MODEL
+from tilemesh.runs.names import CONFIG
+from tilemesh.runs.reader import open_checkpoint
+
+_TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
+_GENERATION_CONFIG = "generation_config.json"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, and what turns text into its tokens and back."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    """Tokens after which an answer ends, unless a request ignores them."""
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] | None = None
+    """Of the tokenizer's configuration, by name (`bos_token`): templates use them."""
+
+
+def read_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise UsageError(f"dtype is '{name}': expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_served(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    step: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> ServedModel:
+    """Read a run (its newest sound checkpoint, or that of a step) or a Hugging Face folder.
+
+    In the dtype of its weights, unless another is asked for. `say` hears which step is used, if it is not the last.
+    """
+    path = Path(source)
+    if (path / MODEL_FILE).is_file():
+        if step is not None:
+            raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
+        return _of_huggingface(path, dtype, device)
+    text, where = folders.read_config(path, TRAIN)
+    config, data = section(ModelConfig, "model", text, where), section(DataConfig, "data", text, where)
+    reader = open_checkpoint(path, step, say)
+    check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
+    model = read_model(config, reader, device)
+    tokenizer = tokenizer_of(data)
+    return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, frozenset({tokenizer.end}))
+
+
+def _of_huggingface(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> ServedModel:
+    model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
+    vocabulary = model.config.vocabulary
+    has_tokenizer = (path / _TOKENIZER_FILE).is_file()
+    tokenizer: Tokenizer = FileTokenizer(path / _TOKENIZER_FILE) if has_tokenizer else Unknown(vocabulary)
+    if tokenizer.vocabulary > vocabulary:
+        raise UsageError(
+            f"{path / _TOKENIZER_FILE} has {tokenizer.vocabulary} tokens and the model's vocabulary is {vocabulary}: "
+            "they do not belong together"
+        )
+    told = _optional(path / _TOKENIZER_CONFIG)
+    special = {name: text for name, value in told.items() if name.endswith("_token") and (text := _content(value))}
+    template = told.get("chat_template")
+    if (path / _TEMPLATE_FILE).is_file():
+        template = (path / _TEMPLATE_FILE).read_text()
+    return ServedModel(
+        path.resolve().name,
+        model,
+        tokenizer,
+        _ends(path, tokenizer if has_tokenizer else None, vocabulary),
+        template if isinstance(template, str) else None,
+        special,
+    )
+
+
+def _ends(path: Path, tokenizer: Tokenizer | None, vocabulary: int) -> frozenset[int]:
+    for name in (MODEL_FILE, _GENERATION_CONFIG):
+        found = _optional(path / name).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if found is not None and all(isinstance(one, int) and 0 <= one < vocabulary for one in ids):
+            return frozenset(ids)
+    return frozenset() if tokenizer is None else frozenset({tokenizer.end})
+
+
+def _content(value: object) -> str | None:
+    """A special token's text: itself, or in older files an object that describes it."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json_object(path)) if path.is_file() else {}
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+
+
+def _converted(model: Transformer, dtype: torch.dtype | None) -> Transformer:
+    return model if dtype is None else model.to(dtype)

@@ -1,0 +1,85 @@
+"""A step's plan done by a model: pages copied, one pass over the step's tokens, logits where they are wanted.
+
+The model is `model/transformer.py`, the same modules that training uses; only its cache is one of pages.
+In invariant mode a step is several passes of exactly `ROW_BLOCK` tokens: every product then has the same shape in every
+step, and a token's row of it the same bits wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilemesh.model.transformer import ResidualStream, Transformer
+from tilemesh.serve.attention import PagedKeyValues
+from tilemesh.serve.batch import Batch, cut, make_batch, token_span
+from tilemesh.serve.request import ServeRequest
+from tilemesh.serve.scheduler import ServeLimits, StepPlan
+
+ROW_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class RequestLogits:
+    """Logits after some tokens of one request, which stand one after the other."""
+
+    first: int
+    """Position of the first token whose logits these are."""
+    logits_NV: Tensor
+
+
+class Runner:
+    def __init__(
+        self,
+        model: Transformer,
+        limits: ServeLimits,
+        device: torch.device | str = "cpu",
+        invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self.device = torch.device(device)
+        self.invariant = invariant
+        self.cache = PagedKeyValues(
+            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant
+        )
+
+    @torch.inference_mode()
+    def run(
+        self, plan: StepPlan, wants_all: Callable[[ServeRequest], bool] = lambda request: False
+    ) -> Mapping[str, RequestLogits]:
+        """Logits by the requests' names: those that something is drawn from, or of all tokens where so wanted."""
+        self.cache.copy_out(plan.swapped_out)
+        self.cache.copy_in(plan.swapped_in)
+        whole = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
+        found: dict[str, RequestLogits] = {}
+        for pieces in cut(whole, ROW_BLOCK) if self.invariant else [whole]:
+            batch = make_batch(pieces, self.limits.page_tokens, self.device, ROW_BLOCK if self.invariant else 0)
+            logits_NV = self._pass(batch)
+            begin = 0
+            for piece in batch.pieces:
+                if not piece.wanted:
+                    continue
+                rows_NV = logits_NV[begin : begin + len(piece.wanted)]
+                begin += len(piece.wanted)
+                name = piece.entry.request.name
+                first = piece.wanted.start
+                if name in found:
+                    first, rows_NV = found[name].first, torch.cat((found[name].logits_NV, rows_NV))
+                found[name] = RequestLogits(first, rows_NV)
+        return found
+
+    def _pass(self, batch: Batch) -> Tensor:
+        """Logits of the wanted tokens. Those of the others are never computed, except where shapes are constants."""
+        model = self.model
+        now = model.prepare(batch.tokens_1T, cache=self.cache.prepare(batch))
+        stream = ResidualStream(model.enter(batch.tokens_1T, None, now))
+        for layer in model.layers:
+            stream = layer(stream, now)
+        x_TD = model.normalize(stream)[0]
+        if self.invariant:
+            return model.project(x_TD)[batch.wanted]
+        return model.project(x_TD[batch.wanted])

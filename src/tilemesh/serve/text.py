@@ -1,0 +1,78 @@
+"""Tokens to text as they come: characters that are complete, and stop strings wherever tokens are cut.
+
+The one idea: what was given out is never taken back. Text is held as long as later tokens could change it (a character
+of several bytes that has not ended) or as it could be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete character to
+
+
+class Decoder(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """The text of one answer, token by token: `add` returns what is certain so far."""
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._stop = tuple(stop)
+        # A token may read differently at the beginning of a text (a leading space is dropped, for one): so the tokens
+        # before the new ones are decoded along, from the last place where a character began.
+        self._tokens: list[int] = []
+        self._known = 0  # how many of these have been given out
+        self._held = ""
+        self.stopped: str | None = None
+        """The stop string that ended the text; it is no part of it."""
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that these tokens make certain; with `last` all there is. After a stop string comes nothing."""
+        given = ""
+        for token in tokens:
+            if self.stopped is None:
+                self._tokens.append(token)
+                given += self._pass_on(self._decoded(False))
+        if last and self.stopped is None:
+            given += self._pass_on(self._decoded(True))
+            given, self._held = given + self._held, ""
+        return given
+
+    def _decoded(self, last: bool) -> str:
+        """New text, if it ends with a whole character."""
+        before = self._decoder.decode(self._tokens[: self._known])
+        whole = self._decoder.decode(self._tokens)
+        if not last and (whole.endswith(_REPLACEMENT) or len(whole) <= len(before)):
+            return ""
+        self._tokens = self._tokens[self._known :]
+        self._known = len(self._tokens)
+        return whole[len(before) :]
+
+    def _pass_on(self, text: str) -> str:
+        """Text without what might be the beginning of a stop string; up to a whole one where there is one."""
+        if not self._stop:
+            return text
+        self._held += text
+        # The one that is complete first wins, and of those the one that began first: as if characters came one by one.
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            _, at, self.stopped = min(found)
+            given, self._held = self._held[:at], ""
+            return given
+        kept = max(_overlap(self._held, stop) for stop in self._stop)
+        given, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters could be the beginning of the stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,65 @@
+"""Text after one prompt, of any length: what `tilemesh generate` prints."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+from tilemesh.core.errors import RunError
+from tilemesh.core.ranges import check_sampling
+from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.request import FinishReason, Sampling
+
+
+def generate(
+    source: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.7,
+    seed: int = 0,
+    step: int | None = None,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> str:
+    """What a run's checkpoint (the newest sound one, or that of a step) or a Hugging Face folder writes after a prompt.
+
+    `say` hears which step is used, where that is not the run's last one.
+    """
+    check_sampling(tokens, temperature, seed)  # before gigabytes are read
+    with Engine(source, device=device, step=step, say=say, running=1) as engine:
+        whole = engine.encode(prompt)
+        drawn = generate_tokens(engine, whole, tokens, temperature, seed)
+        return engine.served.tokenizer.decode(drawn)
+
+
+def generate_tokens(engine: Engine, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
+    """So many tokens after the prompt, as `model.sampling.sample` draws them.
+
+    When the context is full, its second half is read again as a new beginning.
+    """
+    whole, context = list(prompt), engine.limits.context
+    window = whole[-context:]
+    while len(whole) < len(prompt) + tokens:
+        drawn = len(whole) - len(prompt)
+        # The token that would fill the context is still drawn: it needs no place there.
+        most = min(tokens - drawn, context + 1 - len(window))
+        whole += _ask(engine, window, most, temperature, seed, drawn)
+        window = whole[-max(1, context // 2) :]
+    return whole[len(prompt) :]
+
+
+def _ask(engine: Engine, window: list[int], most: int, temperature: float, seed: int, drawn: int) -> list[int]:
+    parts: queue.Queue[AnswerPart] = queue.Queue()
+    sampling = Sampling(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True)
+    engine.submit(window, sampling, parts.put, drawn=drawn)
+    found: list[int] = []
+    while True:
+        part = parts.get()
+        found += part.tokens
+        if part.finish is FinishReason.ERROR:
+            raise RunError(f"the text cannot be written: {part.error}")
+        if part.finish is not None:
+            return found

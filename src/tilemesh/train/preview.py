@@ -1,0 +1,232 @@
+"""What a run would be, before anything is started or written: model, layout, data, memory, time and files.
+
+`preview` makes the same checks as `fit`, in the same order, asks the planner the same question, and returns values; the
+command prints them (`tilemesh train --dry-run`). No torch: nothing is computed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.data.config import STDLIB
+from tilemesh.launch.start import choose_transport
+from tilemesh.measure.machine import stamp, usable_gpus
+from tilemesh.measure.row import Row
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.weights import count_parameters
+from tilemesh.runs import folder as folders
+from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SUMMARY, TRACE
+from tilemesh.train.check import check_job
+from tilemesh.train.config import OptimizerConfig, TrainConfig
+from tilemesh.train.load import settled
+from tilemesh.train.predict import predict_run
+from tilemesh.train.rows import least_bytes
+
+_NOT_RUN = "a dry run measures nothing"
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "working", "reserved")
+"""Parts of the planner's memory, in the order they are shown."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What would run. `predicted` is what the planner says, as predicted.json would hold it."""
+
+    config: TrainConfig
+    device: str
+    transport: str
+    folder: str
+    """Where the run would be written."""
+    done: int
+    """Steps that the run to resume has made."""
+    init: str
+    checkpoint_bytes: int
+    """Of one checkpoint: the weights that are stepped and the optimizer's state, in one piece."""
+    free_bytes: int
+    """On the disk of that folder."""
+    predicted: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """That are left to do."""
+        return max(0, self.config.train.steps - self.done)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of all steps left, as predicted; start, evaluation and checkpoints come on top."""
+        step_s = self.predicted.get("step_time_s")
+        return None if step_s is None else float(step_s) * self.steps
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that checkpoints take at one time: those kept, and the one that is being written."""
+        every = self.config.checkpoint.every
+        written = 1 + (self.steps - 1) // every if every else 1
+        return self.checkpoint_bytes * min(self.config.checkpoint.keep + 1, max(1, written))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What there is to say, with a word for each subject."""
+        made = [
+            ("model", model_words(self.config.model)),
+            ("data", self._data()),
+            ("layout", f"{self.config.plan.describe()}; on {self.device}, {self.transport}"),
+            ("steps", self._steps()),
+            *self._predictions(),
+            ("files", self._files()),
+        ]
+        if self.init:
+            made.insert(1, ("weights", f"begin with those in {self.init}"))
+        return made
+
+    def rows(self) -> list[Row]:
+        """The predictions as rows, without what was measured."""
+        case = {"ranks": self.config.plan.world, "batch": self.config.batch, "context": self.config.context}
+        figures = (
+            ("step time", "s", "step_time_s"), ("throughput", "tokens/s", "tokens_per_s"), ("MFU", "fraction", "mfu"),
+            ("peak memory a rank", "B", "memory_bytes"),
+        )  # fmt: skip
+        why = {"measured": _NOT_RUN, "limit": _NOT_RUN, "peers": _NOT_RUN}
+        rows = []
+        for name, unit, key in figures:
+            value = self.predicted.get(key)
+            missing = why if value is not None else {**why, "predicted": str(self.predicted.get("missing"))}
+            rows.append(
+                Row(
+                    name=name,
+                    case=case,
+                    unit=unit,
+                    predicted=value,
+                    measured=None,
+                    limit=None,
+                    missing=missing,
+                    **stamp(),
+                )
+            )
+        return rows
+
+    def _data(self) -> str:
+        data = self.config.data
+        source = "this Python's standard library" if data.source == STDLIB else data.source
+        tokens = "bytes as tokens" if data.tokenizer is None else f"tokens of {data.tokenizer}"
+        return f"{source}, {tokens}, {data.held_out:.1%} held out".replace("%", " %")
+
+    def _steps(self) -> str:
+        made, per_step = self.config, self.config.tokens_per_step
+        again = f" (after step {self.done})" if self.done else ""
+        return (
+            f"{self.steps:,}{again} of {made.batch} x {made.context} = {per_step:,} tokens, "
+            f"{self.steps * per_step:,} tokens in all; {made.optimizer.name}, learning rate {made.optimizer.lr:g}"
+        )
+
+    def _predictions(self) -> list[tuple[str, str]]:
+        """Memory and time, or why the planner says nothing of them."""
+        if "missing" in self.predicted:
+            states = format_bytes(least_bytes(self.config.model, self.config.plan))
+            why = f"not predicted: {self.predicted['missing']}"
+            known = f"{states} per rank for weights, gradients and optimizer states; activations {why}"
+            return [("memory", known), ("time", why)]
+        memory, seconds = self.predicted["memory"], self.seconds
+        parts = ", ".join(
+            f"{name} {format_bytes(memory[f'{name}_bytes'])}" for name in _MEMORY if memory[f"{name}_bytes"]
+        )
+        usable = memory["usable_bytes"]
+        fits = "" if self.predicted["fits"] else ": DOES NOT FIT; more ranks, tp or recomputation need less"
+        assert seconds is not None
+        return [
+            ("memory", f"{format_bytes(memory['total_bytes'])} per rank of {format_bytes(usable)}{fits} ({parts})"),
+            (
+                "time",
+                f"{format_seconds(self.predicted['step_time_s'])} per step, "
+                f"{self.predicted['tokens_per_s']:,.0f} tokens/s, {format_seconds(seconds)} for all steps; start, "
+                "evaluation and checkpoints come on top",
+            ),
+        ]
+
+    def _files(self) -> str:
+        few = "" if self.disk_bytes <= self.free_bytes else ": TOO LITTLE SPACE"
+        every = self.config.checkpoint.every
+        when = f"every {every} steps, the newest {self.config.checkpoint.keep} kept" if every else "at the end"
+        return (
+            f"{self.folder}/: {CONFIG}, {METRICS}, {SUMMARY}, {TRACE}, {PAGE}, {CHECKPOINTS}/ ({when}; "
+            f"{format_bytes(self.checkpoint_bytes)} each, at most {format_bytes(self.disk_bytes)} at a time; "
+            f"{format_bytes(self.free_bytes)} free{few})"
+        )
+
+
+def preview(
+    config: TrainConfig,
+    *,
+    run: str | Path | None = None,
+    name: str = "run",
+    resume: str | Path | None = None,
+    init: str | Path | None = None,
+    transport: str = "auto",
+    restarts: int = 0,
+    stop_after: int | None = None,
+) -> Preview:
+    """What `fit` with the same arguments would do, or its refusal. Starts nothing and writes nothing."""
+    config = settled(config)
+    check_job(
+        config,
+        run=run,
+        name=name,
+        resume=resume,
+        init=init,
+        transport=transport,
+        restarts=restarts,
+        stop_after=stop_after,
+    )
+    gpus = usable_gpus() if config.train.device != "cpu" else ()
+    if resume is not None:
+        folder = str(resume)
+    else:
+        folder = str(run) if run is not None else f"{RUNS}/YYYYMMDD-HHMMSS-{name}"
+    if config.plan.world == 1:
+        how = "one process"
+    else:
+        how = "torch" if gpus and transport == "auto" else choose_transport(transport)
+        how = f"ranks exchange through {'MPI' if how == 'mpi' else 'torch.distributed'}"
+    return Preview(
+        config,
+        device=gpus[0] if gpus else "CPU",
+        transport=how,
+        folder=folder,
+        done=(folders.newest_checkpoint(resume) or 0) if resume is not None else 0,
+        init="" if init is None else str(init),
+        checkpoint_bytes=checkpoint_bytes(config),
+        free_bytes=_free_bytes(Path(folder)),
+        predicted=predict_run(config, usable_gpus()),
+    )
+
+
+def model_words(model: ModelConfig) -> str:
+    """A model in a line."""
+    heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys and values)" * (model.kv_heads != model.heads))
+    return (
+        f"{count_parameters(model).total:,} parameters: {model.layers} layers, width {model.width}, {heads}, MLP "
+        f"{model.mlp_width} {model.activation}, {model.norm}, {model.positions} positions, vocabulary "
+        f"{model.vocabulary:,}, context {model.context:,}"
+    )
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Of one checkpoint, whatever the layout: every weight as it is stepped, and what the optimizer keeps of it."""
+    number = 8 if config.plan.precision == "fp64" else 4
+    return count_parameters(config.model).total * number * (1 + _states(config.optimizer))
+
+
+def _states(optimizer: OptimizerConfig) -> int:
+    """Numbers that an optimizer keeps per parameter."""
+    if optimizer.name == "adamw":
+        return 2
+    return 1 if optimizer.momentum else 0
+
+
+def _free_bytes(folder: Path) -> int:
+    near = folder.resolve()
+    while not near.exists():
+        near = near.parent
+    return shutil.disk_usage(near).free

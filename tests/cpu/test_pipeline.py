@@ -1,0 +1,235 @@
+"""A model over the stages of a pipeline computes what one process computes, by every schedule; and what stops it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan
+from tilemesh.core.step.action import Action
+from tilemesh.core.step.passes import exchange, recompute
+from tilemesh.core.step.program import PlannedStep
+from tilemesh.core.step.schedules import one_f_one_b
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
+from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.laid import StepPiece
+from tilemesh.parallel.pipeline import Pipeline, ReducingServices
+from tilemesh.parallel.run import StepRunner, StepServices
+
+GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
+LLAMA = ModelConfig(
+    layers=5, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=18, context=8, norm="rmsnorm", positions="rotary",
+    activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+ROWS, TOKENS, SEED = 2, 8, 5
+BOUND = 1e-12  # float64: a sum of some thousand terms in another order
+
+# Every schedule on two ranks; then with replicas, split layers, more stages, stages of unequal layers.
+LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    **{
+        name: (GPT if place % 2 else LLAMA, {"schedule": name, "pp": 2, "accumulation": 4})
+        for place, name in enumerate(
+            (
+                "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "breadth-first", "zb-v", "v-half", "v-min",
+                "dualpipe-v", "dualpipe", "chimera",
+            )
+        )
+    },
+    "tied in a V": (GPT, {"schedule": "zb-v", "pp": 2, "accumulation": 2}),
+    "tied in two ways": (GPT, {"schedule": "dualpipe", "pp": 2, "dp": 2, "accumulation": 4}),
+    "uneven stages": (GPT, {"schedule": "1f1b", "pp": 2, "accumulation": 3, "chunk_layers": (3, 1)}),
+    "replicas and split layers": (GPT, {"schedule": "zb-v", "dp": 2, "tp": 2, "pp": 2, "accumulation": 2}),
+    "sequence parallel": (
+        LLAMA, {"schedule": "zb-h1", "tp": 2, "pp": 2, "accumulation": 2, "sequence_parallel": True},
+    ),
+    "four stages": (GPT, {"schedule": "1f1b", "pp": 4, "accumulation": 2}),
+}  # fmt: skip
+
+
+def plan_of(**fields: Any) -> ParallelPlan:
+    more = {"interleave": 2} if fields["schedule"] in INTERLEAVED else {}
+    return ParallelPlan(microbatch=ROWS, precision="fp64", **fields, **more)
+
+
+def text(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocabulary, (rows, TOKENS), generator=generator)
+    targets = tokens.roll(-1, 1).clone()
+    targets[0, :3] = targets[-1] = IGNORED
+    return tokens, targets
+
+
+def whole_step(config: ModelConfig, rows: int) -> tuple[Transformer, float, float, dict[str, Tensor]]:
+    """One process: model, loss, norm and gradients."""
+    model = Transformer(config, seed=3, dtype=torch.float64)
+    tokens, targets = text(config, rows)
+    total, count = loss_sum(model(tokens, dropout_seed=SEED), targets)
+    (total / count).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    return model, float((total / count).detach()), norm, gradients
+
+
+def pieces(plan: ParallelPlan, config: ModelConfig, replica: int) -> list[StepPiece]:
+    tokens, targets = text(config, plan.batch)
+    first = [(replica * plan.accumulation + turn) * ROWS for turn in range(plan.accumulation)]
+    return [StepPiece(tokens[row : row + ROWS], targets[row : row + ROWS], row) for row in first]
+
+
+def staged(comm: Communicator, plan: ParallelPlan, config: ModelConfig) -> Pipeline:
+    laid = lay(Transformer(config, seed=3, dtype=torch.float64), Mesh(comm, **plan.axes), plan)
+    assert isinstance(laid, Pipeline)
+    return laid
+
+
+def gradients_of(laid: Pipeline) -> dict[str, Tensor] | None:
+    return laid.gather({name: p.grad for name, p in laid.module.named_parameters() if p.grad is not None})
+
+
+def far(found: dict[str, Tensor], wanted: dict[str, Tensor], norm: float) -> float:
+    assert list(found) == list(wanted)
+    return max(float((found[name] - wanted[name]).norm()) for name in wanted) / norm
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_pipeline_computes_what_one_process_computes(name: str) -> None:
+    config, fields = LAYOUTS[name]
+    plan = plan_of(**fields)
+    model, loss, norm, wanted = whole_step(config, plan.batch)
+    tokens, targets = text(config, 2)
+
+    def main(comm: Communicator) -> Any:
+        laid = staged(comm, plan, config)
+        for _ in range(2):  # a second step begins where the first left nothing behind
+            laid.passes(pieces(plan, config, laid.mesh.dp.index), dropout_seed=SEED, scale=4.0)
+            step = laid.gradients.finish()
+        found = gradients_of(laid)
+        laid.module.eval()
+        total, count = laid.loss(tokens, targets)
+        return step, found, laid.logits(tokens), float(total), float(count)
+
+    results = run_threads(plan.world, main)
+    assert far(results[0][1], wanted, norm) < BOUND
+    model.eval()
+    logits = model(tokens).detach()
+    for step, _, mine, _, _ in results:
+        assert abs(step.loss - loss) < BOUND * loss
+        assert abs(step.norm - norm) < BOUND * norm
+        assert float((mine - logits).abs().max()) < BOUND
+    total, count = loss_sum(logits, targets)
+    copies = plan.dp * plan.tp
+    assert abs(sum(one[3] for one in results) / copies - float(total)) < BOUND * float(total)
+    assert sum(one[4] for one in results) / copies == int(count)
+
+
+def test_forward_passes_done_again() -> None:
+    plan = plan_of(schedule="1f1b", pp=2, accumulation=3)
+    _, _, norm, wanted = whole_step(GPT, plan.batch)
+
+    def main(comm: Communicator) -> Any:
+        laid = staged(comm, plan, GPT)
+        program = exchange(recompute(one_f_one_b(2, 3)))
+        laid.runner = StepRunner(program, comm, laid.passers, ReducingServices(laid.buckets))
+        laid.step = PlannedStep(program, laid.step.layers)
+        laid.passes(pieces(plan, GPT, 0), dropout_seed=SEED)
+        laid.gradients.finish()
+        return gradients_of(laid)
+
+    found = run_threads(2, main)[0]
+    assert found is not None
+    assert far(found, wanted, norm) < BOUND
+
+
+def test_weights_are_loaded_from_one_rank_and_gathered_again() -> None:
+    plan = plan_of(schedule="1f1b", pp=2, tp=2, accumulation=2)
+    state = {name: value + 1 for name, value in Transformer(GPT, seed=3, dtype=torch.float64).state_dict().items()}
+
+    def main(comm: Communicator) -> Any:
+        laid = staged(comm, plan, GPT)
+        laid.load(state if comm.rank == 1 else None, root=1)
+        return laid.gather()
+
+    found = run_threads(4, main)
+    assert all(one is None for one in found[1:])
+    assert {name: torch.equal(found[0][name], value) for name, value in state.items()} == dict.fromkeys(state, True)
+
+
+def test_only_one_holder_of_a_tied_table_writes_it() -> None:
+    for schedule, writers in (("1f1b", [True, False]), ("chimera", [True, False]), ("zb-v", [True])):
+        plan = plan_of(schedule=schedule, pp=2, accumulation=2)
+
+        def main(comm: Communicator, plan: ParallelPlan = plan) -> Any:
+            shards = staged(comm, plan, GPT).shards
+            return shards["token_embedding.weight"].writes if "token_embedding.weight" in shards else None
+
+        assert [writes for writes in run_threads(2, main) if writes is not None] == writers
+
+
+class Echo:
+    """A chunk whose passes only say that they were made."""
+
+    def __init__(self, said: list[str], number: int) -> None:
+        self.said, self.number = said, number
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
+        self.said.append(f"F{self.number} of {microbatch} from {None if x is None else float(x)}")
+        return torch.full((), 10.0 * self.number + microbatch)
+
+    def recompute(self, microbatch: int, piece: int) -> None:
+        self.said.append(f"again {self.number}")
+
+    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor:
+        self.said.append(f"{'I' if splits else 'B'}{self.number} of {microbatch}")
+        return torch.full((), -1.0)
+
+    def weights(self, microbatch: int, piece: int) -> None:
+        self.said.append(f"W{self.number} of {microbatch}")
+
+    def landing(self, microbatch: int, piece: int, of: str) -> Tensor:
+        return torch.empty(())
+
+
+def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_nobody_does() -> None:
+    program = exchange(one_f_one_b(2, 2))
+
+    def main(comm: Communicator) -> list[str]:
+        said: list[str] = []
+        notes: list[str] = []
+        StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices(), notes.append)()
+        assert notes[:-1] == [str(action) for action in program.actions[comm.rank]]
+        with pytest.raises(UsageError, match="was not given chunk"):
+            StepRunner(program, comm, {}, StepServices())
+        runner = StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices())
+        with pytest.raises(UsageError, match="GATHER of chunk 0: its weights are whole here"):
+            runner._serve(Action("GATHER", 0, of="weights"))
+        return said
+
+    first, second = run_threads(2, main)
+    assert first == ["F0 of 0 from None", "F0 of 1 from None", "B0 of 0", "B0 of 1"]
+    assert second == ["F1 of 0 from 0.0", "B1 of 0", "F1 of 1 from 1.0", "B1 of 1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"schedule": "1f1b", "pp": 8, "accumulation": 8}, "pp 8 needs as many layers, the model has 4: pp 4 at most"),
+        ({"schedule": "zb-v", "pp": 4, "accumulation": 8}, "2 chunks of zb-v needs as many layers.*pp 2 at most"),
+        ({"schedule": "dualpipe", "pp": 2, "accumulation": 3}, "at least 4 microbatches: .* is 3, 4 is the next"),
+        ({"schedule": "terapipe", "pp": 2, "accumulation": 3}, "attention over slices"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(fields: dict[str, Any], words: str) -> None:
+    plan = plan_of(**fields)
+
+    def main(comm: Communicator) -> None:
+        mesh = Mesh(comm, **plan.axes)
+        with pytest.raises(UsageError, match=words):
+            lay(Transformer(GPT, device="meta"), mesh, plan)
+
+    run_threads(plan.world, main)

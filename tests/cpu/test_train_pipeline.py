@@ -1,0 +1,152 @@
+"""Training over the stages of a pipeline, on ranks that are threads: as one process trains; gone on in any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilemesh.comm import run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.runs.folder import new_run
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.metrics import latest
+from tilemesh.runs.names import CHECKPOINTS, SAMPLE
+from tilemesh.runs.reader import Reader
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.load import load
+from tilemesh.train.rank import train_here
+
+SETS = (
+    "model.layers=4,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,model.tied=true,"
+    "train.steps=4,train.batch=8,checkpoint.every=2,evaluate.every=2,evaluate.sequences=5,sample.tokens=6,"
+    "optimizer.warmup=1,optimizer.lr=0.01,optimizer.clip=0.5,train.trace_steps=1,train.device=cpu"
+)
+EXACT = "plan.precision=fp64,model.dropout=0.1"
+BOUND = 1e-10
+RUNS = ("run", "alone")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {number}: jumps over {number * 7} dogs\n" for number in range(300)))
+    return str(path)
+
+
+def made(text: str, mesh: str, *sets: str) -> TrainConfig:
+    return load(mesh=mesh, sets=[SETS, f"data.source={text}", *sets])
+
+
+def trained(config: TrainConfig, folder: Path, **options: Any) -> None:
+    if not (folder / "config.toml").exists():
+        new_run(TRAIN, config.to_toml(), folder)
+    run_threads(config.plan.world, lambda comm: train_here(config, folder, comm, **options))
+
+
+def numbers(folder: Path) -> list[float]:
+    """Losses, norms and held-out losses of all steps, in order."""
+    lines = [line for line in latest(folder) if line["kind"] == "step"]
+    found = [line[key] for line in lines for key in ("loss", "norm", "held_out") if key in line]
+    assert len(found) == 2 * 4 + 2
+    return found
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    reader = Reader(folder / CHECKPOINTS / f"step-{step:08d}")
+    return {name: reader.whole(name) for name in reader.names}
+
+
+@pytest.fixture(scope="module")
+def alone(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one process that never stopped."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    trained(made(text, "dp=1", EXACT), folder)
+    return folder
+
+
+def require_alike(folder: Path, alone: Path) -> None:
+    assert numbers(folder) == pytest.approx(numbers(alone), rel=BOUND)
+    assert (folder / SAMPLE).read_text() == (alone / SAMPLE).read_text()
+    ours, theirs = state(folder, 4), state(alone, 4)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert float((ours[name] - value).abs().max()) <= 1e-8 * max(1e-3, float(value.abs().max())), name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets"),
+    [
+        ("pp=2", "plan.schedule=1f1b,plan.chunk_layers=[3,1],plan.recompute=full"),
+        ("dp=2,pp=2", "plan.schedule=zb-v"),
+        ("tp=2,pp=2", "plan.schedule=dualpipe,plan.sequence_parallel=true"),
+    ],
+)
+def test_it_trains_as_one_process(text: str, alone: Path, tmp_path: Path, mesh: str, sets: str) -> None:
+    config = made(text, mesh, EXACT, sets)
+    trained(config, tmp_path / "run")
+    require_alike(tmp_path / "run", alone)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    passes = {event["name"] for event in events if event.get("cat") == "action"}
+    assert {f"0F{m}" for m in range(config.plan.accumulation)} < passes
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("pp=2", "plan.schedule=zb-v"), ("dp=2,tp=2", "")),
+        (("dp=2", ""), ("pp=2", "plan.schedule=interleaved,plan.interleave=2")),
+        (("pp=2", "plan.schedule=chimera"), ("dp=2,pp=2", "plan.schedule=zb-h1")),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(
+    text: str, alone: Path, tmp_path: Path, first: tuple[str, str], then: tuple[str, str]
+) -> None:
+    folder = tmp_path / "run"
+    trained(made(text, first[0], EXACT, *filter(None, [first[1]])), folder, stop_after=2)
+    trained(made(text, then[0], EXACT, *filter(None, [then[1]])), folder, resume=True)
+    require_alike(folder, alone)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master", "fp16"])
+def test_every_precision_goes_on_bit_for_bit(text: str, tmp_path: Path, precision: str) -> None:
+    config = made(text, "pp=2", f"plan.schedule=zb-h1,plan.precision={precision},model.dropout=0.1")
+    trained(config, tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("step-00000004"))
+    trained(config, tmp_path / "again", resume=True)
+    ours, theirs = state(tmp_path / "run", 4), state(tmp_path / "again", 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    # Against one process in the same precision: products round to eight bits in bf16, and a loss is a mean of many.
+    sets = f"plan.precision={precision},model.dropout=0.1,plan.microbatch=2"  # as many rows: they overflow alike
+    trained(made(text, "dp=1", sets), tmp_path / "alone")
+    losses = ([line["loss"] for line in latest(tmp_path / name) if line["kind"] == "step"] for name in RUNS)
+    assert next(losses) == pytest.approx(next(losses), rel=2**-8)
+
+
+def test_microbatches_fill_the_pipeline_unless_something_was_said(text: str) -> None:
+    plan = made(text, "dp=2,pp=2").plan
+    assert (plan.accumulation, plan.microbatch) == (4, 1)
+    plan = made(text, "pp=2", "plan.schedule=dualpipe", "train.batch=12").plan
+    assert (plan.accumulation, plan.microbatch) == (4, 3)
+    plan = made(text, "pp=2", "plan.accumulation=2").plan
+    assert (plan.accumulation, plan.microbatch) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets", "words"),
+    [
+        ("pp=8", "", "plan.pp 8 needs as many layers, the model has 4: pp 4 at most"),
+        ("pp=4", "plan.schedule=zb-v", "2 chunks of zb-v needs as many layers, the model has 4: pp 2 at most"),
+        ("pp=2", "plan.schedule=dualpipe,plan.accumulation=2", "accumulation is 2, 4 is the next that can"),
+        ("pp=2", "plan.schedule=interleaved,plan.interleave=2,plan.accumulation=1", "accumulation is 1, 2 is the next"),
+        ("pp=2", "plan.schedule=terapipe", "plan.schedule is terapipe: .*set plan.schedule=1f1b"),
+        ("pp=2", "train.compile=true", "train.compile with plan.pp 2: .*set train.compile=false"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_before_a_rank_starts(text: str, mesh: str, sets: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        made(text, mesh, *filter(None, [sets]))
