@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
 def _by_heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, heads x E) as (B, T, heads, E)."""
-    return x.reshape(*x.shape[:-1], heads, -1)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 class Mlp(nn.Module):
