@@ -309,11 +309,18 @@ class Communicator(Inspected):
         """Receive into `out`, which must have the size of what was sent; returns it."""
         return self.irecv(out, source, tag).wait()
 
-    def isend(self, x: Any, to: int, tag: int = 0) -> Handle:
+    def isend(self, x: Any, to: int, tag: int = 0, *, sized: bool = True) -> Handle:
+        """`sized=False`: both sides are known to mean as many bytes, which then need not be compared; and to begin the
+        messages between them in one order, which nccl, that moves those of GPU memory, goes by instead of tags."""
+        if not sized and self._goes_by_device(x):
+            return self._messages.start_on_device(True, x.detach().contiguous(), to)
         array, _ = opened(x)
-        return self._message(True, to, tag, flattened(array), lambda: None)
+        return self._message(True, to, tag, flattened(array), lambda: None, sized)
 
-    def irecv(self, out: Any, source: int, tag: int = 0) -> Handle:
+    def irecv(self, out: Any, source: int, tag: int = 0, *, sized: bool = True) -> Handle:
+        """`sized`: as the sender says."""
+        if not sized and self._goes_by_device(out) and out.is_contiguous():
+            return self._messages.start_on_device(False, out.detach(), source)
         array, like = opened(out, "out")
         check.out_array(out, tuple(out.shape), like)
         landing = array.reshape(-1) if array.flags.c_contiguous else np.empty(array.size, array.dtype)
@@ -322,16 +329,19 @@ class Communicator(Inspected):
             store(landing.reshape(array.shape), out)
             return out
 
-        return self._message(False, source, tag, landing, finish)
+        return self._message(False, source, tag, landing, finish, sized)
 
-    def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any) -> Handle:
+    def _goes_by_device(self, x: Any) -> bool:
+        return self.transport.device is not None and bool(getattr(x, "is_cuda", False))
+
+    def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any, sized: bool) -> Handle:
         peer = check.rank_of(peer, self.size, "to" if is_send else "source")
         tag = check.tag_of(tag, self.transport.tags)
         if peer == self.rank:
             raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
         region = as_bytes(flat)
         message = Message(is_send, peer, self.transport.view(region), region.nbytes)
-        return self._messages.start(message, tag, finish)
+        return self._messages.start(message, tag, finish, sized)
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class _Works:
 
 
 class TorchTransport:
-    caps = Caps(native=_NATIVE, tells_sizes=False)
+    caps = Caps(native=_NATIVE, tells_sizes=False, moves_alone=True)
     tags = TAGS
 
     def __init__(self, group: Any, has_nccl: bool, timeout: timedelta) -> None:
