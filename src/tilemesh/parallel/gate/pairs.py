@@ -19,7 +19,7 @@ from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (("none", 1), ("full", 1), ("full", 2), ("full", "sqrt"))
 
 
-class _Settings(NamedTuple):
+class _Combination(NamedTuple):
     """One value of each setting. What has no effect in a layout has its first value there."""
 
     model: str
@@ -49,7 +49,7 @@ def combinations(ranks: int, precision: Precision = "fp64") -> list[Case]:
 
 
 @functools.cache
-def _chosen(ranks: int) -> tuple[_Settings, ...]:
+def _chosen(ranks: int) -> tuple[_Combination, ...]:
     every = list(_possible(ranks))
     number: dict[object, int] = {}  # of each pair of values
     masks = []
@@ -64,7 +64,7 @@ def _chosen(ranks: int) -> tuple[_Settings, ...]:
     return tuple(chosen)
 
 
-def _possible(ranks: int) -> Iterator[_Settings]:
+def _possible(ranks: int) -> Iterator[_Combination]:
     sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
     for dp, tp, pp in itertools.product(sizes, repeat=3):
         if not 1 < dp * tp * pp <= ranks or max(dp, pp) > 4:  # beyond 4 there are more rows and layers, and nothing new
@@ -77,7 +77,7 @@ def _possible(ranks: int) -> Iterator[_Settings]:
             for group, ahead, again, count in itertools.product(groups, prefetches, RECOMPUTED, turns):
                 if count <= ROWS // dp:
                     for model in MODELS:
-                        yield _Settings(model, dp, tp, pp, sequence, schedule, zero, group, ahead, again, count)
+                        yield _Combination(model, dp, tp, pp, sequence, schedule, zero, group, ahead, again, count)
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _microbatches(schedule: str, pp: int) -> int:
     return max(least, -(-pp // multiple) * multiple)
 
 
-def _layout(found: _Settings) -> GateLayout:
+def _layout(found: _Combination) -> GateLayout:
     again, every = found.recompute
     return GateLayout(
         dp=found.dp, tp=found.tp, sequence=found.sequence, accumulation=found.turns, pp=found.pp,
