@@ -84,7 +84,7 @@ def test_what_it_covers() -> None:
     chosen = cases(8)
     piped = [case.layout for case in chosen if case.layout.pp > 1]
     assert len(chosen) - len(piped) == 32 * len(MODELS)
-    assert {layout.schedule for layout in piped} == set(get_args(Schedule)) - {"terapipe"}
+    assert {layout.schedule for layout in piped} == set(get_args(Schedule))
     assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
         (dp, tp, 2) for dp in (False, True) for tp in (False, True)
     }
@@ -121,9 +121,9 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
     done = command("--ranks", "2", "--transport", "threads", "--models", "gpt", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "dp=1 tp=2 sequence ×2" in done.stdout
-    assert "20 cases: every layout computes what one process computes" in done.stdout
+    assert "21 cases: every layout computes what one process computes" in done.stdout
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(lines) == 20
+    assert len(lines) == 21
     assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
 
 
@@ -134,7 +134,7 @@ def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path, cap
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
     assert "gpt: forward differs first at layers.0.attention;" in said
-    assert "20 cases: 4 FAIL" in said
+    assert "21 cases: 4 FAIL" in said
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["passed"] for line in lines].count(False) == 4
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
@@ -154,7 +154,7 @@ def test_wrong_words_are_refused_before_anything_starts(
 def test_the_whole_gate(transport: str) -> None:
     done = command("--ranks", "8", "--transport", transport)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "174 cases: every layout computes what one process computes" in done.stdout
+    assert "177 cases: every layout computes what one process computes" in done.stdout
 
 
 @pytest.mark.slow
