@@ -1,20 +1,28 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
 Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
-the same calls in the same order. An array's way through `all_reduce`, five files where ranks exchange messages:
+the same calls in the same order. An array's way through `all_reduce`, at most five files:
 
 1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
    (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
 2. `call.py`: `Caller.run` decides upon the call and carries it out. The array becomes flat, a result is given its shape
    and kind at the end.
-3. `choose.py`: `choose` picks the algorithm, from what was measured on this machine.
-4. `lower.py`: `Planner` builds the schedule, lowers it to this rank's flat list of instructions, and binds these to
-   memory: each now has its view. `MessageProgram.steps` carries them out: post, wait, copy, add.
-5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
 
-Ranks that share a node's memory take four files in place of 5: `sharing.py` (whose turn it is, and which arrays lie in
-shared memory), `shared.py` (the program as numpy calls), `arena.py` (the memory) and `flags.py` (how ranks wait).
-`ready_views.py` lets `ready.py` serve torch tensors and other axes than the first.
+Ranks that share a node's memory:
+
+3. `sharing.py`: whose turn it is, and which arrays lie in shared memory.
+4. `shared.py`: `ArenaProgram.steps` does it: put, meet, add, get, as numpy calls.
+5. `arena.py`: the memory that it is put into.
+
+Ranks that exchange messages:
+
+3. `lower.py`: `Planner` binds this rank's instructions to memory: each has its view. `MessageProgram.steps` carries
+   them out: post, wait, copy, add.
+4. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
+
+What they ask never sees the array: `choose.py` picks the algorithm from what was measured on this machine, `lower.py`
+makes a rank's instructions from a schedule, `flags.py` is how ranks of a node wait for one another. `ready_views.py`
+lets `ready.py` serve torch tensors and other axes than the first.
 """
 
 from __future__ import annotations

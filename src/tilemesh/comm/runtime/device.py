@@ -46,7 +46,7 @@ class TorchWork:
         self.work.wait()
 
 
-class Device:
+class DeviceCollectives:
     """nccl over one group of ranks."""
 
     def __init__(self, group: Any) -> None:

@@ -104,7 +104,7 @@ class Transport(Protocol):
     size: int
     caps: Caps
     sent: Sent
-    device: Any  # collectives on GPU memory (`device.Device`), or None
+    device: Any  # collectives on GPU memory (`device.DeviceCollectives`), or None
     tags: int  # a user's tags lie below this, those of collectives in a few times as many above
     names: Sequence[int]  # what its ranks are called in messages to people: their numbers in the world
 
