@@ -162,7 +162,7 @@ LIGHT = (
     "tilemesh.kernels.scale_shift.cost",
     "tilemesh.model.config",
     "tilemesh.model.work.operations",
-    "tilemesh.model.families",
+    "tilemesh.model.families.book",
     "tilemesh.data.config",
     "tilemesh.runs.contents",
     "tilemesh.runs.journal",

@@ -20,7 +20,7 @@ import tilemesh as tm
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
 from tilemesh.data.config import DataConfig
-from tilemesh.model.families import from_json, read_config
+from tilemesh.model.families.book import from_json, read_config
 from tilemesh.runs.names import CHOICES, CONFIG
 from tilemesh.train.check import RANGES
 from tilemesh.train.config import OptimizerConfig, SampleConfig, TrainConfig, of_run

@@ -28,6 +28,20 @@ GROUPED = ModelConfig(**SMALL, **LLAMA, kv_heads=2, mlp_width=40)
 DROPPING = GROUPED.replace(dropout=0.2)
 
 
+FAMILIES = {
+    "qwen2": GROUPED.replace(biases="qkv", window=3),
+    "qwen3": GROUPED.replace(qk_norm="head", head_width=10),
+    "gemma3": GROUPED.replace(
+        qk_norm="head", head_width=8, norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4,
+        full_layers=(0,), rotary_local_base=50.0, score_width=5, activation="geglu", rotary_scaling="linear",
+        rotary_factor=8.0,
+    ),
+    "neox": GPT2.replace(positions="rotary", rotary_fraction=0.34, parallel_residual=True, activation="gelu-erf"),
+    "olmo2": GROUPED.replace(qk_norm="full", norm_place="branch", biases="attention"),
+    "llama3.1": GROUPED.replace(rotary_scaling="llama3", rotary_factor=8.0, rotary_trained=12, rotary_high=3.0),
+}  # fmt: skip
+
+
 def variants() -> list[ModelConfig]:
     """Every choice met with every other choice of each other field, in sixteen models."""
     made = []
@@ -54,7 +68,8 @@ def variants() -> list[ModelConfig]:
 
 
 def name(config: ModelConfig) -> str:
-    return f"{config.norm}-{config.norm_place}-{config.positions}-{config.activation}-kv{config.kv_heads}"
+    found = next((name for name, known in FAMILIES.items() if known == config), None)
+    return found or f"{config.norm}-{config.norm_place}-{config.positions}-{config.activation}-kv{config.kv_heads}"
 
 
 def some_tokens(config: ModelConfig, rows: int = 2, tokens: int = 9) -> Tensor:
@@ -80,7 +95,7 @@ def test_presets_have_the_predicted_parameters_exactly(model: str) -> None:
     assert sum(parameter.numel() for parameter in made.parameters()) == count_parameters(preset(model)).total
 
 
-@pytest.mark.parametrize("config", variants(), ids=name)
+@pytest.mark.parametrize("config", [*variants(), *FAMILIES.values()], ids=name)
 def test_every_part_has_the_predicted_parameters(config: ModelConfig) -> None:
     model, counts = Transformer(config), count_parameters(config)
 
@@ -316,6 +331,8 @@ CACHED = {
     "rotary-grouped": GROUPED,
     "learned-one-key-head": GPT2.replace(kv_heads=1),
     "rotary": GROUPED.replace(kv_heads=4),
+    "window": FAMILIES["qwen2"],
+    "some-windows": FAMILIES["gemma3"],
 }
 
 
@@ -346,11 +363,11 @@ def test_a_cache_gets_tokens_before_heads_and_no_more_than_the_new_ones() -> Non
     seen: list[tuple[Any, ...]] = []
 
     class Watching(DenseCache):
-        def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+        def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
             assert q_BTHE.is_contiguous()  # a packed pass is (tokens, heads, width) without a copy
             assert k_BTKE.is_contiguous()
             seen.append((layer, *(tuple(x.shape) for x in (q_BTHE, k_BTKE, v_BTKE))))
-            return super().attend(layer, q_BTHE, k_BTKE, v_BTKE)
+            return super().attend(layer, q_BTHE, k_BTKE, v_BTKE, window=window)
 
     cache = Watching(2, 12)
     with torch.no_grad():

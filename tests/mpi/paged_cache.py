@@ -59,7 +59,7 @@ class PagedCache:
             self.pieces.append(piece)
         return tokens_BT
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         if layer not in self.pools:
             shape = (self.pages, PAGE, *k_BTKE.shape[2:])
             self.pools[layer] = (k_BTKE.new_full(shape, torch.nan), v_BTKE.new_full(shape, torch.nan))
@@ -72,8 +72,10 @@ class PagedCache:
                 page, place = divmod(start + step, PAGE)
                 keys[table[page], place] = k_BTKE[row, column]
                 values[table[page], place] = v_BTKE[row, column]
-                k_SHE = keys[table].flatten(0, 1)[: start + step + 1].repeat_interleave(shared, dim=1)
-                v_SHE = values[table].flatten(0, 1)[: start + step + 1].repeat_interleave(shared, dim=1)
+                end = start + step + 1
+                first = max(0, end - window) if window else 0
+                k_SHE = keys[table].flatten(0, 1)[first:end].repeat_interleave(shared, dim=1)
+                v_SHE = values[table].flatten(0, 1)[first:end].repeat_interleave(shared, dim=1)
                 q_HE = q_BTHE[row, column]
                 weights_HS = torch.einsum("he,she->hs", q_HE, k_SHE).div(q_HE.shape[-1] ** 0.5).softmax(dim=-1)
                 y_BTHE[row, column] = torch.einsum("hs,she->he", weights_HS, v_SHE)

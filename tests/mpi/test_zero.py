@@ -57,7 +57,7 @@ LAYOUTS = [
 
 
 def test_what_one_process_computes() -> None:
-    results = gate(4, [Case(model, layout) for model, layout in zip(MODELS, LAYOUTS, strict=True)])
+    results = gate(4, [Case(model, layout) for model, layout in zip(MODELS, LAYOUTS, strict=False)])
     assert len(results) == len(LAYOUTS)
     assert [result for result in results if not result.passed] == []
 

@@ -134,13 +134,21 @@ def commented_toml(instance: Any, sections: Sequence[SectionDescription]) -> str
         lines += ["", f"[{section.name}]", *_comment(section.meaning)]
         for key in section.keys:
             value = config.plain_value(getattr(held, key.name))
-            is_default = value == key.default
+            is_default = value == key.default or _follows(held, key)
             default = "" if is_default else f" Default: {key.default_words}."
             if key.default is dataclasses.MISSING:
                 default = " Required."
             lines += ["", *_comment(f"{key.meaning} Allowed: {key.allowed}.{default}")]
             lines.append(f"{'#' * is_default}{key.name} = {toml_value(value)}")
     return "\n".join(lines).strip("\n") + "\n"
+
+
+def _follows(held: Any, key: KeyDescription) -> bool:
+    """Whether a section is the same without this key: its value follows from the others."""
+    try:
+        return bool(dataclasses.replace(held, **{key.name: key.default}) == held)
+    except UsageError:
+        return False
 
 
 def markdown(sections: Sequence[SectionDescription]) -> str:

@@ -32,11 +32,12 @@ class KeyValueCache(Protocol):
     def positions_BT(self) -> Tensor:
         """Where each token of this pass stands in its own sequence: whole numbers, shaped and placed as the tokens."""
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         """Keep this layer's keys and values and return the attention's output (B, T, H, E).
 
         A token attends to its own sequence, up to and including its own position, with softmax(q k / sqrt(E)); query
-        heads H/K at a time share a key head. Rotary embeddings are already applied. Each layer calls once per pass.
+        heads H/K at a time share a key head. Rotary embeddings are already applied. `window`: to the last so many
+        tokens only, its own included; 0: to all. Each layer calls once per pass.
         """
 
 
@@ -54,6 +55,7 @@ class DenseCache:
         self._even = True  # whether all rows had and get the same number of tokens
         self._slots_BT = self.positions_BT
         self._mask_BTS: Tensor | None = None
+        self._window_masks: dict[int, Tensor] = {}
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         self._attended: set[int] = set()  # layers that this pass has come through
 
@@ -87,9 +89,21 @@ class DenseCache:
             self._mask_BTS = torch.arange(seen, device=device) <= positions_BT[:, :, None]
         self.lengths, self.positions_BT = ends, positions_BT
         self._attended.clear()
+        self._window_masks.clear()
         return self
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    def _mask(self, window: int) -> Tensor | None:
+        """Which keys each token attends to; None: those up to its own position, by torch's own triangle."""
+        seen = max(self.lengths, default=0)
+        if not 0 < window < seen:
+            return self._mask_BTS
+        if window not in self._window_masks:
+            key_S = torch.arange(seen, device=self.positions_BT.device)
+            last_BT1 = self.positions_BT[:, :, None]
+            self._window_masks[window] = (key_S <= last_BT1) & (key_S > last_BT1 - window)
+        return self._window_masks[window]
+
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         if layer in self._attended:
             raise UsageError(f"layer {layer} came twice for the same tokens: call extend before each pass")
         self._attended.add(layer)
@@ -107,12 +121,13 @@ class DenseCache:
             row_B1 = torch.arange(rows, device=keys.device)[:, None]
             keys[row_B1, :, self._slots_BT] = k_BTKE
             values[row_B1, :, self._slots_BT] = v_BTKE
+        mask_BTS = self._mask(window)
         y_BHTE = functional.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2),
             keys[:, :, :seen],
             values[:, :, :seen],
-            None if self._mask_BTS is None else self._mask_BTS[:, None],
-            is_causal=self._mask_BTS is None and tokens == seen,
+            None if mask_BTS is None else mask_BTS[:, None],
+            is_causal=mask_BTS is None and tokens == seen,
             enable_gqa=q_BTHE.shape[2] != kv_heads,
         )
         return y_BHTE.transpose(1, 2)

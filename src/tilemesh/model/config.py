@@ -8,6 +8,7 @@ without it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,9 +18,13 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range, shown
 
 Norm = Literal["layernorm", "rmsnorm"]
-NormPlace = Literal["pre", "post"]
+NormPlace = Literal["pre", "post", "branch", "sandwich"]
 Positions = Literal["learned", "rotary"]
-Activation = Literal["relu", "gelu", "swiglu"]
+Activation = Literal["relu", "gelu", "gelu-erf", "swiglu", "geglu"]
+GATED: tuple[Activation, ...] = ("swiglu", "geglu")
+Biases = bool | Literal["qkv", "attention", "mlp"]
+HeadNorm = Literal["none", "head", "full"]
+RotaryScaling = Literal["none", "linear", "llama3"]
 
 _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 
@@ -28,9 +33,15 @@ _SWIGLU_MULTIPLE = 256  # Llama rounds the MLP's width up to this
 SIZES = {
     "layers": Range(1, 10_000), "width": Range(1, 10_000_000), "heads": Range(1, 1_000_000),
     "vocabulary": Range(1, 1_000_000_000), "context": Range(1, 1_000_000_000), "kv_heads": Range(0, 1_000_000),
-    "mlp_width": Range(0, 100_000_000),
+    "mlp_width": Range(0, 100_000_000), "head_width": Range(0, 1_000_000), "window": Range(0, 1_000_000_000),
+    "full_layers": Range(0, 10_000), "rotary_trained": Range(1, 1_000_000_000),
+    "score_width": Range(0, 1_000_000),
 }  # fmt: skip
-NUMBERS = {"dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True)}
+NUMBERS = {
+    "dropout": Range(0, 1, below=True), "norm_epsilon": Range(0), "rotary_base": Range(0, above=True),
+    "rotary_fraction": Range(0, 1, above=True), "rotary_factor": Range(1), "rotary_low": Range(0, above=True),
+    "rotary_high": Range(0, above=True), "rotary_local_base": Range(0),
+}  # fmt: skip
 
 
 VOCABULARY_MULTIPLE = 64
@@ -58,13 +69,16 @@ class ModelConfig:
     norm: Norm = "layernorm"
     """Kind of normalization."""
     norm_place: NormPlace = "pre"
-    """pre: each block's input is normalized; post: the sum of its input and output is."""
+    """What of each block (attention, MLP) is normalized; pre: its input; post: the sum of its input and output; branch:
+    its output before that is added (OLMo 2); sandwich: its input and its output (Gemma 3)."""
     positions: Positions = "learned"
     """How positions enter: a learned table that is added to the embedding, or rotary embeddings of queries and keys."""
     activation: Activation = "gelu"
-    """Of the MLP; gelu is the tanh approximation, as in GPT-2; swiglu has a gate, a second projection."""
-    biases: bool = True
-    """Whether projections have biases; a LayerNorm always has one, an RMSNorm never."""
+    """Of the MLP; gelu is the tanh approximation, as in GPT-2, gelu-erf the exact one; swiglu and geglu have a gate, a
+    second projection, with silu and gelu."""
+    biases: Biases = True
+    """Which projections have biases: all, none, or those of queries, keys and values (qkv), of the attention, or of the
+    MLP; a LayerNorm always has one, an RMSNorm never."""
     tied: bool = True
     """Whether the output projection is the token embedding."""
     dropout: float = 0.0
@@ -73,39 +87,120 @@ class ModelConfig:
     """Added to the variance in every norm."""
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies, also called theta."""
+    head_width: int = 0
+    """Width of a head; 0: width / heads."""
+    qk_norm: HeadNorm = "none"
+    """An RMSNorm of queries and keys before they are rotated: of each head (Qwen 3, Gemma 3), or of all heads together
+    (full: OLMo 2)."""
+    parallel_residual: bool = False
+    """Whether attention and MLP read the same input and are added together (GPT-NeoX); for norm_place pre."""
+    window: int = 0
+    """Sliding-window attention: a token attends to so many tokens, itself included; 0: to all before it."""
+    full_layers: tuple[int, ...] = ()
+    """With a window, the layers (from 0) that attend to all tokens before, all the same."""
+    rotary_fraction: float = 1.0
+    """How much of each head is rotated, from its beginning."""
+    rotary_scaling: RotaryScaling = "none"
+    """How rotary frequencies are stretched for a longer context: all of them (linear), or the slow ones (llama3, as in
+    Llama 3.1), by rotary_factor."""
+    rotary_factor: float = 1.0
+    """By how much frequencies are divided."""
+    rotary_low: float = 1.0
+    """For llama3: frequencies that turn less often than this over rotary_trained tokens are divided in full."""
+    rotary_high: float = 4.0
+    """For llama3: frequencies that turn more often than this over rotary_trained tokens stay as they are."""
+    rotary_trained: int = 8192
+    """For llama3: the context that the model had before it was stretched."""
+    rotary_local_base: float = 0.0
+    """Base of the rotary frequencies, without scaling, in layers with a window (Gemma 3); 0: as in the others."""
+    score_width: int = 0
+    """Attention's scores are divided by the square root of this; 0: of the head's width."""
+    norm_offset: bool = False
+    """Whether the weights of norms are stored less 1 (Gemma)."""
+    scaled_embedding: bool = False
+    """Whether the embedding is multiplied by the square root of the width (Gemma)."""
+    family: str = ""
+    """The Hugging Face model_type that it is exported as; empty: the first that can express the model."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))  # JSON has lists
         for name, sizes in SIZES.items():
-            sizes.check(f"model.{name}", getattr(self, name), whole=True)
-        for name in ("biases", "tied"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                sizes.check(f"model.{name}", number, whole=True)
+        for name in ("tied", "parallel_residual", "norm_offset", "scaled_embedding"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"model.{name} is {shown(getattr(self, name))}: expected true or false")
         for name, numbers in NUMBERS.items():
             numbers.check(f"model.{name}", getattr(self, name))
-        choices = {"norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation}
+        choices: dict[str, Any] = {
+            "norm": Norm, "norm_place": NormPlace, "positions": Positions, "activation": Activation,
+            "qk_norm": HeadNorm, "rotary_scaling": RotaryScaling,
+        }  # fmt: skip
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 raise unknown(name, str(getattr(self, name)), get_args(choice))
+        if not isinstance(self.biases, bool) and self.biases not in _BIASES:
+            raise unknown("biases", str(self.biases), ("true", "false", *_BIASES))
         # Frozen, yet whoever reads the config should meet a number and never "0 means".
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or _default_mlp_width(self.width, self.activation))
-        if self.width % self.heads:
+        if not self.head_width and self.width % self.heads:
             raise UsageError(
                 f"width {self.width} is not divisible by {self.heads} heads: set model.heads to a divisor of the width"
             )
+        object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
         if self.heads % self.kv_heads:
             raise UsageError(
                 f"{self.heads} heads do not share {self.kv_heads} kv_heads evenly: set model.kv_heads to a divisor of "
                 f"{self.heads}"
             )
-        if self.positions == "rotary" and self.head_width % 2:
+        if self.positions == "rotary" and self.rotary_width % 2:
             raise UsageError(
-                f"rotary positions turn pairs and a head is {self.head_width} wide: expected an even width"
+                f"rotary positions turn pairs and {self.rotary_width} of a head are rotated: expected an even width"
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Refuse settings that have no meaning together."""
+        if self.parallel_residual and self.norm_place != "pre":
+            raise UsageError(f"parallel_residual with norm_place {self.norm_place}: set norm_place to pre")
+        if self.full_layers and not self.window:
+            raise UsageError("full_layers without a window: set window, or leave full_layers empty")
+        if self.full_layers and max(self.full_layers) >= self.layers:
+            raise UsageError(f"full_layers names layer {max(self.full_layers)}: expected 0 to {self.layers - 1}")
+        if self.norm_offset and self.norm != "rmsnorm":
+            raise UsageError(f"norm_offset with {self.norm}: only the weights of an rmsnorm are stored less 1")
+        if self.rotary_low >= self.rotary_high:
+            raise UsageError(f"rotary_low is {self.rotary_low}: expected less than rotary_high, {self.rotary_high}")
+
+    def has_biases(self, part: Literal["qkv", "output", "mlp"]) -> bool:
+        """Whether the projections of this part of a layer have biases: of q, k and v, attention's output, the MLP."""
+        return self.biases if isinstance(self.biases, bool) else part in _BIASES[self.biases]
+
+    def window_of(self, layer: int) -> int:
+        """How many tokens a token attends to in this layer; 0: all before it."""
+        return 0 if layer in self.full_layers else self.window
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+    def rotary_width(self) -> int:
+        """How much of a head is rotated."""
+        return int(self.head_width * self.rotary_fraction)
+
+    @property
+    def has_local_rotary(self) -> bool:
+        """Whether layers with a window have rotary frequencies of their own."""
+        return bool(self.window) and (self.rotary_local_base not in (0.0, self.rotary_base))
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, so that scores divided by sqrt(head_width) come out as asked for."""
+        return math.sqrt(self.head_width / self.score_width) if self.score_width else 1.0
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries together."""
+        return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
@@ -114,14 +209,17 @@ class ModelConfig:
 
     @property
     def mlp_inputs(self) -> int:
-        """Projections into the MLP: swiglu has a gate beside the value."""
-        return 2 if self.activation == "swiglu" else 1
+        """Projections into the MLP: swiglu and geglu have a gate beside the value."""
+        return 2 if self.activation in GATED else 1
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed."""
+        """A copy with some fields changed; a head's width that followed from width and heads goes on doing so."""
+        if self.head_width * self.heads == self.width and changes.keys() & {"width", "heads"}:
+            changes.setdefault("head_width", 0)
         return dataclasses.replace(self, **changes)
 
 
+_BIASES: Mapping[str, tuple[str, ...]] = {"qkv": ("qkv",), "attention": ("qkv", "output"), "mlp": ("mlp",)}
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False, "tied": False}
 
 # Plain dicts, so that what a preset leaves open (kv_heads, mlp_width) still follows a width or heads set over it.
@@ -183,7 +281,7 @@ def check_written_model(told: object, step: int, model: ModelConfig, source: obj
 
 
 def _default_mlp_width(width: int, activation: str) -> int:
-    if activation != "swiglu":
+    if activation not in GATED:
         return 4 * width
     least = -(-8 * width // 3)
     return -(-least // _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from torch import Tensor
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import naming, read_json_object
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families import CONFIG, FAMILIES, entries, family_of, read_config, to_json
+from tilemesh.model.families.book import CONFIG, FAMILIES, entries, family_of, read_config, to_json
+from tilemesh.model.families.family import Entry
 from tilemesh.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -65,8 +66,7 @@ def save_parameters(config: ModelConfig, parameters: Mapping[str, Tensor], folde
     """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors."""
     tensors = {}
     for entry in entries(config):
-        ours = [parameters[name].detach() for name in entry.ours]
-        whole = ours[0] if len(ours) == 1 else torch.cat(ours)
+        whole = _joined(entry, [parameters[name].detach() for name in entry.ours])
         tensors[entry.theirs] = (whole.t() if entry.transposed else whole).contiguous()
         if whole.device.type == "meta":
             raise UsageError(f"{entry.ours[0]} is on the meta device and has no values: initialise or load the model")
@@ -109,8 +109,26 @@ def _parameters(config: ModelConfig, stored: Mapping[str, Stored]) -> Iterator[t
     shapes = _shapes(config)
     for entry in entries(config):
         tensor = stored[entry.theirs].read()
-        parts = torch.split(tensor.t() if entry.transposed else tensor, [shapes[name][0] for name in entry.ours])
+        parts = _separated(entry, tensor.t() if entry.transposed else tensor, [shapes[name][0] for name in entry.ours])
         yield from zip(entry.ours, parts, strict=True)
+
+
+def _joined(entry: Entry, ours: Sequence[Tensor]) -> Tensor:
+    """Our parameters as one tensor of theirs, before it is transposed."""
+    if len(ours) == 1:
+        return ours[0]
+    if not entry.heads:
+        return torch.cat(list(ours))
+    by_head = [part.reshape(entry.heads, -1, *part.shape[1:]) for part in ours]
+    return torch.stack(by_head, dim=1).flatten(0, 2)
+
+
+def _separated(entry: Entry, whole: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
+    """The way back: our parameters, of so many rows each."""
+    if not entry.heads:
+        return torch.split(whole, list(rows))
+    by_head = whole.reshape(entry.heads, len(entry.ours), -1, *whole.shape[1:])
+    return [part.flatten(0, 1) for part in by_head.unbind(1)]
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -130,7 +148,7 @@ def _expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _checked(folder: Path, config: ModelConfig, files: ExitStack) -> dict[str, Stored]:
     """Every expected tensor by its full name, or one error with a line for each that is not as expected."""
     family, expected = FAMILIES[family_of(config)], _expected(config)
-    head, table = "lm_head.weight", next(iter(expected))
+    head, table = family.head, next(iter(expected))
     # A tied output may be written out as well; it then has to be the embedding.
     known = expected | {head: expected[table]} if config.tied else expected
     stored: dict[str, Stored] = {}

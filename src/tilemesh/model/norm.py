@@ -20,12 +20,24 @@ class ResidualNorm(nn.Module):
     which is what the products that read it would cast it to; `is_wide` keeps it as wide as the stream.
     """
 
-    def __init__(self, width: int, kind: str, epsilon: float, implementation: str, dtype: torch.dtype | None) -> None:
-        """`kind`: layernorm or rmsnorm; `implementation`: as in `ModelKernels`. Without memory at first."""
+    def __init__(
+        self,
+        width: int,
+        kind: str,
+        epsilon: float,
+        implementation: str,
+        dtype: torch.dtype | None,
+        offset: bool = False,
+    ) -> None:
+        """`kind`: layernorm or rmsnorm; `implementation`: as in `ModelKernels`. Without memory at first.
+
+        `offset`: the parameter is the weight less 1, under the name `offset`.
+        """
         super().__init__()
-        self.kind, self.epsilon, self.implementation = kind, epsilon, implementation
+        self.kind, self.epsilon, self.implementation, self.width = kind, epsilon, implementation, width
         self.is_wide = False
-        self.weight = nn.Parameter(torch.empty(width, device="meta", dtype=dtype))
+        self.weight = None if offset else nn.Parameter(torch.empty(width, device="meta", dtype=dtype))
+        self.offset = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if offset else None
         self.bias = nn.Parameter(torch.empty(width, device="meta", dtype=dtype)) if kind == "layernorm" else None
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -33,7 +45,7 @@ class ResidualNorm(nn.Module):
             total = x if branch is None else x + branch
             return self._by_torch(total), total
         options = {"eps": self.epsilon, "implementation": self.implementation}
-        vectors = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        vectors = (self._scale(x),) if self.bias is None else (self._scale(x), self.bias)
         if branch is None:
             alone = rms_norm if self.bias is None else layer_norm
             return alone(x, *vectors, **options), x
@@ -41,10 +53,21 @@ class ResidualNorm(nn.Module):
         y, total = with_sum(branch.to(x.dtype) if self.is_wide else branch, x, *vectors, **options)
         return y, total
 
+    def _scale(self, x: Tensor) -> Tensor:
+        """What the normalized x is multiplied by."""
+        if self.weight is not None:
+            return self.weight
+        assert self.offset is not None
+        # In 16 bits 1 + offset would lose the offset: the sum is made in x's dtype, or wider.
+        return 1 + self.offset.to(torch.promote_types(x.dtype, torch.float32))
+
     def _by_torch(self, x: Tensor) -> Tensor:
+        if self.offset is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            return functional.rms_norm(wide, (self.width,), self._scale(x), self.epsilon).to(x.dtype)
         if self.bias is None:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+            return functional.rms_norm(x, (self.width,), self.weight, self.epsilon)
+        return functional.layer_norm(x, (self.width,), self.weight, self.bias, self.epsilon)
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, {len(self.weight)}, eps={self.epsilon}, implementation={self.implementation}"
+        return f"{self.kind}, {self.width}, eps={self.epsilon}, implementation={self.implementation}"

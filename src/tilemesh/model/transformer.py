@@ -11,6 +11,7 @@ E: head width; F: MLP width; V: vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.model.cache import KeyValueCache
@@ -33,8 +35,9 @@ from tilemesh.model.projection import make_projection
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
-# What the first projection applies. `gelu` is GPT-2's, the tanh form; swiglu's gate has an activation of its own.
-_FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "swiglu": "none"}
+# What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
+_FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
+_GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Pass:
     # they are not used, and cannot trace one that is itself a dataclass.
     rotary: tuple[Tensor, Tensor] | None
     """Cosines and sines of the tokens' positions: (T, E/2), or with a cache (B, T, 1, E/2), each row its own."""
+    local_rotary: tuple[Tensor, Tensor] | None
+    """Of layers with a window, where these have frequencies of their own; else as `rotary`."""
     dropout_seed: int | Tensor | None
     """None: nothing is dropped."""
     place: DropoutPlace
@@ -107,34 +112,54 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        width, kv_width, biases = config.width, config.kv_width, config.biases
+        width, kv_width, biases = config.width, config.kv_width, config.has_biases("qkv")
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.window, self.query_factor = config.window_of(layer), config.query_factor
+        self.qk_norm = config.qk_norm
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
-        self.fc_q = Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
-        self.fc_o = Linear(width, width, biases, device="meta", dtype=dtype)
+        self.fc_o = Linear(config.query_width, width, config.has_biases("output"), device="meta", dtype=dtype)
+        self.q_norm, self.k_norm = _head_norm(config, config.heads, dtype), _head_norm(config, config.kv_heads, dtype)
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         projections = (self.fc_q, self.fc_k, self.fc_v)
         q, k, v = joined(x_BTD, projections) if self.joined else (one(x_BTD) for one in projections)
+        if self.qk_norm == "full":
+            q, k = self._normalized(q, k)
         q_BTHE = q.unflatten(-1, (self.heads, -1))
         k_BTKE, v_BTKE = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
+        if self.qk_norm == "head":
+            q_BTHE, k_BTKE = self._normalized(q_BTHE, k_BTKE)
+        if self.query_factor != 1:
+            q_BTHE = q_BTHE * self.query_factor
+        rotary = now.local_rotary if self.window else now.rotary
         if now.cache is None:
-            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, now)
+            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, rotary)
         else:
-            if now.rotary is not None:
-                q_BTHE, k_BTKE = rotate(q_BTHE, *now.rotary), rotate(k_BTKE, *now.rotary)
-            y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE)
+            if rotary is not None:
+                q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
+            kept = {"window": self.window} if self.window else {}
+            y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **kept)
         y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 
-    def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, now: Pass) -> Tensor:
+    def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q)[0], self.k_norm(k)[0]
+
+    def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The pass's tokens attend to one another; heads stand before tokens from here on, as torch's kernels want."""
         q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-        if now.rotary is not None:
-            q_BHTE, k_BKTE = rotate(q_BHTE, *now.rotary), rotate(k_BKTE, *now.rotary)
+        if rotary is not None:
+            q_BHTE, k_BKTE = rotate(q_BHTE, *rotary), rotate(k_BKTE, *rotary)
+        y_BHTE: Tensor
+        if 0 < self.window < q_BHTE.shape[2]:
+            y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, causal=True, window=self.window)
+            return y_BHTE.transpose(1, 2)
         y_BHTE = functional.scaled_dot_product_attention(
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
@@ -142,14 +167,15 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """act(x W_in) W_out, or for swiglu (silu(x W_gate) * x W_in) W_out; activations are fused into their products."""
+    """act(x W_in) W_out, or with a gate (act(x W_gate) * x W_in) W_out; activations are fused into their products."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD) -> None:
         super().__init__()
-        width, hidden, biases = config.width, config.mlp_width, config.biases
+        width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
         self.fc_gate = None
-        if config.activation == "swiglu":
-            self.fc_gate = make_projection(width, hidden, biases, "silu", kernels.projections, dtype)
+        if config.activation in _GATE_ACTIVATION:
+            gate = _GATE_ACTIVATION[config.activation]
+            self.fc_gate = make_projection(width, hidden, biases, gate, kernels.projections, dtype)
         first = _FIRST_ACTIVATION[config.activation]
         self.fc_in = make_projection(width, hidden, biases, first, kernels.projections, dtype)
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
@@ -163,7 +189,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to what came in, with a norm before (pre) or after the sum (post).
+    """Attention and MLP, each added to what came in, with norms where `norm_place` says.
 
     A norm takes the addition before it along. So a pre-norm layer gives its MLP's result away unadded.
     """
@@ -176,26 +202,41 @@ class Layer(nn.Module):
         kernels: ModelKernels = STANDARD,
     ) -> None:
         super().__init__()
-        self.post = config.norm_place == "post"
+        self.norm_place, self.parallel_residual = config.norm_place, config.parallel_residual
+        is_sandwich = self.norm_place == "sandwich"
         self.attention_norm = _norm(config, dtype, kernels)
         self.attention = Attention(config, index, dtype)
+        self.attention_out_norm = _norm(config, dtype, kernels) if is_sandwich else None
         self.mlp_norm = _norm(config, dtype, kernels)
         self.mlp = Mlp(config, dtype, kernels)
+        self.mlp_out_norm = _norm(config, dtype, kernels) if is_sandwich else None
         self.attention_dropout = Dropout(config.dropout, index, Site.ATTENTION)
         self.mlp_dropout = Dropout(config.dropout, index, Site.MLP)
 
     def forward(self, stream: ResidualStream, now: Pass) -> ResidualStream:
         x_BTD: Tensor
         y_BTD: Tensor
-        if self.post:
+        if self.norm_place == "post":
             x_BTD = added(stream)
             x_BTD, _ = self.attention_norm(x_BTD, self.attention_dropout(self.attention(x_BTD, now), now))
             x_BTD, _ = self.mlp_norm(x_BTD, self.mlp_dropout(self.mlp(x_BTD), now))
             return ResidualStream(x_BTD)
+        if self.norm_place == "branch":
+            x_BTD = added(stream)
+            x_BTD = x_BTD + self.attention_dropout(self.attention_norm(self.attention(x_BTD, now))[0], now)
+            return ResidualStream(x_BTD, self.mlp_dropout(self.mlp_norm(self.mlp(x_BTD))[0], now))
         y_BTD, x_BTD = self.attention_norm(*stream)
-        y_BTD = self.attention_dropout(self.attention(y_BTD, now), now)
+        y_BTD = self.attention(y_BTD, now)
+        if self.attention_out_norm is not None:
+            y_BTD = self.attention_out_norm(y_BTD)[0]
+        y_BTD = self.attention_dropout(y_BTD, now)
+        if self.parallel_residual:
+            return ResidualStream(x_BTD, y_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)[0]), now))
         y_BTD, x_BTD = self.mlp_norm(x_BTD, y_BTD)
-        return ResidualStream(x_BTD, self.mlp_dropout(self.mlp(y_BTD), now))
+        y_BTD = self.mlp(y_BTD)
+        if self.mlp_out_norm is not None:
+            y_BTD = self.mlp_out_norm(y_BTD)[0]
+        return ResidualStream(x_BTD, self.mlp_dropout(y_BTD, now))
 
 
 class Transformer(nn.Module):
@@ -227,7 +268,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList()
         for index in self.part.layers:  # under the number that it has in the whole model
             self.layers.add_module(str(index), Layer(config, index, dtype, kernels))
-        has_norm = self.part.head and config.norm_place == "pre"
+        has_norm = self.part.head and config.norm_place != "post"
         self.final_norm = _norm(config, dtype, kernels) if has_norm else None
         self.align_vocabulary = 1
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
@@ -295,22 +336,26 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"dropout is {config.dropout} and no dropout_seed was given: pass one for each step, or call .eval()"
             )
-        rotary = None
+        rotary = local = None
         if config.positions == "rotary":
             held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
             wide = held.dtype == torch.float64
             dtype = torch.float64 if wide else torch.float32
             if cache is None:
-                rotary = rotary_table(torch.arange(place.token, end, device=tokens_BT.device), config, dtype)
+                positions = torch.arange(place.token, end, device=tokens_BT.device)
             else:
-                rotary = rotary_table(cache.positions_BT[:, :, None], config, dtype)
-        return Pass(rotary, dropout_seed if dropping else None, place, cache)
+                positions = cache.positions_BT[:, :, None]
+            rotary = local = rotary_table(positions, config, dtype)
+            if config.has_local_rotary:
+                local = rotary_table(positions, config, dtype, is_local=True)
+        return Pass(rotary, local, dropout_seed if dropping else None, place, cache)
 
     def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
         """Tokens to activations: what comes before the first layer."""
         assert self.token_embedding is not None
         # A table that is cut over ranks is another module, which sees to its own part.
         fused = self.kernels.embedding != TORCH and type(self.token_embedding) is Embedding and now.cache is None
+        fused = fused and not self.config.scaled_embedding  # positions are added after the scaling
         x_BTD: Tensor
         if fused:
             positions = None if self.position_embedding is None else self.position_embedding.weight
@@ -318,6 +363,8 @@ class Transformer(nn.Module):
             x_BTD = embedding(tokens_BT, self.token_embedding.weight, positions, **options)
         else:
             x_BTD = self.token_embedding(tokens_BT)
+            if self.config.scaled_embedding:
+                x_BTD = x_BTD * self.config.width**0.5
         if self.position_embedding is not None and not fused:
             if now.cache is None:
                 start = now.place.token
@@ -406,15 +453,39 @@ def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def rotary_table(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., E/2): pair i of a head turns by position x base^(-2i/E) (Su et al. 2021)."""
-    pair = torch.arange(0, config.head_width, 2, device=positions.device).to(dtype)
-    angle = positions.to(dtype)[..., None] * config.rotary_base ** (-pair / config.head_width)
+def rotary_table(
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype, is_local: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., R/2): pair i of the R elements of a head that are rotated turns by position x
+    base^(-2i/R) (Su et al. 2021), or slower where the context was stretched. `is_local`: of layers with a window."""
+    pair = torch.arange(0, config.rotary_width, 2, device=positions.device).to(dtype)
+    if is_local:
+        frequency = config.rotary_local_base ** (-pair / config.rotary_width)
+    else:
+        frequency = _stretched(config.rotary_base ** (-pair / config.rotary_width), config)
+    angle = positions.to(dtype)[..., None] * frequency
     return angle.cos(), angle.sin()
 
 
+def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
+    """Rotary frequencies for a longer context than the model was first trained with."""
+    if config.rotary_scaling == "none":
+        return frequency
+    slow = frequency / config.rotary_factor
+    if config.rotary_scaling == "linear":
+        return slow
+    # Llama 3.1: by how often a pair turns over the first context, kept, divided, or in between.
+    turns = frequency * (config.rotary_trained / (2 * math.pi))
+    kept = ((turns - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * slow
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head's pairs by the tokens' angles. A pair is (i, i + E/2), as in Hugging Face's weights of Llama."""
+    """Turn each head's pairs by the tokens' angles. A pair is (i, i + R/2), as in Hugging Face's weights of Llama; what
+    a head has beyond R elements stays."""
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -467,6 +538,14 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _norm(config: ModelConfig, dtype: torch.dtype | None, kernels: ModelKernels) -> ResidualNorm:
-    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype)
+    norm = ResidualNorm(config.width, config.norm, config.norm_epsilon, kernels.norms, dtype, config.norm_offset)
     norm.is_wide = config.norm_place == "post"  # there a norm's result is the residual stream itself
     return norm
+
+
+def _head_norm(config: ModelConfig, heads: int, dtype: torch.dtype | None) -> ResidualNorm | None:
+    """Of queries or keys: over each head, or over all heads together."""
+    if config.qk_norm == "none":
+        return None
+    width = config.head_width * (heads if config.qk_norm == "full" else 1)
+    return ResidualNorm(width, "rmsnorm", config.norm_epsilon, TORCH, dtype, config.norm_offset)

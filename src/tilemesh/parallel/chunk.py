@@ -8,7 +8,7 @@ B: rows; T: tokens on this rank; D: width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,6 +99,12 @@ class ModelChunk:
 
     def weights(self, microbatch: int, piece: int) -> None:
         multiply(self._products.pop(microbatch))
+
+    def put_off(self) -> Iterator[Tensor]:
+        """Operands of the products that W will do."""
+        for products in self._products.values():
+            for product in products:
+                yield from (product.x, product.gradient)
 
     def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
         return self.laid.empty_stream(self.data.pieces[microbatch].tokens)

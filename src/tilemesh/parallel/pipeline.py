@@ -8,7 +8,7 @@ and backward passes, follows the list of the plan's schedule (`core/step/program
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -171,6 +171,11 @@ class Pipeline(Laid):
 
     def _count(self, total: Tensor, count: Tensor) -> None:
         self.buckets.count(total, count, self.data.scale)
+
+    def kept(self) -> Iterator[Tensor]:
+        """What a step under way keeps for its backward passes beside what autograd does."""
+        for chunk in self.passers.values():
+            yield from chunk.put_off()
 
     # Forward alone ------------------------------------------------------------------------------------------------
 

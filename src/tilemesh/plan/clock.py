@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import IN_A_V, ParallelPlan
-from tilemesh.core.step.book import SPLIT
+from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, replica_exchanges
@@ -273,8 +273,10 @@ def exchanged(
     if plan.pp > 1:
         # Each chunk's output goes on, but for the model's own; the gradient of each chunk's input goes back, but for
         # that of the model's own input.
-        sends = plan.accumulation * (2 * len(held) - 1 - last)
-        add("pp", "send", sends * sent_bytes(model, task))
+        ways = len(chunk_placement(plan.schedule, plan.pp, plan.interleave).directions)
+        sends = plan.accumulation * (2 * len(held) - 1 - last) // ways
+        for operation in ("send", "recv"):  # as much comes back
+            add("pp", operation, sends * sent_bytes(model, task))
     if plan.dp > 1:
         nbytes = {"weights": weight, "gradients": gradient}
         for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):

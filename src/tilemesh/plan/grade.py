@@ -18,6 +18,7 @@ from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.hardware import Cluster, device_for, parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.memory import StepBytes
 from tilemesh.core.step.program import settled
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.task import Code
@@ -28,7 +29,7 @@ from tilemesh.plan.step import predict
 from tilemesh.runs.folder import read_summary
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
-from tilemesh.runs.values import number, section
+from tilemesh.runs.values import number, numbers, section
 
 BOUNDS = {"step time": 0.15, "peak memory": 0.05}
 """What a prediction is meant to keep to; everything else is meant to be exact."""
@@ -273,16 +274,34 @@ def expected_memory(
     """
     told: Mapping[str, object] = section(predicted, "memory")
     if not told:
-        try:
-            model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
-            plan = config.from_dict(ParallelPlan, dict(section(settings, "plan")), CONFIG)
-            context = section(settings, "train").get("context") or model.context
-            name = str(summary.get("cluster", "")).partition("x")[2]
-            device = device_for(name) if name != "local" else None
-            cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
-            told = dataclasses.asdict(predict(model, cluster, settled(plan, model.layers), context).memory)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
-            return {}
+        counted = _counted(settings, summary)
+        told = {} if counted is None else dataclasses.asdict(counted.memory)
     kinds = {key.removesuffix("_bytes"): number(size, 0.0) for key, size in told.items()}
     unseen = ("total", "usable") if summary.get("device") in (None, "cpu") else ("total", "usable", "reserved")
     return {kind: size for kind, size in kinds.items() if size > 0 and kind not in unseen}
+
+
+def expected_kept(
+    settings: Mapping[str, Any], predicted: Mapping[str, Any], summary: Mapping[str, Any]
+) -> StepBytes | None:
+    """The same of what a pipeline's passes keep, by chunk; None where there is no pipeline."""
+    told = section(predicted, "pipeline")
+    kept, late = numbers(told, "kept_bytes"), numbers(told, "kept_for_weights_bytes")
+    if kept and len(kept) == len(late):
+        return StepBytes(kept=kept, kept_for_weights=late)
+    counted = _counted(settings, summary)
+    return None if counted is None else counted.kept
+
+
+def _counted(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> Prediction | None:
+    """What a run's configuration comes to on a device of its kind; None where it is not one that can be counted."""
+    try:
+        model = config.from_dict(ModelConfig, dict(section(settings, "model")), CONFIG)
+        plan = config.from_dict(ParallelPlan, dict(section(settings, "plan")), CONFIG)
+        context = section(settings, "train").get("context") or model.context
+        name = str(summary.get("cluster", "")).partition("x")[2]
+        device = device_for(name) if name != "local" else None
+        cluster = parse_cluster(f"{plan.world}x{device.name if device else 'cpu'}")
+        return predict(model, cluster, settled(plan, model.layers), context)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
+        return None

@@ -12,11 +12,19 @@ from typing import NamedTuple
 from tilemesh.core.hardware import DTYPE_BYTES, Cluster, Device
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step import pace
+from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.memory import StepBytes, memory_peaks
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.kept import kept_bytes, kept_for_weights, kept_tensors, loss_kept_bytes, loss_tensors
+from tilemesh.model.work.kept import (
+    kept_bytes,
+    kept_for_weights,
+    kept_tensors,
+    loss_kept_bytes,
+    loss_tensors,
+    pass_kept_bytes,
+)
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
@@ -217,12 +225,18 @@ class Room:
     def step_bytes(self, plan: ParallelPlan, counts: tuple[int, ...]) -> StepBytes:
         """What the actions of a step make and give back, by chunk: activations, until I and from there to W."""
         kept, late = zip(*(self.chunk(plan, count) for count in counts), strict=True)
-        return StepBytes(kept=(*kept[:-1], kept[-1] + self._loss_kept(plan)), kept_for_weights=late)
+        beside = [pass_kept_bytes(self.model, self.task(plan), chunk == 0) for chunk in range(len(counts))]
+        beside[-1] += self._loss_kept(plan)
+        return StepBytes(kept=[one + more for one, more in zip(kept, beside, strict=True)], kept_for_weights=late)
 
     def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
         """The most activations that each rank of a pipeline holds between two actions."""
-        program = pace.program_for_memory(plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
-        return [round(peak) for peak in memory_peaks(program, self.step_bytes(plan, counts))]
+        return [round(peak) for peak in memory_peaks(self.program(plan), self.step_bytes(plan, counts))]
+
+    @staticmethod
+    def program(plan: ParallelPlan) -> StepProgram:
+        """The passes of a step, or of a shorter one that holds as much."""
+        return pace.program_for_memory(plan.schedule, plan.pp, plan.accumulation, plan.interleave, plan.slices)
 
     def chunk(self, plan: ParallelPlan, layers: int) -> tuple[int, int]:
         """Bytes that a pass through so many layers keeps, and that its backward pass leaves for weight gradients."""
@@ -264,6 +278,9 @@ class Room:
             brief += 2 * (parameters - looked_up)
         if code == "eager" and is_cpu:
             brief += backward_bytes(self.model, plan, self.context)
+        if plan.pp > 1:  # one message coming and one going
+            task = self.task(plan)
+            brief += 2 * task.tokens * self.model.width * task.stream // task.split
         return _RankNeeds(
             parameters,
             self._activations_at_most(plan, rank, held, counts),

@@ -11,6 +11,8 @@ from typing import Any
 
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.runnable import lacks
+from tilemesh.core.step.memory import StepBytes
+from tilemesh.core.step.simulate import StepTimes
 from tilemesh.plan.memory import RankMemory
 
 
@@ -65,6 +67,10 @@ class Prediction:
     """Layers of each chunk; the schedule says on which stage a chunk lies."""
     exchanges: dict[str, dict[str, int]]
     """Bytes of the buffers the first rank hands to each collective in a step, by axis: what a run can count exactly."""
+    passes: StepTimes | None = None
+    """Seconds of a pipeline's passes, as they were simulated ..."""
+    kept: StepBytes | None = None
+    """... and bytes of their activations, as their liveness was counted."""
 
     @property
     def settled_plan(self) -> ParallelPlan:
@@ -111,6 +117,22 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
         "traffic": {axis: round(nbytes) for axis, nbytes in prediction.traffic.items()},
         "exchanges": prediction.exchanges,
         "chunk_layers": list(prediction.chunk_layers),
+        **({} if prediction.passes is None else {"pipeline": _pipeline_figures(prediction)}),
+    }
+
+
+def _pipeline_figures(prediction: Prediction) -> dict[str, Any]:
+    """By chunk, what `core/step/` takes: a reader simulates and counts the same step."""
+    times, sizes = prediction.passes, prediction.kept
+    assert times is not None
+    assert sizes is not None
+    return {
+        "forward_s": list(times.forward_s),
+        "input_s": list(times.input_s),
+        "weight_s": list(times.weight_s),
+        "transfer_s": times.transfer_s,
+        "kept_bytes": list(sizes.kept),
+        "kept_for_weights_bytes": list(sizes.kept_for_weights),
     }
 
 

@@ -166,6 +166,8 @@ class Estimator:
             bubble_fraction=pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave),
             chunk_layers=frame.counts,
             exchanges=exchanged(self.model, plan, self.clock.task(plan), frame.counts, frame.held[0]),
+            passes=frame.chunks.step_times if plan.pp > 1 else None,
+            kept=self.room.step_bytes(plan, frame.counts) if plan.pp > 1 else None,
         )
 
     def chunk_times(self, plan: ParallelPlan) -> Chunks:

@@ -6,6 +6,7 @@ that covers it, except that whatever happens inside waiting is waiting.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ KINDS: Mapping[str, tuple[str, int]] = {
     OTHER: ("between spans", 3),
 }
 """By kind: what a page calls it, and its colour."""
+ACTION = "action"
+"""The kind of spans that are actions of a step's list; their time is computing, but for the waiting inside."""
 _WHOLE = (IDLE, EVALUATE, CHECKPOINT)
 """Kinds that keep the seconds of what happens inside them."""
 WARM_UP = 3
@@ -44,6 +47,10 @@ class TraceSpan:
     ended_s: float
     depth: int = 0
     words: str = ""
+    action: str = ""
+    """The kind of action of a step's list that it is: "F"; empty where it is none."""
+    live: float | None = None
+    """Bytes kept for backward passes when it had ended, where they were counted."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,10 @@ def timeline(events: Iterable[Any]) -> TraceTimeline:
         lane = event.get("tid")
         lane = lane if _is_small(lane) else 0
         name, kind = str(event.get("name", "?")), _kind(event.get("cat"))
-        span = TraceSpan(rank, lane, name, kind, began_s, ended_s, words=_words(details))
+        action = str(details.get("action", "")) if event.get("cat") == ACTION else ""
+        live = details.get("live")
+        counted = float(live) if _is_time(live) else None
+        span = TraceSpan(rank, lane, name, kind, began_s, ended_s, 0, _words(details), action, counted)
         found.setdefault(rank, []).append(span)
         step = details.get("step")
         if _is_small(step):
@@ -131,7 +141,7 @@ def _nested(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
         while open_ and span.began_s >= open_[-1].ended_s:
             open_.pop()
         kind = open_[-1].kind if open_ and open_[-1].kind in _WHOLE else span.kind
-        placed = TraceSpan(span.rank, span.lane, span.name, kind, span.began_s, span.ended_s, len(open_), span.words)
+        placed = dataclasses.replace(span, kind=kind, depth=len(open_))
         made.append(placed)
         open_.append(placed)
     return made

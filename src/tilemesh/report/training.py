@@ -7,7 +7,8 @@ import math
 from tilemesh.core.axes import ORDER
 from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.measure.sample import Sample
-from tilemesh.report import compare, memory_part, mesh_part, run_parts, time_parts
+from tilemesh.plan.grade import expected_kept
+from tilemesh.report import compare, memory_part, mesh_part, pipeline_part, run_parts, time_parts
 from tilemesh.report.html import Child, Html, el, join
 from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
 from tilemesh.report.rows import percent, row_table
@@ -113,6 +114,10 @@ def _time(run: Run, beside: Beside) -> Html:
     return join(time_parts.by_rank(run), time_parts.savings(run, _of_limit(run, beside)))
 
 
+def _pipeline(run: Run, beside: Beside) -> Child:
+    return pipeline_part.pipeline(run, expected_kept(run.config, run.predicted, run.summary))
+
+
 def _again(run: Run, beside: Beside) -> Html:
     return run_parts.again(run, guess=f"tilemesh train {run.folder.rstrip('/')}/{CONFIG}")
 
@@ -151,6 +156,7 @@ TRAIN_PAGE = KindPage(
         PageSection("rows", "How fast, against prediction and limit", _rows),
         PageSection("time", "Where the time went", _time),
         PageSection("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),
+        PageSection("pipeline", "The pipeline, measured and simulated", _pipeline),
         PageSection("memory", "Where the memory went", lambda run, beside: memory_part.memory(run, beside.memory)),
         PageSection("mesh", "The mesh and what crosses it", lambda run, _: mesh_part.mesh(run)),
         PageSection("events", "Checkpoints, restarts and warnings", lambda run, _: run_parts.events(run)),

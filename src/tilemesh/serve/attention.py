@@ -63,7 +63,7 @@ class PagedKeyValues:
         self._batch = batch
         return self
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         batch = self._prepared
         kv_heads, width = k_BTKE.shape[2:]
         if layer not in self._stored:
@@ -80,10 +80,12 @@ class PagedKeyValues:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)
             q_RTHE = q_BTHE[0, rows].view(group.rows, group.tokens, *q_BTHE.shape[2:])
             attend = self._attend_in_blocks if self.invariant else _attend_together
-            y_THE[rows] = attend(group, q_RTHE, keys, values).flatten(0, 1)
+            y_THE[rows] = attend(group, q_RTHE, keys, values, window).flatten(0, 1)
         return y_THE[None]
 
-    def _attend_in_blocks(self, group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_in_blocks(
+        self, group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int
+    ) -> Tensor:
         """Softmax over blocks of keys in order, one sequence and a few queries at a time: all shapes are constants."""
         kv_heads, width = keys.shape[2:]
         y_RTHE = torch.empty_like(q_RTHE)
@@ -98,12 +100,12 @@ class PagedKeyValues:
                 # Padded queries stand where the last real one does: every query has at least one key.
                 at_T = (first + begin + torch.arange(QUERY_BLOCK, device=q_THE.device)).clamp(max=last)
                 q_KGE = q_THE.view(QUERY_BLOCK, kv_heads, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
-                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, keys, values)
+                y_KGE = self._reduce(q_KGE * width**-0.5, at_T, pages, keys, values, window)
                 y_KGTE = y_KGE.view(kv_heads, -1, QUERY_BLOCK, width)
                 y_RTHE[row, begin : begin + count] = y_KGTE.permute(2, 0, 1, 3).flatten(1, 2)[:count]
         return y_RTHE
 
-    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _reduce(self, q_KGE: Tensor, at_T: Tensor, pages: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
         """Attention of queries at these positions (G holds heads times queries), block of keys by block of keys."""
         block_pages = -(-KEY_BLOCK // self.page_tokens)
         block = block_pages * self.page_tokens
@@ -111,14 +113,21 @@ class PagedKeyValues:
         most_KG = q_KGE.new_full(q_KGE.shape[:2], -torch.inf)
         sum_KG = q_KGE.new_zeros(q_KGE.shape[:2])
         y_KGE = torch.zeros_like(q_KGE)
-        for begin in range(0, int(at_T[-1]) + 1, block):
+        # Blocks that lie before every query's window are passed over.
+        first = max(0, int(at_T[0]) + 1 - window) // block * block if window else 0
+        for begin in range(first, int(at_T[-1]) + 1, block):
             some = pages[begin // self.page_tokens : begin // self.page_tokens + block_pages]
             some = functional.pad(some, (0, block_pages - len(some)))  # page 0 for what lies behind all queries
             k_KSE = keys[some].flatten(0, 1).transpose(0, 1).contiguous()
             v_KSE = values[some].flatten(0, 1).transpose(0, 1).contiguous()
-            behind_TS = (begin + torch.arange(block, device=at_T.device)) > at_T[:, None]
+            key_S = begin + torch.arange(block, device=at_T.device)
+            behind_TS = key_S > at_T[:, None]
+            if window:
+                behind_TS |= key_S <= at_T[:, None] - window
             score_KGS = torch.bmm(q_KGE, k_KSE.transpose(1, 2)).masked_fill(behind_TS.repeat(heads, 1), -torch.inf)
             now_KG = torch.maximum(most_KG, score_KGS.amax(-1))
+            if window:  # a query may see no key of its first blocks: -inf less -inf would be NaN
+                now_KG = now_KG.clamp(min=torch.finfo(now_KG.dtype).min)
             weight_KGS = (score_KGS - now_KG[..., None]).exp()
             before_KG = (most_KG - now_KG).exp()
             sum_KG = sum_KG * before_KG + weight_KGS.sum(-1)
@@ -144,7 +153,21 @@ class PagedKeyValues:
                 self._stored[layer][:, target.to(self.device)] = swapped[:, source].to(self.device)
 
 
-def _attend_together(group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _seen(group: AttentionGroup, window: int) -> Tensor | None:
+    """Who may attend to what where a token attends to the last `window` tokens, its own included; 0: to all."""
+    if not 0 < window < group.keys:
+        return group.mask_RTS
+    device = group.pages_RP.device
+    key_S = torch.arange(group.keys, device=device)
+    if group.mask_RTS is not None:
+        last_RT = group.mask_RTS.sum(-1) - 1
+        return group.mask_RTS & (key_S > last_RT[..., None] - window)
+    last_T = torch.arange(group.keys - group.tokens, group.keys, device=device)[:, None]
+    return ((key_S <= last_T) & (key_S > last_T - window)).expand(group.rows, -1, -1)
+
+
+def _attend_together(group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    mask_RTS = _seen(group, window)
     kv_heads = keys.shape[2]
     shared = q_RTHE.shape[2] // kv_heads
     k_RKSE, v_RKSE = (
@@ -156,14 +179,14 @@ def _attend_together(group: AttentionGroup, q_RTHE: Tensor, keys: Tensor, values
     if group.tokens == 1:
         # The query heads that share a key head stand as queries of one head: no key is read twice.
         q_RKGE = q_RTHE[:, 0].view(group.rows, kv_heads, shared, -1)
-        mask = None if group.mask_RTS is None else group.mask_RTS[:, None]
+        mask = None if mask_RTS is None else mask_RTS[:, None]
         return functional.scaled_dot_product_attention(q_RKGE, k_RKSE, v_RKSE, mask).flatten(1, 2)[:, None]
     y_RHTE = functional.scaled_dot_product_attention(
         q_RTHE.transpose(1, 2),
         k_RKSE,
         v_RKSE,
-        None if group.mask_RTS is None else group.mask_RTS[:, None],
-        is_causal=group.causal,
+        None if mask_RTS is None else mask_RTS[:, None],
+        is_causal=group.causal and mask_RTS is None,
         enable_gqa=shared > 1,
     )
     return y_RHTE.transpose(1, 2)

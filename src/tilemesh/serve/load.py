@@ -18,7 +18,7 @@ from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model import huggingface
 from tilemesh.model.config import ModelConfig, check_written_model
-from tilemesh.model.families import CONFIG as MODEL_FILE
+from tilemesh.model.families.book import CONFIG as MODEL_FILE
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders

@@ -24,7 +24,7 @@ from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import usable_gpus
 from tilemesh.model.config import check_written_model, unlike
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import why_not
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints

@@ -20,7 +20,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.ranges import shown
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.model.config import PRESETS as MODELS
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.train.check import RANGES, check_init, check_resumed, check_types, check_values
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig, of_run
 

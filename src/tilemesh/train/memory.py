@@ -43,6 +43,11 @@ class SavedBytes:
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
+    def now(self, beside: Iterable[Tensor] = ()) -> int:
+        """Bytes kept at this moment, those of other tensors with them."""
+        others = (one for one in beside if one.untyped_storage().data_ptr() not in self._held)
+        return self._now + storage_bytes(others)
+
     def take(self, key: int, nbytes: int) -> None:
         if key in self._but:
             return

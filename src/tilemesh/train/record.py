@@ -42,6 +42,8 @@ class Recorder:
         self._at = at
         self.step = 0
         self.is_in_step = False
+        self.live: Callable[[], int] | None = None
+        """Bytes alive for the step under way, where they are counted."""
         self.seconds: dict[str, float] = {}
         self.moved: dict[tuple[str, str], Moved] = {}
 
@@ -64,8 +66,11 @@ class Recorder:
             return
         began = time.perf_counter()
         do()
+        ended = time.perf_counter()
         details = {"step": self.step, "chunk": action.chunk, "microbatch": action.microbatch}
-        self.trace.add(str(action), began, time.perf_counter(), kind="action", action=action.kind, **details)
+        if self.live is not None:
+            details["live"] = self.live()
+        self.trace.add(str(action), began, ended, kind="action", action=action.kind, **details)
 
     def observer(self, mesh: Mesh) -> Observer:
         """What observes the communicators of a mesh. Making groups and memory is no exchange."""

@@ -19,7 +19,7 @@ import numpy as np
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.model.config import check_written_model, unlike
-from tilemesh.model.families import read_config
+from tilemesh.model.families.book import read_config
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage

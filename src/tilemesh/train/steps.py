@@ -143,7 +143,7 @@ class Stepper:
     def _passes(self, batches: Batch, seed: Tensor | None) -> None:
         """Forward and backward for each microbatch."""
         if isinstance(self.laid, Pipeline):
-            with self._counted(), self.recorder.span("pipeline"):
+            with self._counted(), self._counted_live(), self.recorder.span("pipeline"):
                 pieces = [StepPiece(tokens, targets, row) for (tokens, targets), row in batches]
                 self.laid.passes(pieces, dropout_seed=seed, scale=self.scale.value)
             return
@@ -187,8 +187,23 @@ class Stepper:
             yield
             return
         with SavedBytes(self.laid.module.parameters()) as saved:
+            if isinstance(self.laid, Pipeline):
+                laid = self.laid
+                self.recorder.live = lambda: saved.now(laid.kept())
             yield
+        self.recorder.live = None
         self.activations_bytes = saved.peak
+
+    @contextlib.contextmanager
+    def _counted_live(self) -> Iterator[None]:
+        """On a GPU the allocator counts what the actions of a step hold."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self.device)
+        self.recorder.live = lambda: torch.cuda.memory_allocated(self.device) - before
+        yield
+        self.recorder.live = None
 
     def is_bad(self, loss: float, norm: float) -> bool:
         """Whether a step came to no number; with a loss scale a gradient that overflows is only passed over."""

@@ -69,7 +69,7 @@ def kept_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     if task.code == "compiled":
         kept += _kept_by_the_compiler(model, task, whole, hidden)
     elif by_torch:
-        kept += _kept_by_torch(model, task, whole, kv, hidden)
+        kept += _kept_by_torch(model, task, whole, hidden)
     return tuple(kept)
 
 
@@ -87,13 +87,17 @@ def _kept_by_the_compiler(model: ModelConfig, task: Task, whole: int, hidden: in
         yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
 
 
-def _kept_by_torch(model: ModelConfig, task: Task, whole: int, kv: int, hidden: int) -> Iterator[Kept]:
+def _kept_by_torch(model: ModelConfig, task: Task, whole: int, hidden: int) -> Iterator[Kept]:
     """What torch's own operators keep beyond that on a CPU, each operation for itself."""
-    yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
-    if kv < whole:  # torch repeats keys and values for grouped queries, and keeps them so
-        yield Kept("keys and values, repeated", "2 b S (D - K)", 2 * (whole - kv), task.size, task.tp)
+    wide = max(4, task.stream)
+    if (
+        model.positions == "rotary"
+    ):  # attention's result is laid out as turned queries are, and joining its heads copies
+        yield Kept("result of attention, before its heads are joined", "b S D", whole, task.size, task.tp)
     if model.norm == "rmsnorm":  # a product of its own; the input of its gain's gradient
         yield Kept("norms before their gains", "2 b S D", 2 * whole, task.stream, task.split)
+    numbers = 2 if model.norm == "rmsnorm" else 4  # a scale, and of a LayerNorm a mean
+    yield Kept("scale and mean of each token in the norms", f"{numbers} b S", numbers * task.tokens, wide, task.split)
     if model.activation == "swiglu":
         yield Kept("gate after its activation", "b S F", hidden, task.size, task.tp)
 
@@ -156,10 +160,25 @@ def loss_tensors(model: ModelConfig, task: Task) -> tuple[Kept, ...]:
     )
 
 
+def pass_kept_bytes(model: ModelConfig, task: Task, has_embedding: bool) -> int:
+    """What a forward pass through some layers keeps beside what each of them does, where torch's operators run one by
+    one: the angles of rotary positions, and the tokens whose rows were looked up."""
+    if task.gpu or task.code != "eager":
+        return 0
+    angles = 4 * task.queries * model.head_width if model.positions == "rotary" else 0
+    return angles + 8 * task.tokens * has_embedding
+
+
 def loss_kept_bytes(model: ModelConfig, task: Task) -> int:
     """Of that, what stays from the last chunk's forward pass to its backward pass, which may come much later."""
     rows, whole = output_weight(model).shape(task.tp)[0], task.tokens * model.width
     if task.chunked_loss:  # both gradients are made in the forward pass
         return whole * task.size + rows * model.width * 4
     wide = max(task.size, 4) if task.code != "compiled" else task.size
-    return task.tokens * rows * wide + whole * (task.stream + task.size)
+    kept = task.tokens * rows * wide + whole * (task.stream + task.size)
+    if not task.gpu and task.code == "eager":
+        # Each operation of torch for itself: targets, the loss, a norm before its gain, its scale and mean.
+        kept += 8 * task.tokens + max(4, task.size)
+        before = whole * task.stream if model.norm == "rmsnorm" else task.tokens * max(4, task.stream)
+        kept += before + task.tokens * max(4, task.stream)
+    return kept

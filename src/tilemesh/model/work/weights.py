@@ -4,7 +4,7 @@ The one idea: a model's parameters are written down once, here. Their count, wha
 model is cut (`parallel/apply.py`), which ranks can share it and which products a layer makes (`work.py`) all follow
 from this list. No torch.
 
-D width, K width of all keys, F hidden width of the MLP, V vocabulary, S context.
+D width, Q width of all queries, K width of all keys, F hidden width of the MLP, V vocabulary, S context.
 """
 
 from __future__ import annotations
@@ -75,19 +75,33 @@ class Weight(NamedTuple):
 
 def layer_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Of one layer, in the order in which they are used."""
-    D, K, F, bias = model.width, model.kv_width, model.mlp_width, model.biases
-    gate = (Weight("mlp.fc_gate", "MLP gate", F, D, "column", bias),) if model.mlp_inputs == 2 else ()
+    D, Q, K, F = model.width, model.query_width, model.kv_width, model.mlp_width
+    qkv, mlp = model.has_biases("qkv"), model.has_biases("mlp")
+    gate = (Weight("mlp.fc_gate", "MLP gate", F, D, "column", mlp),) if model.mlp_inputs == 2 else ()
+    is_sandwich = model.norm_place == "sandwich"
     return (
         _norm(model, "attention_norm"),
-        Weight("attention.fc_q", "q", D, D, "column", bias, units=model.heads),
-        Weight("attention.fc_k", "k", K, D, "column", bias, units=model.kv_heads, repeats=True),
-        Weight("attention.fc_v", "v", K, D, "column", bias, units=model.kv_heads, repeats=True),
-        Weight("attention.fc_o", "output projection", D, D, "row", bias),
+        Weight("attention.fc_q", "q", Q, D, "column", qkv, units=model.heads),
+        Weight("attention.fc_k", "k", K, D, "column", qkv, units=model.kv_heads, repeats=True),
+        Weight("attention.fc_v", "v", K, D, "column", qkv, units=model.kv_heads, repeats=True),
+        Weight("attention.fc_o", "output projection", D, Q, "row", model.has_biases("output")),
+        *_head_norms(model),
+        *((_norm(model, "attention_out_norm"),) if is_sandwich else ()),
         _norm(model, "mlp_norm"),
-        Weight("mlp.fc_in", "MLP in", F, D, "column", bias),
+        Weight("mlp.fc_in", "MLP in", F, D, "column", mlp),
         *gate,
-        Weight("mlp.fc_out", "MLP out", D, F, "row", bias),
+        Weight("mlp.fc_out", "MLP out", D, F, "row", mlp),
+        *((_norm(model, "mlp_out_norm"),) if is_sandwich else ()),
     )
+
+
+def _head_norms(model: ModelConfig) -> tuple[Weight, ...]:
+    """Of queries and keys: over each head, or over all heads together."""
+    if model.qk_norm == "none":
+        return ()
+    widths = (model.query_width, model.kv_width) if model.qk_norm == "full" else (model.head_width,) * 2
+    names = ("attention.q_norm", "attention.k_norm")
+    return tuple(Weight(name, "norm", width, 1, "whole", False) for name, width in zip(names, widths, strict=True))
 
 
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
@@ -101,7 +115,7 @@ def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
 def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Of what comes after the last layer. A tied output projection is the token embedding: one tensor, named there."""
     # Post-norm ends every layer with a norm, so nothing is left to do after the last.
-    norm = (_norm(model, "final_norm"),) if model.norm_place == "pre" else ()
+    norm = (_norm(model, "final_norm"),) if model.norm_place != "post" else ()
     return norm if model.tied else (*norm, output_weight(model))
 
 
@@ -216,6 +230,8 @@ def why_not_tp(model: ModelConfig, tp: int) -> str | None:
         return f"tp is {tp}: the MLP's width {model.mlp_width} is not divisible by it"
     if model.kv_heads % tp and tp % model.kv_heads:
         return f"tp is {tp}: {model.kv_heads} kv_heads can neither be split nor repeated evenly over it"
+    if tp > 1 and model.qk_norm == "full":
+        return f"tp is {tp}: qk_norm is full, a norm over all heads, which no rank of tp has"
     if model.vocabulary < tp:
         return f"tp is {tp}: a vocabulary of {model.vocabulary} gives some ranks no row of the table"
     return None

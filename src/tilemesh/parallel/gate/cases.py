@@ -25,14 +25,24 @@ PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 _SMALL: dict[str, Any] = {"layers": 2, "width": 32, "heads": 8, "mlp_width": 48, "context": 12, "dropout": 0.1}
 _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "positions": "rotary", "tied": False}
 
-# Between them: both norms, both places, both positions, all MLPs, with and without biases, tied and not, one, some and
-# all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not.
+# Between them: both norms, all places that tp can split, both positions, all MLPs, with and without biases, tied and
+# not, one, some and all kv heads (fewer than ranks and not), a vocabulary that divides and ones that do not; norms of
+# queries and keys, windows, parts of heads that are rotated, and attention and MLP added at once.
 MODELS: Mapping[str, ModelConfig] = {
     "gpt": ModelConfig(**_SMALL, vocabulary=61),
     "llama": ModelConfig(**_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="swiglu", biases=False),
     "post": ModelConfig(**_SMALL, vocabulary=37, kv_heads=4, norm_place="post", activation="relu"),
     "query": ModelConfig(**_SMALL, **_ROTARY, vocabulary=50, kv_heads=1, norm_place="post"),
-}
+    "gemma": ModelConfig(
+        **_SMALL, **_ROTARY, vocabulary=64, kv_heads=2, activation="geglu", biases="qkv", head_width=6, qk_norm="head",
+        norm_place="sandwich", norm_offset=True, scaled_embedding=True, window=4, full_layers=(1,), score_width=5,
+        rotary_local_base=100.0,
+    ),
+    "neox": ModelConfig(
+        **_SMALL, vocabulary=53, positions="rotary", rotary_fraction=0.5, parallel_residual=True, biases="mlp",
+        activation="gelu-erf",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

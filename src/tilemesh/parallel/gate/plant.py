@@ -210,7 +210,7 @@ _ALL = (
     ),
     Plant(
         "mlp-bias-everywhere", "mlp", "layers.1.mlp", _bias_on_every_rank,
-        lambda layout, config: layout.tp > 1 and config.biases,
+        lambda layout, config: layout.tp > 1 and config.has_biases("mlp"),
     ),
     Plant("mlp-wrong-slice", "mlp", "layers.0.mlp", _shifted("layers.0.mlp.fc_in"), _any_tp),
     Plant("region-no-sum", "column", "layers.1.", _region_without_sum, _any_tp),

@@ -1,0 +1,149 @@
+"""All families of models by their name in config.json: from a file to our configuration, back, and the tensors.
+
+The one idea: a family is a value (`family.py`), and the tables of the families (`gpt.py`, `llama.py`) are the only
+places that know their names. A new family is a table, two functions for config.json and a line in `FAMILIES`. No torch
+here, and no weights: those are read and written by `huggingface`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import UsageError, nearest, unknown
+from tilemesh.core.files import read_json_object
+from tilemesh.core.ranges import shown
+from tilemesh.model.config import SIZES, ModelConfig
+from tilemesh.model.families.family import ANY, Entry, Family
+from tilemesh.model.families.gpt import GPT2, GPT_NEOX
+from tilemesh.model.families.llama import GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+
+CONFIG = "config.json"
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3,
+    "phi3": PHI3, "gpt_neox": GPT_NEOX, "olmo2": OLMO2,
+}  # fmt: skip
+"""By config.json's `model_type`. A model that several can express is written as the first of them."""
+
+_UNSERVED: Mapping[str, tuple[str, str]] = {
+    "gemma": ("gemma3_text", "norms before the blocks alone, together with its offset norms"),
+    "gemma2": ("gemma3_text", "soft-capped scores and logits"),
+    "gemma3": ("gemma3_text", "images; save the language model alone"),
+    "mixtral": ("mistral", "mixture-of-experts layers"),
+    "qwen2_moe": ("qwen2", "mixture-of-experts layers"),
+    "qwen3_moe": ("qwen3", "mixture-of-experts layers"),
+    "qwen3_next": ("qwen3", "linear attention and mixture-of-experts layers"),
+    "olmoe": ("olmo2", "mixture-of-experts layers"),
+    "gpt_oss": ("llama", "mixture-of-experts layers and attention sinks"),
+    "llama4": ("llama", "mixture-of-experts layers and images"),
+    "mllama": ("llama", "images and cross-attention"),
+    "deepseek_v2": ("llama", "latent attention and mixture-of-experts layers"),
+    "deepseek_v3": ("llama", "latent attention and mixture-of-experts layers"),
+    "phi": ("phi3", "one LayerNorm for attention and MLP together"),
+    "olmo": ("olmo2", "LayerNorm without weights"),
+    "gptj": ("gpt_neox", "one LayerNorm for attention and MLP together, and interleaved rotary pairs"),
+    "falcon": ("gpt_neox", "one LayerNorm for attention and MLP together"),
+    "bloom": ("gpt2", "positions by ALiBi"),
+    "opt": ("gpt2", "positions that begin at 2"),
+    "mamba": ("llama", "state-space layers in place of attention"),
+    "mamba2": ("llama", "state-space layers in place of attention"),
+    "bert": ("gpt2", "attention in both directions: it is an encoder"),
+    "t5": ("gpt2", "an encoder beside the decoder"),
+}
+"""Families that people have and that are not read: the nearest that is, and what is missing."""
+
+_COMMON = ("dropout", "norm_epsilon", "tied", "family")
+"""Our fields that every family expresses."""
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The model that a folder's config.json describes."""
+    path = Path(folder) / CONFIG
+    try:
+        found = read_json_object(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path} does not exist: expected a folder as `save_pretrained` writes it") from None
+    return from_json(found, str(path))
+
+
+def from_json(found: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:
+    """A config.json's content as `ModelConfig`; what our model would compute differently is refused."""
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise _unserved(kind)
+    family = FAMILIES[kind]
+    for key, value in family.expects.items():
+        if found.get(key, value) not in (value, None if value is False else value):  # null is as good as false
+            raise UsageError(f"{source}: {key} is {shown(found[key])}: only {value!r} is supported")
+    for ours, key in family.sizes.items():
+        SIZES[ours].check(f"{source}: {key}", found.get(key), whole=True)
+    if found.get("head_dim") is not None:
+        SIZES["head_width"].check(f"{source}: head_dim", found["head_dim"], whole=True)
+    sizes = {ours: found[theirs] for ours, theirs in family.sizes.items()}
+    try:
+        made = ModelConfig(**sizes, **family.read(found, source))
+    except UsageError as error:
+        raise UsageError(str(error) if str(error).startswith(source) else f"{source}: {error}") from None
+    return made if family_of(made) == kind else made.replace(family=kind)
+
+
+def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What config.json says of this model; enough for `transformers` 4.50 and later, whose keys moved in 5."""
+    kind = family_of(config)
+    family = FAMILIES[kind]
+    found = {theirs: getattr(config, ours) for ours, theirs in family.sizes.items()}
+    found |= {
+        "model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype, "dtype": dtype,
+        "tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "resid_pdrop": config.dropout,
+    }  # fmt: skip
+    return found | family.write(config)
+
+
+def family_of(config: ModelConfig) -> str:
+    """The name of the family that a model is written as: its own, or the first that can express it."""
+    if config.family and config.family not in FAMILIES:
+        raise unknown("model.family", config.family, FAMILIES)
+    names = [config.family] if config.family else list(FAMILIES)
+    lacking = {name: _lacking(config, FAMILIES[name]) for name in names}
+    for name, wrong in lacking.items():
+        if not wrong:
+            return name
+    closest = sorted(lacking, key=lambda name: len(lacking[name]))[:2]
+    reasons = [f"{name} has no {', '.join(lacking[name])}" for name in closest]
+    raise UsageError(f"no Hugging Face layout fits this model: {'; '.join(reasons)}")
+
+
+def entries(config: ModelConfig) -> list[Entry]:
+    """Every tensor of a model, in the order of computation."""
+    return list(FAMILIES[family_of(config)].entries(config))
+
+
+def _lacking(config: ModelConfig, family: Family) -> list[str]:
+    """What of a model a family cannot express."""
+    derived = {"kv_heads": config.heads, "head_width": config.width / config.heads}
+    wrong = []
+    for field in dataclasses.fields(ModelConfig):
+        name, value = field.name, getattr(config, field.name)
+        if name in family.sizes or name in _COMMON:
+            continue
+        may = family.may.get(name, (derived.get(name, field.default),))
+        if may is not ANY and value not in may:
+            wrong.append(f"{name}={value}")
+    return wrong
+
+
+def _unserved(kind: object) -> UsageError:
+    """For a family that is not read: its name, the nearest, and what is missing."""
+    known = ", ".join(FAMILIES)
+    if isinstance(kind, str) and kind in _UNSERVED:
+        near, missing = _UNSERVED[kind]
+        return UsageError(
+            f"model_type '{kind}' cannot be read: the nearest is {near}; missing here: {missing} (known are {known})"
+        )
+    close = nearest(str(kind), FAMILIES)
+    hint = f"did you mean '{close}'? " if close else "there is no table of its keys and tensors here; "
+    return UsageError(f"unknown model_type {shown(kind)}: {hint}known are {known}")

@@ -1,0 +1,184 @@
+"""What is special about one family of models as Hugging Face writes them: a value, and readers that families share.
+
+A family says what its keys in config.json mean, what its tensors are called, and what it can express. Everything that
+is the same for all families (`book.py`) is written once, over that value. No torch here, and no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import shown
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.weights import Weight, embedding_weights, head_weights, layer_weights
+
+ANY: tuple[Any, ...] = ()
+"""In `Family.may`: every value."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of theirs: our parameters one below the other, then transposed or not.
+
+    `heads` above 0: not one below the other, but the rows of the first head of each, then of the second, and so on.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model on their side, by config.json's `model_type`."""
+
+    architecture: str
+    prefix: str
+    """Of every name but the output projection's; a model saved without its head has none."""
+    sizes: Mapping[str, str]
+    """Our field: their key."""
+    may: Mapping[str, tuple[Any, ...]]
+    """Our field: the values that the family can express, or `ANY`. What is not named must have its default."""
+    outside: Mapping[str, str]
+    """Their module: ours, before and after the layers, in the order of computation."""
+    layer: str
+    """The name of a layer, with {} for its number."""
+    modules: Mapping[str, tuple[str, ...]]
+    """Their module: ours, in a layer, in the order of computation; several of ours may be one matrix of theirs."""
+    read: Callable[[Mapping[str, Any], str], dict[str, Any]]
+    """Our fields beside the sizes, from the content of a config.json; its path is for refusals."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """The way back."""
+    head: str = "lm_head.weight"
+    transposed: tuple[str, ...] = ()
+    """Modules whose matrix has the inputs first."""
+    by_heads: tuple[str, ...] = ()
+    """Modules whose rows are ordered by heads: query, key and value of the first, then of the second."""
+    expects: Mapping[str, Any] = field(default_factory=dict)
+    """Their key: the only value that our model computes. Absent is as good."""
+    leftovers: str = ""
+    """Tensors that old versions wrote and nobody reads (a pattern): causal masks, rotary frequencies."""
+
+    def entries(self, config: ModelConfig) -> Iterator[Entry]:
+        """Every tensor of a model but a tied output projection, in the order of computation."""
+        known = {weight.name: weight for weight in (*embedding_weights(config), *head_weights(config))}
+        outside = [(theirs, ours) for theirs, ours in self.outside.items() if ours in known]
+        last = outside.pop()
+        for theirs, ours in outside:
+            yield from self._parts(config, theirs, "", (known[ours],))
+        inside = {weight.name: weight for weight in layer_weights(config)}
+        for index in range(config.layers):
+            for theirs, names in self.modules.items():
+                weights = tuple(inside[name] for name in names)
+                yield from self._parts(config, theirs, f"layers.{index}.", weights, self.layer.format(index))
+        yield from self._parts(config, last[0], "", (known[last[1]],))
+        if not config.tied:
+            yield Entry(self.head, ("output.weight",))
+
+    def _parts(
+        self, config: ModelConfig, theirs: str, ours: str, weights: tuple[Weight, ...], layer: str = ""
+    ) -> Iterator[Entry]:
+        """The weight of a module of theirs, and its bias where it has one."""
+        heads = config.heads if theirs in self.by_heads else 0
+        is_offset = config.norm_offset and weights[0].words == "norm"
+        for part in ("weight", "bias") if weights[0].bias else ("weight",):
+            names = tuple(f"{ours}{weight.name}.{'offset' if is_offset else part}" for weight in weights)
+            transposed = part == "weight" and theirs in self.transposed
+            yield Entry(f"{self.prefix}{layer}{theirs}.{part}", names, transposed, heads)
+
+
+# ---- readers that families share ---------------------------------------------------------------------------------
+
+
+def one_of(found: Mapping[str, Any], key: str, known: Mapping[str, str], default: str, source: str) -> str:
+    """What a word of theirs is called here."""
+    value = found.get(key, default)
+    if not isinstance(value, str) or value not in known:
+        raise unknown(f"{key} in {source}", value, known)
+    return known[value]
+
+
+def one_dropout(found: Mapping[str, Any], embedding: str, residual: str, default: float, source: str) -> Any:
+    """The dropout after the embedding and after the blocks, which have to agree."""
+    dropout, first = found.get(residual, default), found.get(embedding, default)
+    if first != dropout:
+        raise UsageError(f"{source}: {embedding} is {first} and {residual} {dropout}: set one value")
+    return dropout
+
+
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
+"""Their rope_type: our rotary_scaling."""
+
+
+def read_rotary(
+    found: Mapping[str, Any], source: str, inner: str = "", base: float = 10_000.0, scalings: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Rotary settings. transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both; a file may
+    have all three. `inner`: the kind of layer, where rope_parameters has several. `scalings`: that are served."""
+    made: dict[str, Any] = {"rotary_base": found.get("rope_theta", base)}
+    served = scalings or tuple(SCALINGS)
+    for key in ("rope_scaling", "rope_parameters"):
+        rotary = found.get(key) or {}
+        if isinstance(rotary, Mapping) and inner in rotary:
+            rotary = rotary[inner] or {}
+        if not isinstance(rotary, Mapping):
+            raise UsageError(f"{source}: {key} is {shown(rotary)}: expected an object")
+        kind = rotary.get("rope_type", rotary.get("type", "default"))
+        if kind not in served:
+            raise UsageError(
+                f"{source}: {key}: positions scaled by {shown(kind)}: only {', '.join(served)} can be computed"
+            )
+        made["rotary_base"] = rotary.get("rope_theta", made["rotary_base"])
+        if "partial_rotary_factor" in rotary:
+            made["rotary_fraction"] = rotary["partial_rotary_factor"]
+        if kind != "default":
+            made |= {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
+        if kind == "llama3":
+            made |= {
+                "rotary_low": rotary.get("low_freq_factor"), "rotary_high": rotary.get("high_freq_factor"),
+                "rotary_trained": rotary.get("original_max_position_embeddings"),
+            }  # fmt: skip
+    return made
+
+
+def rotary_parameters(config: ModelConfig) -> dict[str, Any]:
+    """What transformers 5 calls rope_parameters."""
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.rotary_scaling != "none":
+        made |= {"rope_type": config.rotary_scaling, "factor": config.rotary_factor}
+    if config.rotary_scaling == "llama3":
+        made |= {
+            "low_freq_factor": config.rotary_low, "high_freq_factor": config.rotary_high,
+            "original_max_position_embeddings": config.rotary_trained,
+        }  # fmt: skip
+    return made
+
+
+def write_rotary(config: ModelConfig) -> dict[str, Any]:
+    """Rotary settings as transformers 4 and 5 read them."""
+    made = rotary_parameters(config)
+    scaling = None if config.rotary_scaling == "none" else {k: v for k, v in made.items() if k != "rope_theta"}
+    return {"rope_theta": config.rotary_base, "rope_parameters": made, "rope_scaling": scaling}
+
+
+def read_window(found: Mapping[str, Any], layers: int, full: list[int], source: str) -> dict[str, Any]:
+    """The sliding window, and which layers have none: by layer_types, or those that older files mean."""
+    window, types = found.get("sliding_window"), found.get("layer_types")
+    if types is not None:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+            raise UsageError(f"{source}: layer_types is {shown(types)}: expected {layers} of {' and '.join(known)}")
+        full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    if window is None or len(full) == layers:
+        return {}
+    return {"window": window, "full_layers": tuple(full)}
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """What kind of attention each layer has, in their words."""
+    windows = [config.window_of(index) for index in range(config.layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]

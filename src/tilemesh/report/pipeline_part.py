@@ -1,0 +1,264 @@
+"""The part of a run's page about its pipeline: the step as it was measured above the step as it is simulated, how long
+every stage waits, and what its passes keep, predicted beside measured.
+
+The one idea: both sides are the same list of actions. The simulated one takes the times that were predicted before the
+run, or the medians that were measured where nothing was predicted; what is left between the two is then the schedule's
+run time alone. An action that waits for a message waits inside its span: that part is drawn, and counted, as waiting.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilemesh.core import config
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step import pace
+from tilemesh.core.step.action import COMPUTE, StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.memory import StepBytes, memory_curve
+from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
+from tilemesh.core.step.text import parse_action
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.report import spans, timeline
+from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, chart
+from tilemesh.report.html import Child, Html, join
+from tilemesh.report.rows import percent
+from tilemesh.report.run import Run
+from tilemesh.report.run_parts import absent
+from tilemesh.report.step_page import KINDS as PASSES
+from tilemesh.runs.names import CONFIG, TRACE
+from tilemesh.runs.values import number, numbers, section
+
+WAITS = "waits"
+KINDS = {**PASSES, WAITS: ("waiting (the bubble)", 6)}
+MOST_PASSES = 20_000
+MOST_STAGES = 4  # whose memory is drawn: two lines each, in colours that can be told apart
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """A computing action of one stage: it waited for its input until `began_s`."""
+
+    name: str
+    kind: str
+    asked_s: float
+    began_s: float
+    ended_s: float
+    live: float | None
+
+    @property
+    def busy_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+Measured = Sequence[Sequence[MeasuredPass]]
+"""The passes of a step, by stage."""
+
+
+def pipeline(run: Run, kept: StepBytes | None) -> Child:
+    """`kept`: what the planner expects passes to keep."""
+    plan = _plan(run)
+    if plan is None or plan.pp == 1:
+        return None
+    if plan.pp * plan.accumulation * plan.chunks > MOST_PASSES:
+        return absent(
+            "the pipeline", f"{plan.accumulation} microbatches over {plan.chunks} chunks are too many to draw"
+        )
+    program = build(
+        plan.schedule, plan.pp, plan.accumulation, plan.interleave if plan.interleave > 1 else None, plan.slices
+    )
+    measured = median_step(run, plan)
+    times, whose = _times(run, program, measured)
+    if times is None:
+        why = run.missing.get(TRACE, "the trace has no actions of a pipeline")
+        return absent("the pipeline", f"{why}, and nothing was predicted")
+    simulated = simulate(program, times, keep_slots=True)
+    return join(_lanes(plan, measured, simulated, whose), _memory(run, plan, program, kept))
+
+
+def _plan(run: Run) -> ParallelPlan | None:
+    try:
+        return config.from_dict(ParallelPlan, dict(run.plan), CONFIG)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RunError):
+        return None
+
+
+# ---- what was measured -------------------------------------------------------------------------------------------
+
+
+def measured_step(found: spans.TraceTimeline, step: spans.TracedStep, plan: ParallelPlan) -> Measured:
+    """The passes of one step on the first rank of every stage; empty where some stage has none."""
+    stages = []
+    for stage in range(plan.pp):
+        mine = [
+            one for one in found.ranks.get(stage * plan.dp * plan.tp, ()) if step.began_s <= one.began_s <= step.ended_s
+        ]
+        waits = [one for one in mine if one.name == "wait recv"]
+        stages.append([_pass(one, waits) for one in mine if one.action in COMPUTE])
+    return stages if all(stages) else []
+
+
+def _pass(span: spans.TraceSpan, waits: Sequence[spans.TraceSpan]) -> MeasuredPass:
+    inside = [one.ended_s for one in waits if span.began_s <= one.began_s < span.ended_s]
+    began_s = min(span.ended_s, max(inside, default=span.began_s))
+    return MeasuredPass(span.name, span.action, span.began_s, began_s, span.ended_s, span.live)
+
+
+def median_step(run: Run, plan: ParallelPlan) -> Measured:
+    """Of the traced steps the one of median length; empty where there is none."""
+    if run.timeline is None:
+        return []
+    steps = [measured_step(run.timeline, step, plan) for step in spans.ordinary(run.timeline.steps)]
+    whole = sorted((one for one in steps if one), key=lambda one: _ends(one)[1] - _ends(one)[0])
+    return whole[len(whole) // 2] if whole else []
+
+
+def _ends(measured: Measured) -> tuple[float, float]:
+    return min(each[0].asked_s for each in measured), max(each[-1].ended_s for each in measured)
+
+
+def _times(run: Run, program: StepProgram, measured: Measured) -> tuple[StepTimes | None, str]:
+    """What passes take, and who says so."""
+    told = section(run.predicted, "pipeline")
+    forward, back, weights = (numbers(told, name) for name in ("forward_s", "input_s", "weight_s"))
+    if len(forward) == len(back) == len(weights) == program.chunks:
+        given = StepTimes(forward, back, weights, number(told.get("transfer_s"), 0.0))
+        return given, "with the times that were predicted before the run"
+    found: dict[tuple[str, int], list[float]] = {}
+    for each in measured:
+        for one in each:
+            try:
+                action = parse_action(one.name)
+            except UsageError:  # a span of somebody else's making
+                continue
+            found.setdefault((one.kind, action.chunk), []).append(one.busy_s)
+    middle = {key: statistics.median(seconds) for key, seconds in found.items()}
+    forward, back, weights = [], [], []
+    for chunk in range(program.chunks):
+        pair = middle.get(("FB", chunk), 0.0)
+        first = middle.get(("F", chunk), pair / 3)
+        half = middle.get(("I", chunk), middle.get(("B", chunk), 2 * pair / 3))
+        if not first or not half:
+            return None, ""
+        forward.append(first)
+        back.append(half)
+        weights.append(middle.get(("W", chunk), 0.0))
+    return StepTimes(forward, back, weights), "with the median of each chunk's passes as measured"
+
+
+# ---- the two timelines ---------------------------------------------------------------------------------------------
+
+
+def _lanes(plan: ParallelPlan, measured: Measured, simulated: Timeline, whose: str) -> Html:
+    lanes = []
+    rows: list[list[Child]] = []
+    lengths = [simulated.total_s]
+    if measured:
+        zero_s, end_s = _ends(measured)
+        lengths.append(end_s - zero_s)
+        for stage, each in enumerate(measured):
+            pieces = [(one.began_s - zero_s, one.ended_s - zero_s, one.name, one.kind) for one in each]
+            lanes.append(timeline.Lane(f"run {stage}", _with_waits(pieces, end_s - zero_s)))
+    for stage in range(plan.pp):
+        pieces = [
+            (slot.start_s, slot.end_s, str(slot.action), slot.action.kind)
+            for slot in simulated.slots
+            if slot.rank == stage
+        ]
+        lanes.append(timeline.Lane(f"sim {stage}", _with_waits(sorted(pieces), simulated.total_s)))
+        busy = simulated.busy_s[stage]
+        cells = ["–", "–"]
+        if measured:
+            worked = sum(one.busy_s for one in measured[stage])
+            cells = [format_seconds(worked), format_seconds(lengths[1] - worked)]
+        rows.append([f"stage {stage}", *cells, format_seconds(busy), format_seconds(simulated.total_s - busy)])
+    ideal = pace.bubble_fraction(plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+    waited = "–"
+    if measured:
+        worked = sum(one.busy_s for each in measured for one in each)
+        waited = percent(1 - worked / (plan.pp * lengths[1]), 1)
+    rows.append(["all, the step", "", format_seconds(lengths[1]) if measured else "–", "", format_seconds(lengths[0])])
+    rows.append(["bubble", "", waited, "", percent(simulated.bubble, 1)])
+    words = (
+        f"{plan.schedule}: {plan.accumulation} microbatches through {plan.chunks} chunks on {plan.pp} stages. "
+        + (
+            "Run: the stages in the traced step of median length; sim: "
+            if measured
+            else "No traced step has its actions; this is "
+        )
+        + f"the same list of actions on the simulator's clock, {whose}. "
+        + (f"Stages wait {waited} of the measured step" if measured else "Stages wait")
+        + f"{', ' if measured else ' '}{percent(simulated.bubble, 1)} of the simulated one; the schedule itself has "
+        + f"{percent(ideal, 1)} if all passes take equally long."
+    )
+    table = PageTable(
+        ["stage", "computes, measured", "waits, measured", "computes, simulated", "waits, simulated"], rows
+    )
+    whole = [timeline.Stretch("the step", 0.0, max(lengths))]
+    return timeline.draw("Pipeline", words, lanes, whole, KINDS, table)
+
+
+def _with_waits(pieces: Sequence[tuple[float, float, str, str]], total_s: float) -> list[timeline.LanePiece]:
+    """A stage's passes, with what lies between them as waiting."""
+    found, now = [], 0.0
+    for began_s, ended_s, name, kind in [*pieces, (total_s, total_s, "", "")]:
+        if began_s > now:
+            found.append(timeline.LanePiece(now, began_s, "waits", WAITS))
+        if name:
+            found.append(timeline.LanePiece(began_s, ended_s, name, kind))
+        now = max(now, ended_s)
+    return found
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _memory(run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes | None) -> Html | None:
+    """What passes keep for their backward passes, after each pass of the list."""
+    expected = kept is not None and len(kept.kept) == program.chunks
+    guess = memory_curve(program, kept) if kept is not None and expected else [[] for _ in range(plan.pp)]
+    counted = _counted(run, plan)
+    if not expected and not counted:
+        return None
+    lines: list[Line] = []
+    rows: list[list[Child]] = []
+    for stage in range(plan.pp):
+        seen = counted.get(stage, [])
+        if stage < MOST_STAGES:
+            lines += (
+                [Line(f"stage {stage}, predicted", list(enumerate(guess[stage])), stage, dashed=True)]
+                if expected
+                else []
+            )
+            lines += [Line(f"stage {stage}, measured", list(enumerate(seen)), stage)] if seen else []
+        most, peak = max(guess[stage], default=0.0), max(seen, default=0.0)
+        error = f"{most / peak - 1:+.1%}" if expected and peak else "–"
+        rows.append(
+            [f"stage {stage}", format_bytes(most) if expected else "–", format_bytes(peak) if seen else "–", error]
+        )
+    places = max((len(line.points) for line in lines), default=1)
+    top = max((value or 0.0 for line in lines for _, value in line.points), default=1.0)
+    across = PlotAxis(0.0, float(places - 1), "passes of the stage done", whole=True)
+    plot = Plot(across, PlotAxis(0.0, top * 1.06 or 1.0, "kept", format_bytes, binary=True), lines)
+    words = (
+        "Activations that each stage keeps for backward passes, after each of its passes, by liveness of its actions"
+    )
+    words += "; measured in a traced step." if counted else "; no traced step counted them."
+    if plan.pp > MOST_STAGES:
+        words += f" The first {MOST_STAGES} of {plan.pp} stages are drawn."
+    table = PageTable(["stage", "most, predicted", "most, measured", "error"], rows)
+    return chart("Memory of each stage over the step", words, plot, table, wide=True)
+
+
+def _counted(run: Run, plan: ParallelPlan) -> Mapping[int, list[float]]:
+    """By stage, the bytes counted after each pass, in the first traced step that has them; they begin at nothing."""
+    for step in run.timeline.steps if run.timeline is not None else ():
+        assert run.timeline is not None
+        measured = measured_step(run.timeline, step, plan)
+        live = [[one.live for one in each] for each in measured]
+        if live and all(value is not None for each in live for value in each):
+            return {stage: [0.0, *(value for value in each if value is not None)] for stage, each in enumerate(live)}
+    return {}

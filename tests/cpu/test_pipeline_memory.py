@@ -1,0 +1,59 @@
+"""Bytes alive in a pipeline's step are those of the liveness curve, to the byte, after every pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.action import COMPUTE, Action
+from tilemesh.core.step.memory import memory_curve
+from tilemesh.core.step.program import chunk_layers
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel import Mesh, lay
+from tilemesh.parallel.laid import StepPiece
+from tilemesh.parallel.pipeline import Pipeline
+from tilemesh.plan.memory import Room
+from tilemesh.train.memory import SavedBytes
+
+LLAMA = ModelConfig(
+    layers=4, width=32, heads=4, kv_heads=2, mlp_width=48, vocabulary=72, context=16, norm="rmsnorm",
+    positions="rotary", activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+GPT = ModelConfig(layers=4, width=32, heads=4, vocabulary=72, context=16)
+
+
+def counted(comm: Communicator, config: ModelConfig, plan: ParallelPlan) -> list[int]:
+    """On one rank: bytes kept after each of its passes."""
+    laid = lay(Transformer(config, seed=3), Mesh(comm, **plan.axes), plan)
+    assert isinstance(laid, Pipeline)
+    found: list[int] = []
+    with SavedBytes(laid.module.parameters()) as saved:
+
+        def around(action: Action, do: Any) -> None:
+            do()
+            if action.kind in COMPUTE:
+                found.append(saved.now(laid.kept()))
+
+        laid.watch_actions(lambda text: None, around)
+        tokens = torch.arange(plan.microbatch * config.context).reshape(plan.microbatch, -1) % config.vocabulary
+        laid.passes([StepPiece(tokens.clone(), tokens.roll(-1, 1).clone(), 0) for _ in range(plan.accumulation)])
+    laid.gradients.close()
+    return found
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gpipe"])
+def test_live_bytes_are_the_curve(schedule: str, config: ModelConfig) -> None:
+    plan = ParallelPlan(pp=2, schedule=schedule, accumulation=4, microbatch=2, precision="fp32")
+    room = Room(config, parse_cluster("2xcpu"), config.context, "eager")
+    counts = chunk_layers(plan, config.layers)
+    measured = run_threads(2, lambda comm: counted(comm, config, plan))
+    program = room.program(plan)
+    for rank, curve in enumerate(memory_curve(program, room.step_bytes(plan, counts))):
+        assert measured[rank] == curve[1:], f"rank {rank}"
