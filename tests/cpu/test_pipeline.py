@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.comm import Communicator, run_threads
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import INTERLEAVED, ParallelPlan
 from tilemesh.core.step.action import Action
 from tilemesh.core.step.passes import exchange, recompute
@@ -20,7 +21,7 @@ from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.laid import StepPiece
 from tilemesh.parallel.pipeline import Pipeline, ReducingServices
-from tilemesh.parallel.run import StepRunner, StepServices
+from tilemesh.parallel.run import StepRunner, StepServices, sends_first
 
 GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
 LLAMA = ModelConfig(
@@ -202,7 +203,7 @@ def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_n
         said: list[str] = []
         notes: list[str] = []
         StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices(), notes.append)()
-        assert notes[:-1] == [str(action) for action in program.actions[comm.rank]]
+        assert notes[:-1] == [str(action) for action in sends_first(program.actions[comm.rank])]
         with pytest.raises(UsageError, match="was not given chunk"):
             StepRunner(program, comm, {}, StepServices())
         runner = StepRunner(program, comm, {comm.rank: Echo(said, comm.rank)}, StepServices())
@@ -213,6 +214,40 @@ def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_n
     first, second = run_threads(2, main)
     assert first == ["F0 of 0 from None", "F0 of 1 from None", "B0 of 0", "B0 of 1"]
     assert second == ["F1 of 0 from 0.0", "B1 of 0", "F1 of 1 from 1.0", "B1 of 1"]
+
+
+class Stalls(Echo):
+    """Never comes back from one pass, until the test is over."""
+
+    over = threading.Event()
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
+        if (self.number, microbatch) == (2, 3):
+            self.over.wait(30)
+        return super().forward(microbatch, piece, x, keeps=keeps)
+
+
+def test_a_stalled_rank_its_action_and_who_waits_for_whom_are_named() -> None:
+    program = exchange(one_f_one_b(4, 8))
+    said: list[str] = []
+
+    def main(comm: Communicator) -> None:
+        def note(text: str) -> None:
+            comm.watch.process.stage = f"step 1: {text}"
+
+        try:
+            StepRunner(program, comm, {comm.rank: Stalls([], comm.rank)}, StepServices(), note)()
+        except RunError as error:
+            said.append(str(error))
+            Stalls.over.set()
+            raise
+
+    with pytest.raises(RunError, match="rank 2 is in no collective, at step 1: 2F3"):
+        run_threads(4, main, timeout_s=1.0)
+    assert said  # who waited says the same
+    for words in said:
+        assert "rank 2 is in no collective, at step 1: 2F3" in words
+        assert "recv from rank 2" in words
 
 
 @pytest.mark.parametrize(

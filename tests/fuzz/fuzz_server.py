@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-LIMIT_S = 10.0  # of a case, less the time in which it waited for a core that others used
+LIMIT_S = 10.0  # of a case, less the time in which one of its processes waited for a core that others used
 KILL_S = 60.0
 LOOK_S = 0.2  # between two looks at how long the processes of a case have waited for a core
 MEMORY_BYTES = 12 << 30
@@ -49,7 +49,8 @@ class Outcome:
     out: str = ""
     err: str = ""
     seconds: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # in which one of its processes was ready to run and had no core
+    cpu_s: float = 0.0  # of all its processes
     began_work: str = ""
     wrong: list[str] = field(default_factory=list)
 
@@ -243,10 +244,11 @@ def _run_in_child(case: Any, root: Path) -> NoReturn:
 
 
 def _wait(child: int, outcome: Outcome, began: float, interrupts: bool) -> int | None:
-    interrupted, looked = False, began
+    interrupted, looked, before = False, began, dict[int, float]()
     while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
+        pid, status, used = os.wait4(child, os.WNOHANG)
         if pid:
+            outcome.cpu_s = round(used.ru_utime + used.ru_stime, 1)
             return os.waitstatus_to_exitcode(status)
         elapsed = time.monotonic() - began
         if interrupts and not interrupted and elapsed > INTERRUPT_S:
@@ -257,20 +259,22 @@ def _wait(child: int, outcome: Outcome, began: float, interrupts: bool) -> int |
             os.waitpid(child, 0)
             outcome.wrong.append(f"still ran after {KILL_S:.0f} s")
             return None
-        if time.monotonic() - looked > LOOK_S:
-            outcome.waited_s, looked = max(outcome.waited_s, _waited_s(child)), time.monotonic()
+        if (since := time.monotonic() - looked) > LOOK_S:
+            # Ranks wait for one another: what the one of them lacks that was held up most is lost to all.
+            waits = dict(_waits_s(child))
+            grown = max((waited - before.get(task, 0.0) for task, waited in waits.items()), default=0.0)
+            outcome.waited_s += min(since, grown)
+            looked, before = looked + since, waits
         time.sleep(0.002 if elapsed < 0.5 else 0.02)
 
 
-def _waited_s(pid: int) -> float:
-    """How long a process, or the one below it that did so longest, was ready to run and had no core."""
-    waited_s = 0.0
+def _waits_s(pid: int) -> Iterator[tuple[int, float]]:
+    """How long each thread of a process, and of those below it, was ready to run and had no core."""
     with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is looked at
         for task in Path(f"/proc/{pid}/task").iterdir():
-            waited_s = max(waited_s, int((task / "schedstat").read_text().split()[1]) / 1e9)
+            yield int(task.name), int((task / "schedstat").read_text().split()[1]) / 1e9
             for below in (task / "children").read_text().split():
-                waited_s = max(waited_s, _waited_s(int(below)))
-    return waited_s
+                yield from _waits_s(int(below))
 
 
 def _judge(case: Any, outcome: Outcome) -> None:
@@ -296,7 +300,8 @@ def _judge(case: Any, outcome: Outcome) -> None:
     if case.must_refuse and (outcome.began_work or outcome.code == 0):
         outcome.wrong.append(f"was accepted, and would have begun {outcome.began_work or 'its work'}")
     if outcome.seconds - outcome.waited_s > LIMIT_S and outcome.code is not None:
-        outcome.wrong.append(f"took {outcome.seconds} s, of which {outcome.waited_s:.1f} s without a core")
+        used = f"{outcome.waited_s:.1f} s without a core, {outcome.cpu_s} s of processor time"
+        outcome.wrong.append(f"took {outcome.seconds} s, of which {used}")
     if outcome.began_work.endswith(" ranks") and int(outcome.began_work.split()[0]) > MANY_RANKS:
         outcome.wrong.append(f"would have started {outcome.began_work}")
 

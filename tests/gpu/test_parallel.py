@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))  # ranks import paral
 
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
+from tilemesh.runs.metrics import STEP, latest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 HAS_MPI = find_mpiexec() is not None and find_spec("mpi4py") is not None
@@ -32,7 +33,23 @@ def verify(*words: str) -> str:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_ranks_that_share_a_gpu_pass_the_small_set(transport: str, precision: str) -> None:
     said = verify("--ranks", "2", "--transport", transport, "--models", "gpt,llama", "--precision", precision)
-    assert "16 cases: every layout computes what one process computes" in said
+    # Sixteen of dp and tp, and every schedule of a pipeline.
+    assert "28 cases: every layout computes what one process computes" in said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master", "fp16"])
+def test_two_stages_that_share_a_gpu_train(precision: str, tmp_path: Path) -> None:
+    """Over gloo, through the host's memory; torch itself would refuse two ranks of nccl on one GPU."""
+    words = f"plan.schedule=zb-v,plan.precision={precision},train.steps=8,sample.tokens=4,train.device=cuda"
+    line = [sys.executable, "-m", "tilemesh", "train", "--mesh", "pp=2", "--transport", "torch", "--set", words]
+    done = subprocess.run(
+        [*line, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [line["loss"] for line in latest(tmp_path / "run") if line["kind"] == STEP]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.timeout(180)

@@ -1,7 +1,7 @@
 """What runs collectives on GPU memory, driven with CPU tensors over gloo: its logic needs no GPU.
 
-`Device` talks to whatever backend its group has. Told that every tensor is a GPU's, the communicator sends all calls
-through it; the answers must be those of the ordinary path. (nccl itself: comm_cuda.py.)
+`DeviceCollectives` talks to whatever backend its group has. Told that every tensor is a GPU's, the communicator sends
+all calls through it; the answers must be those of the ordinary path. (nccl itself: comm_cuda.py.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from tilemesh.comm import connect
 from tilemesh.comm.runtime import communicator
-from tilemesh.comm.runtime.device import Device
+from tilemesh.comm.runtime.device import DeviceCollectives
 from tilemesh.comm.runtime.memory import Like
 
 
@@ -57,9 +57,9 @@ def cases_right() -> int:
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
     wanted = [answers(comm, dtype) for dtype in dtypes] + [averages(comm)]
-    group.transport.device = Device(group.transport.group)
+    group.transport.device = DeviceCollectives(group.transport.group)
     calls_seen = 0
-    start = Device._start
+    start = DeviceCollectives._start
 
     def counted(self, *arguments):  # type: ignore[no-untyped-def]
         nonlocal calls_seen
@@ -69,7 +69,7 @@ def cases_right() -> int:
     with (
         patch.object(Like, "is_cuda", property(lambda like: like.is_torch)),
         patch.object(communicator, "here", lambda kind: "cpu"),
-        patch.object(Device, "_start", counted),
+        patch.object(DeviceCollectives, "_start", counted),
     ):
         found = [answers(group, dtype) for dtype in dtypes] + [averages(group)]
     done = 0
@@ -81,7 +81,7 @@ def cases_right() -> int:
                 assert torch.equal(answer, other[name]), f"{name} {answer.dtype}: {other[name]} is not {answer}"
             done += 1
     assert calls_seen == done + len(dtypes), (
-        f"{calls_seen} of {done} went through Device"
+        f"{calls_seen} of {done} went through DeviceCollectives"
     )  # "two handles" are two calls
     group.close()
     comm.close()

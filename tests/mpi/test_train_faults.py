@@ -203,6 +203,62 @@ def test_fifty_kills_at_seeded_moments(
     assert trained(folder) == undisturbed
 
 
+EXACT = "model.layers=4,plan.precision=fp64,train.steps=12"
+PIPED = ("dp=2,pp=2", "plan.schedule=zb-h1,plan.zero=2")
+# Where a killed run goes on: in its own layout, and in others.
+ONWARD = {
+    "same": PIPED,
+    "tp 2, ZeRO-1": ("dp=2,tp=2", "plan.zero=1"),
+    "a V": ("pp=2", "plan.schedule=zb-v"),
+    "dp 4, ZeRO-3": ("dp=4", "plan.zero=3"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of one process that nothing happened to, in float64."""
+    quiet = load(mesh="dp=1", sets=[SMALL, EXACT, f"data.source={config.data.source}"])
+    folder = new_run(TRAIN, quiet.to_toml(), tmp_path_factory.mktemp("alone") / "run")
+    run_threads(1, lambda comm: train_here(quiet, folder, comm))
+    return losses(folder)
+
+
+def killed_and_gone_on(config: TrainConfig, folder: Path, onward: str, victim: int, step: int, wait_s: float) -> None:
+    """A pipeline over ZeRO-2's replicas loses a rank in the middle of a step and goes on elsewhere."""
+    source = f"data.source={config.data.source}"
+    piped = load(mesh=PIPED[0], sets=[SMALL, EXACT, source, PIPED[1]])
+    new_run(TRAIN, piped.to_toml(), folder)
+    run = Started(piped, folder)
+    until(lambda: run.reached(step), pause_s=0.002)
+    time.sleep(wait_s)
+    pid = rank_pids(folder).get(victim)
+    if pid is not None:  # it may have come to its end before
+        os.kill(pid, signal.SIGKILL)
+    run.wait()
+    mesh, sets = ONWARD[onward]
+    then = load(mesh=mesh, sets=[SMALL, EXACT, source, sets])
+    assert Started(then, folder, resume=True).wait().failure is None
+
+
+@NEEDS_MPI
+def test_a_pipeline_that_lost_a_rank_goes_on_in_another_layout(
+    config: TrainConfig, alone: dict[int, float], tmp_path: Path
+) -> None:
+    killed_and_gone_on(config, tmp_path / "run", "tp 2, ZeRO-1", victim=3, step=3, wait_s=0.0)
+    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@NEEDS_MPI
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_kills_of_a_pipeline(config: TrainConfig, alone: dict[int, float], tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    onward, victim, step = draw.choice(list(ONWARD)), draw.randrange(4), draw.randrange(1, 9)
+    killed_and_gone_on(config, tmp_path / "run", onward, victim, step, wait_s=0.2 * draw.random())
+    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-10)
+
+
 @NEEDS_MPI
 def test_a_rank_that_hangs_is_named_with_its_step(config: TrainConfig, tmp_path: Path) -> None:
     quick = load(mesh="dp=2", sets=[SMALL, f"data.source={config.data.source}", "train.timeout_s=8"])

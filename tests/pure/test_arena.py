@@ -12,7 +12,7 @@ import pytest
 
 from tilemesh.comm.runtime import arena as arenas
 from tilemesh.comm.runtime.arena import HALF_BYTES, SMALL_BYTES, STAGE_BYTES, Arena, ArenaTurn, Regions, open_arena
-from tilemesh.comm.runtime.flags import DISAGREED, LINE, Asked, Flags, can_fence, make_fence
+from tilemesh.comm.runtime.flags import DISAGREED, LINE, CallDigest, Flags, can_fence, make_fence
 from tilemesh.core.context import JOB_VARIABLE
 from tilemesh.core.errors import RunError
 
@@ -212,7 +212,7 @@ def test_ranks_meet_when_all_have_come(three_flags: list[Flags]) -> None:
 def test_ranks_that_come_with_different_calls_all_know(three_flags: list[Flags]) -> None:
     first, second, third = three_flags
     for flags, words in zip(three_flags, ("all_reduce(4)", "all_reduce(5)", "all_reduce(4)"), strict=True):
-        flags.asked = Asked.of("all_reduce", 32, words)
+        flags.asked = CallDigest.of("all_reduce", 32, words)
     epoch = first.raise_()
     second.raise_()
     assert first.differs()
@@ -221,7 +221,7 @@ def test_ranks_that_come_with_different_calls_all_know(three_flags: list[Flags])
     assert third.differs()
     assert second.published() == DISAGREED
     for flags in three_flags:  # and the next meeting is a meeting like any other
-        flags.asked = Asked.of("all_reduce", 32, "all_reduce(4)")
+        flags.asked = CallDigest.of("all_reduce", 32, "all_reduce(4)")
         flags.raise_()
     assert not any(flags.differs() for flags in three_flags)
     assert second.published() == -1

@@ -12,7 +12,7 @@ rank which action it is at and for whom it waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch import Tensor
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.core.errors import UsageError
 from tilemesh.core.step.action import Action, Payload, StepProgram, parts
+
+_UNDER_WAY = 4  # sends whose buffers are held before somebody looks whether they have been taken
 
 
 class ChunkPasses(Protocol):
@@ -100,7 +102,10 @@ class StepRunner:
             raise UsageError(f"{program.name}: rank {comm.rank} was not given chunk {min(lacking)}, which it holds")
         self.program, self.comm, self.chunks, self.services = program, comm, chunks, services
         self.note, self.around = note, around
-        self.actions = [(action, str(action)) for action in program.actions[comm.rank]]
+        own = program.actions[comm.rank]
+        # nccl, which knows no tags, wants the messages of two ranks in one order on both.
+        ordered = own if comm.transport.device is not None else sends_first(own)
+        self.actions = [(action, str(action)) for action in ordered]
         self.arrivals: dict[_Key, _Arrival] = {}
         self.here: dict[_Key, Tensor] = {}
         """What a pass of this rank gave to another one of it, or to a SEND: under the key of who is to have it."""
@@ -126,12 +131,12 @@ class StepRunner:
     def _do(self, action: Action) -> None:
         match action.kind:
             case "F" | "B" | "I" | "W" | "FB":
+                if len(self.sending) > _UNDER_WAY:
+                    self._let_go()
                 for part in parts(action):
                     self._pass(part)
-                self._push()
             case "RECOMPUTE":
                 self.chunks[action.chunk].recompute(action.microbatch, action.slice)
-                self._push()
             case "SEND":
                 self._send(action)
             case "RECV":
@@ -171,13 +176,14 @@ class StepRunner:
         after = action.chunk + (1 if action.of == "activation" else -1)
         tensor = self.here.pop((action.of, after, action.microbatch, action.slice)).contiguous()
         receiver = self.program.placement.rank(after, action.microbatch)
-        self.sending.append((self.comm.isend(tensor, receiver, self._tag(action, after)), tensor))
+        handle = self.comm.isend(tensor, receiver, self._tag(action, after), sized=False)
+        self.sending.append((handle, tensor))
 
     def _receive(self, action: Action) -> None:
         before = action.chunk + (-1 if action.of == "activation" else 1)
         buffer = self.chunks[action.chunk].landing(action.microbatch, action.slice, action.of)
         source = self.program.placement.rank(before, action.microbatch)
-        handle = self.comm.irecv(buffer, source, self._tag(action, action.chunk))
+        handle = self.comm.irecv(buffer, source, self._tag(action, action.chunk), sized=False)
         self.arrivals[action.of, action.chunk, action.microbatch, action.slice] = _Arrival(handle, buffer)
 
     def _tag(self, action: Action, chunk: int) -> int:
@@ -185,9 +191,13 @@ class StepRunner:
         place = (chunk * self.program.microbatches + action.microbatch) * self.program.slices + action.slice
         return (2 * place + (action.of == "gradient")) % self.comm.transport.tags
 
-    def _push(self) -> None:
-        """Let go of what has been taken. Messages move only while somebody looks at them."""
-        if self.sending:
+    def _let_go(self) -> None:
+        """Of the buffers of what has been taken. Where messages move by themselves looking at them is dear, and the
+        oldest are waited for; that holds up nobody, since the list was proved with sends that block."""
+        if self.comm.transport.caps.moves_alone:
+            while len(self.sending) > _UNDER_WAY:
+                self.sending.pop(0)[0].wait()
+        else:
             self.sending = [one for one in self.sending if not one[0].test()]
 
     def _serve(self, action: Action) -> None:
@@ -204,3 +214,18 @@ class StepRunner:
                 self.services.move_out(action)
             case "IN":
                 self.services.move_in(action)
+
+
+def sends_first(actions: Sequence[Action]) -> list[Action]:
+    """Of messages that follow one another, those that leave before those that come: another rank waits for them."""
+    found: list[Action] = []
+    waiting: list[Action] = []
+    for action in actions:
+        if action.kind == "RECV":
+            waiting.append(action)
+            continue
+        if action.kind != "SEND":
+            found += waiting
+            waiting = []
+        found.append(action)
+    return found + waiting

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import NOTHING_ASKED, Asked
+from tilemesh.comm.runtime.flags import NOTHING_ASKED, CallDigest
 from tilemesh.comm.runtime.lower import ProgramKey
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.native import WIDENED
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     axis: int = 0
     out: Any = None
     private: bool = False
-    asked: Asked = NOTHING_ASKED  # for the other ranks to compare with their own call
+    asked: CallDigest = NOTHING_ASKED  # for the other ranks to compare with their own call
 
     @property
     def wire(self) -> Like:

@@ -20,7 +20,7 @@ from tilemesh.comm.runtime.arithmetic import divide, is_complex
 from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import Running
-from tilemesh.comm.runtime.flags import Asked
+from tilemesh.comm.runtime.flags import CallDigest
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import flattened, opened, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
@@ -87,7 +87,7 @@ class Caller(Group):
         sequence = self.watch.sequence
         known: tuple[int, str] = (0, "")  # bytes and algorithm, for observers, once the root has spoken
 
-        comparison = None if self.is_debugging else self.comparison(Asked.of("scatter", 0, given.words()))
+        comparison = None if self.is_debugging else self.comparison(CallDigest.of("scatter", 0, given.words()))
 
         def first() -> Steps[str]:
             if self.is_debugging:
@@ -163,14 +163,14 @@ class Caller(Group):
             return self._native(decided, given)
         return self._scheduled(decided, given, self.tag(1, sequence))
 
-    def _asked(self, call: Call, algorithm: str) -> Asked:
+    def _asked(self, call: Call, algorithm: str) -> CallDigest:
         """What every rank must ask for; kept, because the words take longer to make than a small call."""
         key = (*call[:1], call.like.dtype, *call[2:8], call.private, algorithm)
         asked = self.asked.get(key)
         if asked is None:
             if len(self.asked) >= _MOST_ASKED:
                 self.asked.clear()
-            asked = self.asked[key] = Asked.of(call.collective, call.nbytes, call.words(algorithm))
+            asked = self.asked[key] = CallDigest.of(call.collective, call.nbytes, call.words(algorithm))
         return asked
 
     def _compared(self, call: Call, sequence: int) -> Steps[None]:

@@ -1,20 +1,28 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
 Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
-the same calls in the same order. An array's way through `all_reduce`, five files where ranks exchange messages:
+the same calls in the same order. An array's way through `all_reduce`, at most five files:
 
 1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
    (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
 2. `call.py`: `Caller.run` decides upon the call and carries it out. The array becomes flat, a result is given its shape
    and kind at the end.
-3. `choose.py`: `choose` picks the algorithm, from what was measured on this machine.
-4. `lower.py`: `Planner` builds the schedule, lowers it to this rank's flat list of instructions, and binds these to
-   memory: each now has its view. `MessageProgram.steps` carries them out: post, wait, copy, add.
-5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
 
-Ranks that share a node's memory take four files in place of 5: `sharing.py` (whose turn it is, and which arrays lie in
-shared memory), `shared.py` (the program as numpy calls), `arena.py` (the memory) and `flags.py` (how ranks wait).
-`ready_views.py` lets `ready.py` serve torch tensors and other axes than the first.
+Ranks that share a node's memory:
+
+3. `sharing.py`: whose turn it is, and which arrays lie in shared memory.
+4. `shared.py`: `ArenaProgram.steps` does it: put, meet, add, get, as numpy calls.
+5. `arena.py`: the memory that it is put into.
+
+Ranks that exchange messages:
+
+3. `lower.py`: `Planner` binds this rank's instructions to memory: each has its view. `MessageProgram.steps` carries
+   them out: post, wait, copy, add.
+4. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
+
+What they ask never sees the array: `choose.py` picks the algorithm from what was measured on this machine, `lower.py`
+makes a rank's instructions from a schedule, `flags.py` is how ranks of a node wait for one another. `ready_views.py`
+lets `ready.py` serve torch tensors and other axes than the first.
 """
 
 from __future__ import annotations
@@ -309,11 +317,18 @@ class Communicator(Inspected):
         """Receive into `out`, which must have the size of what was sent; returns it."""
         return self.irecv(out, source, tag).wait()
 
-    def isend(self, x: Any, to: int, tag: int = 0) -> Handle:
+    def isend(self, x: Any, to: int, tag: int = 0, *, sized: bool = True) -> Handle:
+        """`sized=False`: both sides are known to mean as many bytes, which then need not be compared; and to begin the
+        messages between them in one order, which nccl, that moves those of GPU memory, goes by instead of tags."""
+        if not sized and self._goes_by_device(x):
+            return self._messages.start_on_device(True, x.detach().contiguous(), to)
         array, _ = opened(x)
-        return self._message(True, to, tag, flattened(array), lambda: None)
+        return self._message(True, to, tag, flattened(array), lambda: None, sized)
 
-    def irecv(self, out: Any, source: int, tag: int = 0) -> Handle:
+    def irecv(self, out: Any, source: int, tag: int = 0, *, sized: bool = True) -> Handle:
+        """`sized`: as the sender says."""
+        if not sized and self._goes_by_device(out) and out.is_contiguous():
+            return self._messages.start_on_device(False, out.detach(), source)
         array, like = opened(out, "out")
         check.out_array(out, tuple(out.shape), like)
         landing = array.reshape(-1) if array.flags.c_contiguous else np.empty(array.size, array.dtype)
@@ -322,16 +337,19 @@ class Communicator(Inspected):
             store(landing.reshape(array.shape), out)
             return out
 
-        return self._message(False, source, tag, landing, finish)
+        return self._message(False, source, tag, landing, finish, sized)
 
-    def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any) -> Handle:
+    def _goes_by_device(self, x: Any) -> bool:
+        return self.transport.device is not None and bool(getattr(x, "is_cuda", False))
+
+    def _message(self, is_send: bool, peer: int, tag: int, flat: Any, finish: Any, sized: bool) -> Handle:
         peer = check.rank_of(peer, self.size, "to" if is_send else "source")
         tag = check.tag_of(tag, self.transport.tags)
         if peer == self.rank:
             raise UsageError(f"rank {peer} {'sends to' if is_send else 'receives from'} itself: copy the array instead")
         region = as_bytes(flat)
         message = Message(is_send, peer, self.transport.view(region), region.nbytes)
-        return self._messages.start(message, tag, finish)
+        return self._messages.start(message, tag, finish, sized)
 
     # Groups and the rest ------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class TorchWork:
         self.work.wait()
 
 
-class Device:
+class DeviceCollectives:
     """nccl over one group of ranks."""
 
     def __init__(self, group: Any) -> None:
@@ -78,6 +78,19 @@ class Device:
             return _shaped(call, typed, self.group.size(), has_result, dtype)
 
         return Running(steps(), finish)
+
+    def message(self, is_send: bool, tensor: Any, peer: int) -> Running:
+        """A message of known size under way. nccl knows no tags: two ranks begin their messages in the same order."""
+
+        def steps() -> Iterator[Token]:
+            if is_send:
+                work = dist.isend(tensor, group=self.group, group_dst=peer)
+            else:
+                work = dist.irecv(tensor, group=self.group, group_src=peer)
+            if work is not None:
+                yield TorchWork(work)
+
+        return Running(steps(), lambda: None if is_send else tensor)
 
     def _start(self, call: Call, source: Any, result: Any, op: Any) -> Any:
         options: dict[str, Any] = {"group": self.group, "async_op": True}

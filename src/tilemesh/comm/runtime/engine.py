@@ -27,15 +27,17 @@ class Running:
         self.name = ""  # what to call it when nobody waits for it
         self.token: Token | None = None
         self.is_claimed = False  # a thread is blocked in its token: nobody else may touch it
+        self.is_napping = False  # who waits for it leaves its core to others meanwhile
+        self.is_free = False  # one step that the library ends by itself: only who asks for it looks at it
         self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def advance(self) -> bool:
+    def advance(self, is_asked_for: bool = False) -> bool:
         """Go on as far as possible without waiting; True when anything moved. What goes wrong is kept for `wait`."""
-        moved = False
+        moved, looks = False, is_asked_for or not self.is_free
         try:
-            while not self.is_done and (self.token is None or self.token.test()):
+            while not self.is_done and (self.token is None or (looks and self.token.test())):
                 self.token = next(self.steps, None)
                 moved = True
                 if self.token is None:
@@ -96,11 +98,11 @@ class CallEngine:
             elif not running.is_done:
                 self.pending.append(running)
 
-    def progress(self) -> bool:
+    def progress(self, asked_for: Running | None = None) -> bool:
         """Move all that is under way as far as it goes; True when anything moved."""
         with self.lock:
             # All of them, not up to the first.
-            moved = sum(running.advance() for running in self.pending if not running.is_claimed)
+            moved = sum(running.advance(running is asked_for) for running in self.pending if not running.is_claimed)
             self.unheard += [running for running in self.pending if running.error is not None]
             self.pending[:] = [running for running in self.pending if not running.is_done]
         return moved > 0
@@ -110,12 +112,14 @@ class CallEngine:
         while not running.is_done:
             if self._claims(running):
                 try:
-                    running.token.wait()  # type: ignore[union-attr]  # the only one: no need to keep asking
+                    running.token.wait()  # type: ignore[union-attr]  # nothing else needs anybody
+                    if running.is_free:
+                        running.token = None
                 except Exception as error:
                     running.error, running.is_done = error, True
                 finally:
                     running.is_claimed = False
-            if self.progress():
+            if self.progress(running):
                 idle = 0
             elif not running.is_done:
                 idle += 1
@@ -132,9 +136,13 @@ class CallEngine:
         return [running.name for running in (*self.unheard, *self.pending)]
 
     def _claims(self, running: Running) -> bool:
-        """Whether nothing else is under way, so that this thread may block; until it is back, it alone has it."""
+        """Whether nothing else under way needs anybody, so that this thread may block; until it is back, it alone has
+        this one."""
         with self.lock:
-            if self.pending != [running] or running.token is None or running.is_claimed:
+            is_alone = all(other is running or other.is_free for other in self.pending)
+            if not is_alone or running.is_napping or running.token is None or running.is_claimed:
+                return False
+            if running not in self.pending:
                 return False
             running.is_claimed = True
             return True
@@ -156,7 +164,7 @@ class Handle:
 
     def test(self) -> bool:
         if not self._running.is_done:
-            self._engine.progress()
+            self._engine.progress(self._running)
         return self._running.is_done
 
     def wait(self) -> Any:

@@ -56,7 +56,7 @@ _ORDERED = ("x86_64", "amd64", "i686")
 _FENCED = ("aarch64", "arm64")
 
 
-class Asked(NamedTuple):
+class CallDigest(NamedTuple):
     """What a rank calls, as the others must: the collective, its bytes, all of it in words, and their mark."""
 
     collective: str
@@ -65,11 +65,11 @@ class Asked(NamedTuple):
     mark: int
 
     @classmethod
-    def of(cls, collective: str, nbytes: int, words: str) -> Asked:
+    def of(cls, collective: str, nbytes: int, words: str) -> CallDigest:
         return cls(collective, nbytes, words, zlib.crc32(words.encode()) & MARK_MASK)
 
 
-NOTHING_ASKED = Asked("meeting", 0, "", 0)
+NOTHING_ASKED = CallDigest("meeting", 0, "", 0)
 
 
 def _no_disagreement() -> Iterator[Token]:
@@ -184,7 +184,7 @@ class Flags:
 
     # Different calls ---------------------------------------------------------------------------------------------
 
-    def await_same(self, other: int, word: int, asked: Asked | None = None) -> None:
+    def await_same(self, other: int, word: int, asked: CallDigest | None = None) -> None:
         """Until that rank has come to the meeting of this flag; raises on all ranks if it makes another call.
 
         `asked`: what a ready call asks for that has not said so before. A rank that is further on had seen this flag.
@@ -206,7 +206,7 @@ class Flags:
                 words[self.different] = epoch
         return words[self.different] == epoch
 
-    def disagree(self, asked: Asked | None = None) -> None:
+    def disagree(self, asked: CallDigest | None = None) -> None:
         """Blocking: tell the others, and raise with what each rank asked for."""
         if asked is not None:
             self.asked = asked
@@ -251,7 +251,7 @@ class Flags:
             self.fence()
         return int(word & MARK_MASK)
 
-    def await_published(self, asked: Asked | None = None) -> int:
+    def await_published(self, asked: CallDigest | None = None) -> int:
         if self.words[self.common] < self.epoch:
             self._until(self.common, self.epoch, asked)
         rank = self.published()
@@ -259,7 +259,7 @@ class Flags:
             self.disagree(asked)
         return rank
 
-    def _until(self, other: int, epoch: int, asked: Asked | None = None) -> None:
+    def _until(self, other: int, epoch: int, asked: CallDigest | None = None) -> None:
         """Until a word has come so far, or the ranks of the meeting are known to make different calls."""
         words, pause = self.words, self.pause
         for _ in range(self.spin):

@@ -18,7 +18,7 @@ from tilemesh.comm.runtime.arena import Arena, Regions, open_arena, private_aren
 from tilemesh.comm.runtime.choose import Choice, Choices
 from tilemesh.comm.runtime.engine import CallEngine, Handle, ObservedHandle, Running, Turns
 from tilemesh.comm.runtime.fit import Fit, stored_fit
-from tilemesh.comm.runtime.flags import MARK_BITS, Asked
+from tilemesh.comm.runtime.flags import MARK_BITS, CallDigest
 from tilemesh.comm.runtime.lower import Planner
 from tilemesh.comm.runtime.memory import Like
 from tilemesh.comm.runtime.observe import Observers, Stopwatch
@@ -77,7 +77,7 @@ class Group:
         self.cores = available_cores() if is_one_process else cores_together(self._texts(cores_here()))
         arena = self._open_arena()
         self.sharing = None if arena is None else Sharing(arena, self.planner.program, transport)
-        self.asked: dict[tuple[Any, ...], Asked] = {}
+        self.asked: dict[tuple[Any, ...], CallDigest] = {}
         self.compared: set[int] = set()  # marks of calls that the ranks have compared by a meeting or messages
         self.comparisons = 0
         if arena is not None:
@@ -179,7 +179,7 @@ class Group:
 
     # Do all ranks make the same call? ---------------------------------------------------------------------------
 
-    def comparison(self, asked: Asked, *, always: bool = False) -> Comparison | None:
+    def comparison(self, asked: CallDigest, *, always: bool = False) -> Comparison | None:
         """What makes the steps in which ranks compare a call that does not go through shared memory, as those all do.
 
         None: calls like it have been compared before. Threads compare every call: a meeting costs them little.
@@ -198,14 +198,14 @@ class Group:
         tag = self.tag(2, self.comparisons)
         return lambda: self._remembered(asked, self._by_messages(asked, tag))
 
-    def _remembered(self, asked: Asked, steps: Iterator[Token]) -> Steps[None]:
+    def _remembered(self, asked: CallDigest, steps: Iterator[Token]) -> Steps[None]:
         try:
             yield from steps
         except UsageError:
             self.compared.discard(asked.mark)  # as on the ranks that asked for something else
             raise
 
-    def _by_messages(self, asked: Asked, tag: int) -> Iterator[Token]:
+    def _by_messages(self, asked: CallDigest, tag: int) -> Iterator[Token]:
         if not (yield from have_same_mark(self.transport, asked.mark, tag)):
             yield from raise_differences(self.transport, asked.words, tag)
 
@@ -234,7 +234,7 @@ class Group:
         """Every rank's text, on every rank."""
         self.watch.sequence += 1
         sequence, words = self.watch.sequence, f"{name}()"
-        comparison = None if self.is_debugging else self.comparison(Asked.of(name, 0, words), always=True)
+        comparison = None if self.is_debugging else self.comparison(CallDigest.of(name, 0, words), always=True)
 
         def steps() -> Steps[list[str]]:
             if self.is_debugging:
@@ -259,7 +259,7 @@ class Group:
             return like.back(np.empty(shape, like.carrier))
         self.watch.sequence += 1
 
-        asked = Asked.of("empty", 0, f"empty({shape}, {like.dtype})")
+        asked = CallDigest.of("empty", 0, f"empty({shape}, {like.dtype})")
 
         def running(_: None = None) -> Running:
             steps, made = sharing.empty(shape, like.carrier, asked)

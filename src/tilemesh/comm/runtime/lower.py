@@ -37,14 +37,14 @@ _IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MemorySpan:
     """Elements lo … hi of a space."""
 
     space: int
     lo: int
     hi: int
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: MemorySpan) -> bool:
         return self.space == other.space and self.lo < other.hi and other.lo < self.hi
 
 
@@ -53,7 +53,7 @@ class Post:
     """Start messages: (is_send, peer, where)."""
 
     number: int
-    messages: tuple[tuple[bool, int, Span], ...]
+    messages: tuple[tuple[bool, int, MemorySpan], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Wait:
 class Local:
     """Copy into `target`, or combine with what it holds; from a neighbour's memory where `peer` is not -1."""
 
-    target: Span
-    source: Span
+    target: MemorySpan
+    source: MemorySpan
     reduce: bool
     peer: int = -1
 
@@ -96,8 +96,8 @@ class _OwnRound:
 
     meets: bool = False
     locals: list[Local] = field(default_factory=list)
-    receives: list[tuple[int, Span]] = field(default_factory=list)
-    sends: list[tuple[int, Span]] = field(default_factory=list)
+    receives: list[tuple[int, MemorySpan]] = field(default_factory=list)
+    sends: list[tuple[int, MemorySpan]] = field(default_factory=list)
     combines: list[Local] = field(default_factory=list)
 
 
@@ -140,9 +140,9 @@ class _Places:
             self.known[key] = [0, *accumulate(self.layout_of(rank).sizes(space, self.temp_slots))]
         return self.known[key]
 
-    def span(self, rank: int, space: int, at: int, count: int) -> Span:
+    def span(self, rank: int, space: int, at: int, count: int) -> MemorySpan:
         offsets = self.offsets(rank, space)
-        return Span(space, offsets[at], offsets[at + count])
+        return MemorySpan(space, offsets[at], offsets[at + count])
 
 
 def _own_round(parts: list[Move], rank: int, places: _Places) -> tuple[_OwnRound, int]:
@@ -165,7 +165,7 @@ def _own_round(parts: list[Move], rank: int, places: _Places) -> tuple[_OwnRound
             own.receives.append((move.peer, span))
         else:
             length = span.hi - span.lo
-            landing = Span(LANDING, arriving, arriving + length)
+            landing = MemorySpan(LANDING, arriving, arriving + length)
             own.receives.append((move.peer, landing))
             own.combines.append(Local(span, landing, reduce=True))
             arriving += length
@@ -199,8 +199,8 @@ def _locals(move: Move, rank: int, places: _Places) -> list[Local]:
         if length:
             result.append(
                 Local(
-                    Span(target.space, target.lo, target.lo + length),
-                    Span(source.space, source.lo, source.lo + length),
+                    MemorySpan(target.space, target.lo, target.lo + length),
+                    MemorySpan(source.space, source.lo, source.lo + length),
                     move.reduce,
                     peer,
                 )
@@ -211,8 +211,8 @@ def _locals(move: Move, rank: int, places: _Places) -> list[Local]:
 def _land(own: _OwnRound, base: int) -> None:
     """Put the round's landing places into its half."""
 
-    def moved(span: Span) -> Span:
-        return Span(LANDING, span.lo + base, span.hi + base) if span.space == LANDING else span
+    def moved(span: MemorySpan) -> MemorySpan:
+        return MemorySpan(LANDING, span.lo + base, span.hi + base) if span.space == LANDING else span
 
     own.receives = [(peer, moved(span)) for peer, span in own.receives]
     own.combines = [Local(local.target, moved(local.source), True) for local in own.combines]
@@ -223,7 +223,7 @@ def _instructions(rounds: list[_OwnRound]) -> list[Instruction]:
     posted = 0
     waiting: list[int] = []
 
-    def post(receives: list[tuple[int, Span]], sends: list[tuple[int, Span]]) -> None:
+    def post(receives: list[tuple[int, MemorySpan]], sends: list[tuple[int, MemorySpan]]) -> None:
         nonlocal posted
         messages = [(False, *receive) for receive in receives] + [(True, *send) for send in sends]
         if messages:
@@ -249,7 +249,7 @@ def _instructions(rounds: list[_OwnRound]) -> list[Instruction]:
     return program
 
 
-def _touch(messages: list[tuple[int, Span]], combines: list[Local]) -> bool:
+def _touch(messages: list[tuple[int, MemorySpan]], combines: list[Local]) -> bool:
     return any(span.overlaps(local.target) for _, span in messages for local in combines)
 
 
@@ -285,7 +285,7 @@ class MessageProgram:
             elif not same_start(target, source):
                 self.code.append((_COPY, target, source))
 
-    def _message(self, is_send: bool, peer: int, span: Span) -> Message:
+    def _message(self, is_send: bool, peer: int, span: MemorySpan) -> Message:
         region = as_bytes(self.spaces.view(span))
         return Message(is_send, peer, self.transport.view(region), region.nbytes)
 
@@ -320,7 +320,7 @@ class Spaces:
             LANDING: np.empty(lengths[LANDING], carrier),
         }
 
-    def view(self, span: Span) -> Array:
+    def view(self, span: MemorySpan) -> Array:
         return self.arrays[span.space][span.lo : span.hi]
 
 

@@ -1,6 +1,7 @@
 """Messages between two ranks of a group: `send` and `recv`, begun at once and moved with everything under way.
 
-Both sides must mean the same number of bytes. Where the library does not notice (gloo), the size travels ahead.
+Both sides must mean the same number of bytes. Where the library does not notice (gloo), the size travels ahead, unless
+the caller knows that both do (a pipeline's messages, which were proved).
 """
 
 from __future__ import annotations
@@ -25,16 +26,32 @@ class Messages:
         self.transport = group.transport
         self.receipts: dict[tuple[int, int], Turns] = {}
 
-    def start(self, message: Message, tag: int, finish: Callable[[], Any]) -> Handle:
-        """`finish()`: the result of waiting for it."""
+    def start(self, message: Message, tag: int, finish: Callable[[], Any], sized: bool = True) -> Handle:
+        """`finish()`: the result of waiting for it. `sized`: nobody has proved that both sides agree on the size."""
         began_s = clock() if self.group.observers else 0.0
-        if self.transport.caps.tells_sizes:
+        if self.transport.caps.tells_sizes or not sized:
             steps = self._plain(message, tag)
         else:
             steps = self._sized_send(message, tag) if message.is_send else self._sized_receive(message, tag)
         tell = self.group.teller("send" if message.is_send else "recv", message.nbytes, peer=message.peer)
         name = f"{'send to' if message.is_send else 'recv from'} rank {self.transport.names[message.peer]}"
-        handle = self.group.start(Running(steps, finish), (-1, name, message.nbytes), tell)
+        running = Running(steps, finish)
+        running.is_free = self.transport.caps.moves_alone and not sized
+        # A library that spins while it waits takes the core of the rank that it waits for. All ranks of the job count:
+        # those of other groups want their cores as well.
+        running.is_napping = self.transport.caps.spins and self.group.watch.process.board.ranks > self.group.cores
+        handle = self.group.start(running, (-1, name, message.nbytes), tell)
+        if tell is not None:
+            tell(began_s, BEGIN)
+        return handle
+
+    def start_on_device(self, is_send: bool, tensor: Any, peer: int) -> Handle:
+        """A message between GPUs that never leaves them, where the transport can; both sides know its size."""
+        nbytes = tensor.numel() * tensor.element_size()
+        tell = self.group.teller("send" if is_send else "recv", nbytes, peer=peer)
+        name = f"{'send to' if is_send else 'recv from'} rank {self.transport.names[peer]}"
+        began_s = clock() if self.group.observers else 0.0
+        handle = self.group.start(self.transport.device.message(is_send, tensor, peer), (-1, name, nbytes), tell)
         if tell is not None:
             tell(began_s, BEGIN)
         return handle

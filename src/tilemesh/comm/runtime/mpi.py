@@ -165,7 +165,7 @@ class _Worker:
 class MpiTransport:
     name = "mpi"
     # Open MPI adds 8- and 16-bit integers with AVX's saturating instructions; which library this is does not matter.
-    caps = Caps(native=frozenset(COLLECTIVES), saturating=frozenset({"int8", "uint8", "int16", "uint16"}))
+    caps = Caps(native=frozenset(COLLECTIVES), saturating=frozenset({"int8", "uint8", "int16", "uint16"}), spins=True)
     device = None
 
     def __init__(self, comm: Any, blocks: bool) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from tilemesh.comm.runtime.arena import Arena, Published, met
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, stack_adder
 from tilemesh.comm.runtime.flags import DISAGREED
-from tilemesh.comm.runtime.lower import Local, Meet, Program, Span
+from tilemesh.comm.runtime.lower import Local, Meet, MemorySpan, Program
 from tilemesh.comm.runtime.observe import Stopwatch
 from tilemesh.comm.runtime.transport import Array, Token
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP
@@ -135,7 +135,7 @@ class ArenaProgram:
             yield _MEET, None, None
             return
         first = run[0]
-        target = Span(first.target.space, first.target.lo, run[-1].target.hi)
+        target = MemorySpan(first.target.space, first.target.lo, run[-1].target.hi)
         if any(local.reduce for local in run) and first.source.space == INPUT and not self.bases:
             length = first.source.hi - first.source.lo  # slots of a stage are as long as the longest chunk
             others = [self._there(local.source, local.peer, half)[:length] for local in run[1:]]
@@ -153,26 +153,26 @@ class ArenaProgram:
             else:
                 yield _REDUCE, self._part(first.target), where
         elif target.space == TEMP:
-            source = Span(INPUT, first.source.lo, run[-1].source.hi)
+            source = MemorySpan(INPUT, first.source.lo, run[-1].source.hi)
             yield _PUT, self._there(target, -1, half), self._part(source)
         elif first.source.space == INPUT and first.peer == -1 and not self.bases:
-            source = Span(INPUT, first.source.lo, run[-1].source.hi)
+            source = MemorySpan(INPUT, first.source.lo, run[-1].source.hi)
             yield _OWN, self._part(target), self._part(source)
         else:
             stacked = self._stacked(run, half)
             if stacked is not None:
                 ordered = sorted(run, key=lambda local: local.target.lo)
-                yield _GET, self._part(Span(DATA, ordered[0].target.lo, ordered[-1].target.hi)), stacked
+                yield _GET, self._part(MemorySpan(DATA, ordered[0].target.lo, ordered[-1].target.hi)), stacked
                 return
             for local in run:
                 yield _GET, self._part(local.target), self._there(local.source, local.peer, half)
 
-    def _part(self, span: Span) -> Part:
+    def _part(self, span: MemorySpan) -> Part:
         base, length = (0, self.lengths[0]) if span.space == INPUT else (self.lo, self.lengths[1])
         whole = span.lo == base and span.hi == base + length
         return None if whole else slice(span.lo - base, span.hi - base)
 
-    def _there(self, span: Span, peer: int, half: int) -> Array:
+    def _there(self, span: MemorySpan, peer: int, half: int) -> Array:
         """A view of the arena: on a stage, or in somebody's array."""
         rank = self.arena.rank if peer == -1 else peer
         size = self.carrier.itemsize

@@ -20,7 +20,7 @@ from tilemesh.comm.runtime.arena import Arena, ArenaTurn, met
 from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, ufunc_of
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
-from tilemesh.comm.runtime.flags import NOTHING_ASKED, SOURCE, TARGET, WORDS, Asked
+from tilemesh.comm.runtime.flags import NOTHING_ASKED, SOURCE, TARGET, WORDS, CallDigest
 from tilemesh.comm.runtime.lower import Program, ProgramKey
 from tilemesh.comm.runtime.memory import same_start
 from tilemesh.comm.runtime.native import native_steps
@@ -48,7 +48,7 @@ class SharedCall:
     lo: int
     direct: str | None = None
     natively: Callable[[Array, Array], Iterator[Token]] | None = None
-    asked: Asked = NOTHING_ASKED
+    asked: CallDigest = NOTHING_ASKED
 
 
 class Sharing:
@@ -92,7 +92,7 @@ class Sharing:
 
         return self._in_turn(turn, call.asked, steps)
 
-    def _in_turn(self, turn: int, asked: Asked, steps: Callable[[], Iterator[Token]]) -> Iterator[Token]:
+    def _in_turn(self, turn: int, asked: CallDigest, steps: Callable[[], Iterator[Token]]) -> Iterator[Token]:
         """The steps of one call, made when those before it are through. `asked`: its mark is in this rank's flag."""
         arena = self.arena
         if arena.done != turn - 1:
@@ -105,7 +105,7 @@ class Sharing:
             raise
         arena.done = turn
 
-    def compare(self, asked: Asked) -> Iterator[Token]:
+    def compare(self, asked: CallDigest) -> Iterator[Token]:
         """Steps of a meeting in which the ranks find out whether they make the same call; its turn is taken now."""
         return self._in_turn(self.arena.turn(), asked, lambda: met(self.arena))
 
@@ -198,7 +198,7 @@ class Sharing:
         return self.arena.offset_of(array.__array_interface__["data"][0], array.nbytes) if array.size else of_nothing
 
     def empty(
-        self, shape: tuple[int, ...], carrier: np.dtype[Any], asked: Asked
+        self, shape: tuple[int, ...], carrier: np.dtype[Any], asked: CallDigest
     ) -> tuple[Iterator[Token], list[Array]]:
         """The steps of an allocation, and the list into which they put the array."""
         turn, made = self.arena.turn(), []

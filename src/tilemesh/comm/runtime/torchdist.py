@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tilemesh.comm.runtime.arithmetic import is_complex
-from tilemesh.comm.runtime.device import OPS, Device, TorchWork
+from tilemesh.comm.runtime.device import OPS, DeviceCollectives, TorchWork
 from tilemesh.comm.runtime.transport import (
     TAGS,
     Bytes,
@@ -102,13 +102,13 @@ class _Works:
 
 
 class TorchTransport:
-    caps = Caps(native=_NATIVE, tells_sizes=False)
+    caps = Caps(native=_NATIVE, tells_sizes=False, moves_alone=True)
     tags = TAGS
 
     def __init__(self, group: Any, has_nccl: bool, timeout: timedelta) -> None:
         """`timeout`: torch's own, for this group and those split from it."""
         self.group = group
-        self.device = Device(group) if has_nccl else None
+        self.device = DeviceCollectives(group) if has_nccl else None
         self.timeout = timeout
         self.rank: int = group.rank()
         self.size: int = group.size()

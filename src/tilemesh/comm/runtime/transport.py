@@ -45,6 +45,8 @@ class Caps:
 
     `crowded`: ranks outnumber the cores that they may use together (looked at where there is an arena).
 
+    `spins`: who waits for a message keeps a core busy.
+    `moves_alone`: a message that was posted arrives without anybody looking at it.
     `tells_sizes`: an exact `post` notices a message of another size; elsewhere the size has to be sent along.
     `saturating`: integer dtypes whose sums the library may cut off at the largest value instead of wrapping around.
     """
@@ -53,6 +55,8 @@ class Caps:
     arena: bool = False
     crowded: bool = False
     tells_sizes: bool = True
+    moves_alone: bool = False
+    spins: bool = False
     saturating: frozenset[str] = frozenset()
 
 
@@ -100,7 +104,7 @@ class Transport(Protocol):
     size: int
     caps: Caps
     sent: Sent
-    device: Any  # collectives on GPU memory (`device.Device`), or None
+    device: Any  # collectives on GPU memory (`device.DeviceCollectives`), or None
     tags: int  # a user's tags lie below this, those of collectives in a few times as many above
     names: Sequence[int]  # what its ranks are called in messages to people: their numbers in the world
 

@@ -15,7 +15,7 @@ from tilemesh.comm.schedules.schedule import INPUT, NOBODY, Round, Schedule, Spa
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupSchedule:
     """A schedule for some of the ranks. `spans[j]` = (first chunk, how many) that its chunk j stands for."""
 
     schedule: Schedule
@@ -23,7 +23,7 @@ class Part:
     spans: Sequence[tuple[int, int]]
 
 
-def in_groups(ranks: int, parts: Sequence[Part]) -> Iterator[Round]:
+def in_groups(ranks: int, parts: Sequence[GroupSchedule]) -> Iterator[Round]:
     """The parts' rounds side by side, without their copies from INPUT: the data is already where they expect it."""
     for together in zip_longest(*(part.schedule.rounds() for part in parts)):
         steps = []
@@ -57,7 +57,7 @@ def spans_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return result
 
 
-def _embed(ranks: int, part: Part, step: Step) -> Step:
+def _embed(ranks: int, part: GroupSchedule, step: Step) -> Step:
     peer: dict[int, int] = {}
     at: dict[int, int] = {}
     count: dict[int, int] = {}

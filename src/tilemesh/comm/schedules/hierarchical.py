@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tilemesh.comm.schedules import ring, tree
-from tilemesh.comm.schedules.groups import Part, in_groups, spans_of
+from tilemesh.comm.schedules.groups import GroupSchedule, in_groups, spans_of
 from tilemesh.comm.schedules.ring import own_block, root_input, whole_input
 from tilemesh.comm.schedules.schedule import Grid, Round, Schedule, recv, same, send
 
@@ -43,13 +43,13 @@ class Nodes:
         parts = []
         for node, leader in zip(self.members, self.leaders, strict=True):
             spans = [(rank, 1) for rank in node] if blocks else [(0, chunks)]
-            parts.append(Part(build(len(node), leader - node[0]), node, spans))
+            parts.append(GroupSchedule(build(len(node), leader - node[0]), node, spans))
         return in_groups(self.ranks, parts)
 
     def between(self, schedule: Schedule, chunks: int, *, blocks: bool = False) -> Iterator[Round]:
         """A schedule among the leaders. `blocks`: chunk j stands for node j's blocks; else for a share of it all."""
         sizes = [len(node) for node in self.members] if blocks else _even(chunks, schedule.chunks)
-        return in_groups(self.ranks, [Part(schedule, self.leaders, spans_of(sizes))])
+        return in_groups(self.ranks, [GroupSchedule(schedule, self.leaders, spans_of(sizes))])
 
 
 def all_reduce(ranks: int, root: int = 0, node_size: int = NODE_SIZE) -> Schedule:

@@ -46,14 +46,14 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTime:
     """When the last rank was done, and after how many rounds."""
 
     seconds: float
     rounds: int
 
 
-def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) -> Timeline:
+def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) -> SimulatedTime:
     """`nbytes`: the whole payload, as in `cost.traffic`; chunks are taken to be equal."""
     if topology.ranks != schedule.ranks:
         raise UsageError(f"a schedule of {schedule.ranks} ranks on a topology of {topology.ranks}: expected the same")
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, nbytes: int, topology: Topology, memory: Work) 
     for steps in schedule.rounds():
         clock.round(steps)
         rounds += 1
-    return Timeline(max(clock.times()), rounds)
+    return SimulatedTime(max(clock.times()), rounds)
 
 
 class Exchanged(NamedTuple):

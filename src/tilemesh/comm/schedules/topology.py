@@ -17,7 +17,7 @@ from typing import Protocol
 from tilemesh.core.errors import UsageError
 
 
-class Cost(Protocol):
+class LinkCost(Protocol):
     """Seconds for a number of bytes: a wire's, or a curve that was measured."""
 
     def seconds(self, nbytes: float) -> float: ...
@@ -57,7 +57,7 @@ class Flat:
     """Every rank reaches every other over a wire of its own: nothing is shared but the ranks' own ends."""
 
     ranks: int
-    every: Cost
+    every: LinkCost
     is_uniform: bool = True  # False: count every rank, for tests of the counting
 
     @property

@@ -1,0 +1,151 @@
+"""Stages that sleep: how much longer a schedule's step takes than its simulation says, without any computing.
+
+A pass of such a chunk sleeps as long as it is said to take, so ranks may outnumber cores, and what a step takes more
+than its simulated time is the runtime's own: Python between actions, messages, and waking up. torch's own schedules run
+over the same sleeps in the same processes, turn by turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilemesh.comm.connection import connect
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.plan import INTERLEAVED
+from tilemesh.core.step.action import Payload, StepProgram
+from tilemesh.core.step.book import build
+from tilemesh.core.step.passes import exchange
+from tilemesh.core.step.simulate import StepTimes, simulate
+from tilemesh.parallel.run import StepRunner, StepServices
+
+FORWARD_S = INPUT_S = WEIGHT_S = 0.010
+NUMBERS = 16
+"""In a message."""
+PEERS = ("gpipe", "1f1b", "interleaved", "zb-v")
+"""Schedules that torch has, too."""
+
+
+def program_of(schedule: str, ranks: int, microbatches: int) -> StepProgram:
+    return exchange(build(schedule, ranks, microbatches, 2 if schedule in INTERLEAVED else None))
+
+
+def simulated_s(schedule: str, ranks: int, microbatches: int) -> float:
+    """What the step takes if nothing but the sleeps takes time."""
+    program = program_of(schedule, ranks, microbatches)
+    return simulate(program, StepTimes.even(program.chunks, FORWARD_S, INPUT_S, WEIGHT_S)).total_s
+
+
+class SleepingChunk:
+    """A chunk whose passes take the time they are said to, and make a few numbers."""
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor:
+        time.sleep(FORWARD_S)
+        return torch.zeros(NUMBERS)
+
+    def recompute(self, microbatch: int, piece: int) -> None:
+        time.sleep(FORWARD_S)
+
+    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor:
+        time.sleep(INPUT_S if splits else INPUT_S + WEIGHT_S)
+        return torch.zeros(NUMBERS)
+
+    def weights(self, microbatch: int, piece: int) -> None:
+        time.sleep(WEIGHT_S)
+
+    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
+        return torch.empty(NUMBERS)
+
+
+class _Summed(StepServices):
+    """Two holders of a chunk have nothing to sum here."""
+
+    def reduce(self, chunk: int) -> None:
+        return None
+
+
+def on_ranks(schedules: Sequence[str], microbatches: int, repeats: int, peers: bool) -> dict[str, list[float]] | None:
+    """Seconds of each step by schedule, "torch NAME" for torch's own; on rank 0. A function for `launch.call`."""
+    torch.set_num_threads(1)
+    comm = connect("torch" if peers else "auto", timeout_s=60.0)
+    steps: dict[str, Callable[[], object]] = {}
+    for schedule in schedules:
+        program = program_of(schedule, comm.size, microbatches)
+        chunks = {chunk: SleepingChunk() for chunk in program.placement.held[comm.rank]}
+        steps[schedule] = StepRunner(program, comm, chunks, _Summed())
+        if peers and schedule in PEERS:
+            steps[f"torch {schedule}"] = torch_step(schedule, comm, microbatches)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            comm.barrier()
+            began = time.perf_counter()
+            step()
+            (seconds,) = comm.max_over_ranks([time.perf_counter() - began])
+            if turn:  # the first one makes connections
+                taken[name].append(seconds)
+    return taken if comm.rank == 0 else None
+
+
+# ---- torch's own -----------------------------------------------------------------------------------------------
+
+
+class _SleepingPass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient.clone(), None, None
+
+
+class _SleepingModule(nn.Module):
+    """For torch's stages, which find the two halves of backward in the graph: one sleeps on the way to the input, the
+    other on the way to the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, NUMBERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sleeping: Any = _SleepingPass.apply
+        y: Tensor = sleeping(x, FORWARD_S, INPUT_S) + sleeping(self.weight, 0.0, WEIGHT_S)
+        return y
+
+
+def torch_step(schedule: str, comm: Communicator, microbatches: int) -> Callable[[], object]:
+    """A step of torch's schedule of that name over sleeping stages."""
+    from torch.distributed import pipelining  # late: it imports for seconds
+
+    made: Any = pipelining
+    ranks, rank = comm.size, comm.rank
+    chunks = {"interleaved": (rank, rank + ranks), "zb-v": (rank, 2 * ranks - 1 - rank)}.get(schedule, (rank,))
+    count = ranks * len(chunks)
+    device = torch.device("cpu")
+    stages = [made.PipelineStage(_SleepingModule(), chunk, count, device) for chunk in chunks]
+    kinds = {
+        "gpipe": made.ScheduleGPipe, "1f1b": made.Schedule1F1B, "interleaved": made.ScheduleInterleaved1F1B,
+        "zb-v": made.ScheduleZBVZeroBubble,
+    }  # fmt: skip
+    runner = kinds[schedule](
+        stages if len(chunks) > 1 else stages[0], microbatches, loss_fn=lambda y, target: (y - target).sum()
+    )
+    x = torch.zeros(microbatches, NUMBERS)
+    has_last = count - 1 in chunks
+
+    def step() -> None:
+        given = (x.clone().requires_grad_(),) if 0 in chunks else ()
+        if has_last:
+            runner.step(*given, target=x, losses=[])
+        else:
+            runner.step(*given)
+
+    return step
