@@ -106,7 +106,7 @@ def set_up(folder):
         "-c",
         str(folder / "constraints.txt"),
         "-e",
-        f"{folder}[dev,mpi]",
+        f"{folder}[dev,mpi,serve]",
         shown="the packages of pyproject.toml",
     )
     write_stamp(venv, {**wanted, "packages": sorted(packages(venv))})

@@ -29,6 +29,7 @@ from tilemesh.cli import (
     launch,
     plan,
     report,
+    serve,
     train,
     tune,
     verify,
@@ -50,6 +51,7 @@ app.command()(tune.tune)
 app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
+app.command()(serve.serve)
 app.add_typer(train.data, name="data")
 app.command()(verify.verify)
 app.command()(report.report)

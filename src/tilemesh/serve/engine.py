@@ -223,10 +223,10 @@ class Engine:
             self._inbox.append(lambda: self._core.abort(job))
             self._lock.notify()
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's tokens; text gets the special tokens (such as a beginning) that its tokenizer adds."""
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
+        """A prompt's tokens; text gets the special tokens (such as a beginning) that its tokenizer adds, if wanted."""
         if isinstance(prompt, str):
-            return encode_prompt(self.served.tokenizer, prompt, special=True)
+            return encode_prompt(self.served.tokenizer, prompt, special)
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.config.vocabulary:
                 raise UsageError(
@@ -260,6 +260,11 @@ class Engine:
             self._step_tokens,
             self._preemptions,
         )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers requests."""
+        return self._thread.is_alive() and not self._closing
 
     @property
     def retry_after_s(self) -> int:
@@ -309,7 +314,7 @@ class Engine:
                     source, part = parts.get()
                     collected[source].append(part)
                 given = number + 1
-                yield _completion(jobs[number], collected.pop(number))
+                yield collect(jobs[number], collected.pop(number))
         finally:
             for number in range(given, len(jobs)):
                 self.abort(jobs[number])
@@ -374,7 +379,8 @@ def _is_prompt(prompts: object) -> bool:
     return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(one, int) for one in prompts)
 
 
-def _completion(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
+def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
+    """A job's whole answers, from all their parts."""
     answers = []
     for number in range(job.sampling.n):
         own = [part for part in parts if part.answer == number]

@@ -1,0 +1,51 @@
+"""`tilemesh serve`: what can be asked; `serve_run.py` answers when asked."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    source: Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run's folder, or a Hugging Face folder.")],
+    port: Annotated[int, typer.Option(metavar="N", help="Where to listen; 0 takes any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="By default only this machine can connect.")] = "127.0.0.1",
+    name: Annotated[str | None, typer.Option(help="What the model is called; by default as its folder.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default that of the weights.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    mesh: Annotated[str | None, typer.Option(metavar="tp=2", help="Not served yet: one process computes.")] = None,
+    pages: Annotated[int | None, typer.Option(metavar="N", help="Pages for keys and values.")] = None,
+    memory: Annotated[float | None, typer.Option(metavar="0.9", help="Instead: the share of the free memory.")] = None,
+    page_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per page.")] = 16,
+    context: Annotated[int | None, typer.Option(metavar="N", help="Longest sequence; by default the model's.")] = None,
+    step_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens computed in one step.")] = 512,
+    chunk_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens of one prompt in a step.")] = None,
+    running: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 64,
+    waiting: Annotated[int, typer.Option(metavar="N", help="Most requests beside; more get status 429.")] = 1024,
+    swap_pages: Annotated[int, typer.Option(metavar="N", help="Pages in CPU memory for preempted requests.")] = 0,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Answers do not depend on the batch, bit for bit.")
+    ] = False,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt anew.")] = False,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect: /v1/completions, /v1/chat/completions, /metrics."""
+    from tilemesh.cli.serve_run import run
+    from tilemesh.core.errors import UsageError
+
+    if mesh is not None:
+        raise UsageError(f"--mesh is {mesh}: serving over several processes is not there yet; leave it out")
+    options = {
+        "dtype": dtype, "device": device, "pages": pages, "memory": memory, "page_tokens": page_tokens,
+        "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
+        "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache, "invariant": invariant,
+        "seed": seed, "step": step,
+    }  # fmt: skip
+    raise typer.Exit(run(source, host, port, name, options, _tell))
+
+
+def _tell(text: str) -> None:
+    print(f"tilemesh: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,68 @@
+"""A server's life: the engine, a socket, requests until a signal comes, and those under way finished."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import Range
+
+_GRACE_S = 30
+"""How long answers that are under way may take when the server is told to stop; a second signal stops at once."""
+
+
+def run(
+    source: str, host: str, port: int, name: str | None, options: Mapping[str, Any], say: Callable[[str], None]
+) -> int:
+    Range(0, 65535).check("--port", port, whole=True)
+    try:
+        import uvicorn
+
+        from tilemesh.serve.http import make_app
+    except ImportError as error:
+        raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
+    from tilemesh.serve.engine import Engine
+
+    # Before gigabytes are read: a port that is taken is the commonest failure.
+    listening = _listen(host, port)
+    with listening, Engine(source, say=say, **options) as engine:
+        app = make_app(engine, name)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none"
+        )
+        limits, used = engine.limits, engine.limits.pages * engine.limits.page_tokens
+        address, at = listening.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        say(
+            f"{limits.pages} pages of {limits.page_tokens} tokens: {used:,} tokens, {limits.running} requests at a time"
+        )
+        say(f"serving {name or engine.served.name} on http://{shown}:{at}/v1")
+        # uvicorn raises the signals that stopped it again when it is done; to have stopped well is no failure.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
+        say("stopped")
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host is {host}: it is no address of this machine ({error})") from None
+    made = socket.socket(family, kind)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(1024)
+    except OSError as error:
+        made.close()
+        why = error.strerror or error
+        raise RunError(
+            f"cannot listen on {host}, port {port}: {why}; give another --port (0 takes a free one)"
+        ) from None
+    return made

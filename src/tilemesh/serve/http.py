@@ -1,0 +1,328 @@
+"""OpenAI's HTTP interface over an engine: completions and chat completions, whole or streamed.
+
+The one idea: a body is read (`protocol`), its prompts become jobs of the engine, and one loop hears their parts: a
+whole reply collects them, a stream passes them on. When that loop ends for any reason, a client that hung up included,
+what is left of the jobs is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.serve.chat import ChatTemplate
+from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.engine import Completion, Engine, collect
+from tilemesh.serve.metrics import ServerMetrics
+from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
+from tilemesh.serve.replies import (
+    ReplyHead,
+    chat_logprobs,
+    chunk_choice,
+    failure,
+    text_logprobs,
+    usage,
+    whole_choices,
+)
+from tilemesh.serve.request import FinishReason
+from tilemesh.serve.scheduler import QueueFullError
+
+_MOST_BYTES = 32 << 20  # of a body
+_CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
+_INVALID, _FAILED = "invalid_request_error", "server_error"
+
+
+def make_app(engine: Engine, name: str | None = None) -> Starlette:
+    """The application: `name` is what the model is called; by default what its folder is."""
+    server = ServingApp(engine, name or engine.served.name)
+    answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
+    return Starlette(
+        routes=[
+            Route("/v1/completions", answer("/v1/completions", False), methods=["POST"]),
+            Route("/v1/chat/completions", answer("/v1/chat/completions", True), methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
+            Route("/health", server.health),
+            Route("/metrics", server.prometheus),
+        ],
+        exception_handlers={404: _not_here, 405: _not_here},
+    )
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    code = int(getattr(error, "status_code", 404))
+    served = "POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and /metrics"
+    message = f"{request.method} {request.url.path} is not served here: there are {served}"
+    return JSONResponse(failure(message, _INVALID), code)
+
+
+class LiveReply:
+    """The jobs of one body, and the one queue that their parts come through."""
+
+    def __init__(
+        self, engine: Engine, prompts: list[list[int]], asked: AskedCompletion, metrics: ServerMetrics
+    ) -> None:
+        self.engine, self.asked, self.metrics = engine, asked, metrics
+        self.began = time.monotonic()
+        self.parts: asyncio.Queue[tuple[int, AnswerPart]] = asyncio.Queue()
+        self.left = len(prompts) * asked.sampling.n
+        self.jobs: list[PromptJob] = []
+        self.output_tokens = 0
+        self._last: dict[int, float] = {}
+        loop = asyncio.get_running_loop()
+
+        def teller(number: int) -> Callable[[AnswerPart], None]:
+            def tell(part: AnswerPart) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self.parts.put_nowait, (number, part))
+
+            return tell
+
+        try:
+            for number, prompt in enumerate(prompts):
+                self.jobs.append(engine.submit(prompt, asked.sampling, teller(number), asked.priority))
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        for job in self.jobs:
+            self.engine.abort(job)
+
+    async def each(self) -> AsyncGenerator[tuple[int, AnswerPart], None]:
+        """Parts with the number of their choice, until all answers have ended; raises where one has failed."""
+        try:
+            while self.left:
+                number, part = await self.parts.get()
+                choice = number * self.asked.sampling.n + part.answer
+                self._measure(choice, part)
+                if part.finish is FinishReason.ERROR:
+                    raise RunError(f"the engine could not answer: {part.error}")
+                if part.finish is FinishReason.ABORT:
+                    raise RunError("the server is stopping: this answer was not finished")
+                self.left -= part.finish is not None
+                yield choice, part
+            self.metrics.whole.observe(time.monotonic() - self.began)
+        finally:
+            self.abort()
+
+    def _measure(self, choice: int, part: AnswerPart) -> None:
+        now, metrics = time.monotonic(), self.metrics
+        if part.tokens:
+            if choice in self._last:
+                metrics.between_tokens.observe(now - self._last[choice])
+            else:
+                metrics.first_token.observe(now - self.began)
+            self._last[choice] = now
+            self.output_tokens += len(part.tokens)
+            metrics.output_tokens.inc(len(part.tokens))
+        if part.finish is not None:
+            metrics.finished.labels(part.finish.value).inc()
+
+    def usage(self) -> dict[str, Any]:
+        prompt, found = sum(len(job.prompt) for job in self.jobs), sum(job.found for job in self.jobs)
+        return usage(prompt, found, self.output_tokens)
+
+
+class ServingApp:
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name = engine, name
+        self.metrics = ServerMetrics(lambda: engine.status)
+        self.created = int(time.time())
+        source = engine.served.chat_template
+        self.template = None if source is None else ChatTemplate(source, engine.served.special_tokens or {})
+
+    # ---- completions -------------------------------------------------------------------------------------------
+
+    def answering(self, path: str, chat: bool) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            response = await self._answer(request, chat)
+            self.metrics.requests.labels(path, str(response.status_code)).inc()
+            return response
+
+        return answer
+
+    async def _answer(self, request: Request, chat: bool) -> Response:
+        try:
+            asked = (read_chat if chat else read_completion)(await _body(request))
+            self._check_model(asked.model)
+            prompts = self._prompts(asked)
+            reply = LiveReply(self.engine, prompts, asked, self.metrics)
+        except RefusedError as error:
+            return JSONResponse(failure(str(error), _INVALID, error.parameter), 400)
+        except UsageError as error:
+            return JSONResponse(failure(str(error), _INVALID), 400)
+        except QueueFullError as error:
+            seconds = str(self.engine.retry_after_s)
+            return JSONResponse(
+                failure(str(error), "rate_limit_error", None, "queue_full"), 429, {"Retry-After": seconds}
+            )
+        except RunError as error:
+            return JSONResponse(failure(str(error), _FAILED), 503)
+        except ClientDisconnect:
+            return Response(status_code=_CLOSED_BY_CLIENT)
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        kind = "chatcmpl" if chat else "cmpl"
+        head = ReplyHead(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.name, chat)
+        if asked.stream:
+            headers = {"Cache-Control": "no-cache"}
+            return StreamingResponse(self._stream(reply, head), media_type="text/event-stream", headers=headers)
+        return await self._whole(request, reply, head)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise RefusedError("model", f"model '{name[:200]}' is not served here: there is '{self.name}'")
+
+    def _prompts(self, asked: AskedCompletion) -> list[list[int]]:
+        if asked.messages:
+            if self.template is None:
+                raise RefusedError(
+                    "messages", f"'{self.name}' has no chat template in its folder: use /v1/completions, or add one"
+                )
+            encoded = [self.engine.encode(self.template(asked.messages), special=False)]
+        else:
+            encoded = [self.engine.encode(prompt) for prompt in asked.prompts]
+        for prompt in encoded:
+            self.engine.check(prompt, asked.sampling)
+        return encoded
+
+    async def _whole(self, request: Request, reply: LiveReply, head: ReplyHead) -> Response:
+        """Collect the answers, unless the client hangs up before."""
+        gone = asyncio.ensure_future(_until_gone(request))
+        collecting = asyncio.ensure_future(_collected(reply))
+        await asyncio.wait({gone, collecting}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not collecting.done():
+            collecting.cancel()
+            with suppress(asyncio.CancelledError):
+                await collecting
+            return Response(status_code=_CLOSED_BY_CLIENT)
+        try:
+            completions = collecting.result()
+        except RunError as error:
+            return JSONResponse(failure(str(error), _FAILED), 500)
+        self._count_found(reply)
+        sampling, decoder = reply.asked.sampling, self.engine.served.tokenizer
+        choices = whole_choices(completions, head, decoder, sampling.logprobs is not None, reply.asked.echo)
+        return JSONResponse({**head(choices), "usage": reply.usage()})
+
+    async def _stream(self, reply: LiveReply, head: ReplyHead) -> AsyncIterator[bytes]:
+        """Server-sent events. When the client hangs up, this generator is closed, and `each` aborts the rest."""
+        asked, decoder = reply.asked, self.engine.served.tokenizer
+        offsets: dict[int, int] = {}
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            return _event({**head([choice], chunk=True), **({"usage": None} if asked.stream_usage else {})})
+
+        try:
+            async with aclosing(reply.each()) as parts:
+                async for index, part in parts:
+                    first = index not in offsets
+                    if first:
+                        echoed, offsets[index] = self._opening(reply, index), 0
+                        if head.chat or asked.echo:
+                            yield chunk(chunk_choice(head, index, *echoed, first=True))
+                            offsets[index] += len(echoed[0])
+                    logprobs = None
+                    if asked.sampling.logprobs is not None and part.logprobs:
+                        offset = offsets[index]
+                        logprobs = (
+                            chat_logprobs(part.logprobs, decoder)
+                            if head.chat
+                            else text_logprobs(part.logprobs, decoder, offset=offset)
+                        )
+                    if part.text or part.finish is not None or logprobs is not None:
+                        finish = None if part.finish is None else part.finish.value
+                        yield chunk(chunk_choice(head, index, part.text, finish, logprobs))
+                    offsets[index] += len(part.text)
+            self._count_found(reply)
+            if asked.stream_usage:
+                yield _event({**head([], chunk=True), "usage": reply.usage()})
+            yield b"data: [DONE]\n\n"
+        except RunError as error:
+            yield _event(failure(str(error), _FAILED))
+
+    def _opening(self, reply: LiveReply, index: int) -> tuple[str, None, dict[str, Any] | None]:
+        """What comes before an answer's own text: nothing, or the prompt where it is echoed."""
+        if not reply.asked.echo:
+            return "", None, None
+        decoder, job = self.engine.served.tokenizer, reply.jobs[index // reply.asked.sampling.n]
+        known = [job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs)]
+        logprobs = text_logprobs(known, decoder, job.prompt[:1]) if reply.asked.sampling.logprobs is not None else None
+        return decoder.decode(job.prompt), None, logprobs
+
+    def _count_found(self, reply: LiveReply) -> None:
+        self.metrics.found_tokens.inc(sum(job.found for job in reply.jobs))
+
+    # ---- the rest ----------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def model(self, request: Request) -> Response:
+        try:
+            self._check_model(request.path_params["name"])
+        except RefusedError as error:
+            return JSONResponse(failure(str(error), _INVALID, "model", "model_not_found"), 404)
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        longest = self.engine.limits.context
+        fixed = {"object": "model", "owned_by": "tilemesh", "max_model_len": longest}
+        return {"id": self.name, "created": self.created, **fixed}
+
+    async def health(self, request: Request) -> Response:
+        if not self.engine.alive:
+            return JSONResponse(failure("the engine has stopped", _FAILED), 503)
+        return JSONResponse({"status": "ok"})
+
+    async def prometheus(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+# ---- bodies and clients ----------------------------------------------------------------------------------------
+
+
+async def _body(request: Request) -> object:
+    read = bytearray()
+    async for piece in request.stream():
+        read += piece
+        if len(read) > _MOST_BYTES:
+            raise RefusedError(None, f"the body is longer than {_MOST_BYTES >> 20} MiB: send less")
+    try:
+        return json.loads(bytes(read), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # a syntax error, bytes that are no text, or nesting without end
+        raise RefusedError(None, f"the body is not JSON: {error}") from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+async def _until_gone(request: Request) -> None:
+    """Returns when the client has hung up. The body was read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collected(reply: LiveReply) -> list[Completion]:
+    heard: list[list[AnswerPart]] = [[] for _ in reply.jobs]
+    async with aclosing(reply.each()) as parts:
+        async for choice, part in parts:
+            heard[choice // reply.asked.sampling.n].append(part)
+    return [collect(job, own) for job, own in zip(reply.jobs, heard, strict=True)]
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,252 @@
+"""What OpenAI's completions and chat completions ask for, read strictly: a body becomes an `Asked` or one refusal.
+
+The one idea: every field that a body may have stands in one table with the function that reads it. A field that is not
+there, or one whose value asks for something that is not served, is refused by name; nothing is ignored. null counts as
+not given, as in OpenAI's own clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilemesh.core.errors import UsageError, nearest
+from tilemesh.core.ranges import Range, shown
+from tilemesh.serve.request import Sampling
+
+COMPLETION_TOKENS = 16
+"""max_tokens of a completion that does not say, as OpenAI has it; a chat completion then ends with the context."""
+_MOST_PROMPTS = 128
+_PRIORITY = Range(-100, 100)
+
+
+class RefusedError(UsageError):
+    """A body that is not served; `parameter` is the field at fault."""
+
+    def __init__(self, parameter: str | None, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class AskedCompletion:
+    """A body, read. Either `prompts` or `messages` is there."""
+
+    sampling: Sampling
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    model: str | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    echo: bool = False
+    priority: int = 0
+
+
+@dataclass
+class _Found:
+    """What the fields of a body said so far."""
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
+
+
+def read_completion(body: object) -> AskedCompletion:
+    """A body of /v1/completions."""
+    found = _read(body, _COMPLETION)
+    if "prompts" not in found.asked:
+        raise RefusedError("prompt", "prompt is missing: expected a text or a list of tokens, or a list of either")
+    found.sampling.setdefault("max_tokens", COMPLETION_TOKENS)
+    if found.asked.get("echo") and found.sampling.get("logprobs") is not None:
+        found.sampling["prompt_logprobs"] = found.sampling["logprobs"]
+    return _made(found)
+
+
+def read_chat(body: object) -> AskedCompletion:
+    """A body of /v1/chat/completions."""
+    found = _read(body, _CHAT)
+    if "messages" not in found.asked:
+        raise RefusedError("messages", "messages is missing: expected a list of messages with role and content")
+    wanted, top = found.asked.pop("logprobs", False), found.sampling.pop("logprobs", None)
+    if top is not None and not wanted:
+        raise RefusedError("top_logprobs", "top_logprobs is given and logprobs is not true: set logprobs to true")
+    found.sampling["logprobs"] = (top or 0) if wanted else None
+    return _made(found)
+
+
+# ---- reading values --------------------------------------------------------------------------------------------
+
+
+def _read(body: object, fields: Mapping[str, Callable[[str, Any, _Found], None]]) -> _Found:
+    if not isinstance(body, dict):
+        raise RefusedError(None, f"the body is {shown(body)}: expected a JSON object")
+    found = _Found()
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name not in fields:
+            close = nearest(name, fields)
+            hint = f"did you mean '{close}'? " if close else ""
+            raise RefusedError(name, f"{shown(name)} is not served here: {hint}leave it out")
+        fields[name](name, value, found)
+    return found
+
+
+def _made(found: _Found) -> AskedCompletion:
+    if found.asked.get("stream_usage") and not found.asked.get("stream"):
+        raise RefusedError("stream_options", "stream_options is given and stream is not true: set stream to true")
+    try:
+        sampling = Sampling(**found.sampling)
+    except RefusedError:
+        raise
+    except UsageError as error:
+        raise RefusedError(str(error).split(" ", 1)[0], str(error)) from None
+    return AskedCompletion(sampling, **found.asked)
+
+
+def _sampled(key: str) -> Callable[[str, Any, _Found], None]:
+    """A field whose value goes to `Sampling` as it is, and is checked there."""
+
+    def read(name: str, value: Any, found: _Found) -> None:
+        if key in found.sampling:
+            raise RefusedError(name, f"{name} is given beside another field of the same meaning: leave one out")
+        found.sampling[key] = value
+
+    return read
+
+
+def _flag(key: str, into: str = "asked") -> Callable[[str, Any, _Found], None]:
+    def read(name: str, value: Any, found: _Found) -> None:
+        if not isinstance(value, bool):
+            raise RefusedError(name, f"{name} is {shown(value)}: expected true or false")
+        getattr(found, into)[key] = value
+
+    return read
+
+
+def _text(name: str, value: Any, found: _Found) -> None:
+    if not isinstance(value, str):
+        raise RefusedError(name, f"{name} is {shown(value)}: expected text")
+    found.asked[name] = value
+
+
+def _prompt(name: str, value: Any, found: _Found) -> None:
+    expected = "expected a text or a list of tokens, or a list of either"
+    if _is_prompt(value):
+        prompts = [value]
+    elif isinstance(value, list) and value and all(_is_prompt(one) for one in value):
+        prompts = value
+    else:
+        raise RefusedError(name, f"prompt is {shown(value)}: {expected}")
+    if len(prompts) > _MOST_PROMPTS:
+        raise RefusedError(name, f"prompt has {len(prompts)} prompts: expected at most {_MOST_PROMPTS}")
+    found.asked["prompts"] = tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _messages(name: str, value: Any, found: _Found) -> None:
+    if not isinstance(value, list) or not value:
+        raise RefusedError(name, f"messages is {shown(value)}: expected a list of messages with role and content")
+    found.asked["messages"] = tuple(_message(index, one) for index, one in enumerate(value))
+
+
+def _message(index: int, value: Any) -> ChatMessage:
+    where = f"messages[{index}]"
+    if not isinstance(value, dict):
+        raise RefusedError("messages", f"{where} is {shown(value)}: expected an object with role and content")
+    others = [key for key, one in value.items() if key not in ("role", "content") and one is not None]
+    if others:
+        raise RefusedError("messages", f"{where} has {shown(others[0])}, which is not served here: leave it out")
+    role, content = value.get("role"), value.get("content")
+    if isinstance(content, list):
+        parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RefusedError("messages", f"{where} is {shown(value)}: expected a role and a content of text")
+    return ChatMessage(role, content)
+
+
+def _stop(name: str, value: Any, found: _Found) -> None:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise RefusedError(name, f"stop is {shown(value)}: expected a text or a list of texts")
+    found.sampling["stop"] = tuple(texts)
+
+
+def _token_list(name: str, value: Any, found: _Found) -> None:
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise RefusedError(name, f"{name} is {shown(value)}: expected a list of tokens")
+    found.sampling["stop_tokens"] = tuple(value)
+
+
+def _bias(name: str, value: Any, found: _Found) -> None:
+    expected = "expected an object from tokens to numbers"
+    if not isinstance(value, dict):
+        raise RefusedError(name, f"logit_bias is {shown(value)}: {expected}")
+    made = {}
+    for token, bias in value.items():
+        if not token.isdecimal() or len(token) > 12 or type(bias) not in (int, float):
+            raise RefusedError(name, f"logit_bias has {shown(token)}: {shown(bias)}: {expected}")
+        made[int(token)] = bias
+    found.sampling["logit_bias"] = made
+
+
+def _stream_options(name: str, value: Any, found: _Found) -> None:
+    known = isinstance(value, dict) and set(value) <= {"include_usage"}
+    if not known or not isinstance(value.get("include_usage", False), bool):
+        raise RefusedError(name, f'stream_options is {shown(value)}: expected {{"include_usage": true}}')
+    found.asked["stream_usage"] = value.get("include_usage", False)
+
+
+def _priority(name: str, value: Any, found: _Found) -> None:
+    try:
+        _PRIORITY.check(name, value, whole=True)
+    except UsageError as error:
+        raise RefusedError(name, str(error)) from None
+    found.asked["priority"] = value
+
+
+def _only(*accepted: object) -> Callable[[str, Any, _Found], None]:
+    """A field of which only the values that change nothing are served."""
+
+    def read(name: str, value: Any, found: _Found) -> None:
+        if not any(value == one and type(value) is type(one) for one in accepted):
+            served = " or ".join(shown(one) for one in accepted) or "nothing"
+            raise RefusedError(name, f"{name} is {shown(value)}: only {served} is served here; leave it out")
+
+    return read
+
+
+_COMMON: dict[str, Callable[[str, Any, _Found], None]] = {
+    "model": _text, "stream": _flag("stream"), "stream_options": _stream_options, "stop": _stop,
+    "temperature": _sampled("temperature"), "top_p": _sampled("top_p"), "top_k": _sampled("top_k"),
+    "min_p": _sampled("min_p"), "n": _sampled("n"), "seed": _sampled("seed"), "max_tokens": _sampled("max_tokens"),
+    "presence_penalty": _sampled("presence_penalty"), "frequency_penalty": _sampled("frequency_penalty"),
+    "repetition_penalty": _sampled("repetition_penalty"), "logit_bias": _bias, "stop_token_ids": _token_list,
+    "ignore_eos": _flag("ignore_eos", "sampling"), "priority": _priority,
+}  # fmt: skip
+_COMPLETION = {
+    **_COMMON, "prompt": _prompt, "echo": _flag("echo"), "logprobs": _sampled("logprobs"), "best_of": _only(1),
+    "suffix": _only(""),
+}  # fmt: skip
+_CHAT = {
+    **_COMMON, "messages": _messages, "max_completion_tokens": _sampled("max_tokens"), "logprobs": _flag("logprobs"),
+    "top_logprobs": _sampled("logprobs"), "response_format": _only({"type": "text"}), "tools": _only([]),
+    "tool_choice": _only("none", "auto"), "modalities": _only(["text"]),
+}  # fmt: skip
+
+
+def known_fields(chat: bool) -> Sequence[str]:
+    """Every field that a body may have."""
+    return tuple(_CHAT if chat else _COMPLETION)

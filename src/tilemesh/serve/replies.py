@@ -1,0 +1,116 @@
+"""Answers in the shapes that OpenAI's clients read: whole, or as chunks of a stream. Plain values, no server.
+
+R: replies to one body have one id; each answer to each of its prompts is a choice, numbered through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilemesh.serve.engine import Completion
+from tilemesh.serve.sampling import TokenLogprobs
+from tilemesh.serve.text import Decoder
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """What all replies to one body have in common."""
+
+    name: str
+    created: int
+    model: str
+    chat: bool
+
+    def __call__(self, choices: Sequence[Mapping[str, Any]], chunk: bool = False) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        fields = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        return {**fields, "choices": list(choices)}
+
+
+def usage(prompt_tokens: int, found_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": found_tokens},
+    }
+
+
+def whole_choices(
+    completions: Sequence[Completion], head: ReplyHead, decoder: Decoder, logprobs: bool, echo: bool
+) -> list[dict[str, Any]]:
+    choices: list[dict[str, Any]] = []
+    for completion in completions:
+        before = decoder.decode(completion.prompt_tokens) if echo else ""
+        for answer in completion.answers:
+            tokens = answer.logprobs
+            choice: dict[str, Any] = {"index": len(choices), "finish_reason": answer.finish.value, "logprobs": None}
+            if head.chat:
+                choice["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+                choice["logprobs"] = chat_logprobs(tokens, decoder) if logprobs else None
+            else:
+                choice["text"] = before + answer.text
+                if logprobs:
+                    prompt = completion.prompt_tokens[:1] if echo else ()
+                    shown = (*completion.prompt_logprobs, *tokens) if echo else tokens
+                    choice["logprobs"] = text_logprobs(shown, decoder, prompt)
+            choices.append(choice)
+    return choices
+
+
+def chunk_choice(
+    head: ReplyHead, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None, first: bool = False
+) -> dict[str, Any]:
+    """A piece of one choice of a stream."""
+    choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
+    if head.chat:
+        choice["delta"] = {**({"role": "assistant"} if first else {}), **({"content": text} if text or first else {})}
+    else:
+        choice["text"] = text
+    return choice
+
+
+def text_logprobs(
+    tokens: Sequence[TokenLogprobs], decoder: Decoder, before: Sequence[int] = (), offset: int = 0
+) -> dict[str, Any]:
+    """As completions have them. `before`: tokens of which nothing is known, the first of a prompt that is echoed."""
+    texts = [decoder.decode([token]) for token in (*before, *(one.token for one in tokens))]
+    unknown = [None] * len(before)
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [*unknown, *(one.logprob for one in tokens)],
+        "top_logprobs": [*unknown, *({decoder.decode([token]): value for token, value in one.top} for one in tokens)],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], decoder: Decoder) -> dict[str, Any]:
+    """As chat completions have them."""
+    return {
+        "content": [
+            {
+                **_shown(one.token, one.logprob, decoder),
+                "top_logprobs": [_shown(token, logprob, decoder) for token, logprob in one.top],
+            }
+            for one in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _shown(token: int, logprob: float, decoder: Decoder) -> dict[str, Any]:
+    text = decoder.decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def failure(message: str, kind: str, parameter: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

@@ -1,0 +1,372 @@
+"""The server, as a process of its own, through OpenAI's client and through raw bodies."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilemesh.cli.main import main
+from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve import Engine, Sampling
+
+for package in ("starlette", "uvicorn", "prometheus_client", "openai", "tokenizers", "jinja2"):
+    pytest.importorskip(package, reason=f"the server's tests need {package}: pip install -e '.[dev,serve]'")
+
+openai: Any = pytest.importorskip("openai")
+
+CONFIG = ModelConfig(
+    layers=2, width=32, heads=4, kv_heads=2, vocabulary=258, context=96, norm="rmsnorm", positions="rotary",
+    activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}"
+    "{% endif %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+RUNNING, WAITING = 4, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with random weights, a tokenizer of bytes and a chat template."""
+    import tokenizers
+
+    path = tmp_path_factory.mktemp("served") / "small"
+    model = Transformer(CONFIG, seed=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+        assert model.output is not None
+        model.output.weight[128:] = 0  # mostly ASCII, so that texts can be read
+    huggingface.save(model, path)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(path / "tokenizer.json"))
+    described = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
+
+
+class Serving:
+    """A server process, and where it listens."""
+
+    def __init__(self, folder: Path) -> None:
+        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tilemesh", *words], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise AssertionError("".join(said))
+
+    @property
+    def client(self) -> Any:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            response = connection.getresponse()
+            return response.status, response.read(), dict(response.headers)
+        finally:
+            connection.close()
+
+    def metric(self, name: str) -> float:
+        _, content, _ = self.send("GET", "/metrics")
+        (line,) = (line for line in content.decode().splitlines() if line.startswith(name + " "))
+        return float(line.split()[1])
+
+    def wait_for(self, name: str, value: float) -> None:
+        end = time.monotonic() + 30
+        while (found := self.metric(name)) != value:
+            assert time.monotonic() < end, f"{name} is {found}, and never became {value}"
+            time.sleep(0.02)
+
+    def wait_until_idle(self) -> None:
+        self.wait_for("tilemesh_running_requests", 0)
+        self.wait_for('tilemesh_pages{state="used"}', 0)
+        self.wait_for("tilemesh_waiting_requests", 0)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Serving]:
+    serving = Serving(folder)
+    yield serving
+    if serving.process.poll() is None:
+        serving.wait_until_idle()  # whatever the tests did, no page is left behind
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(40) == 0
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Iterator[Engine]:
+    with Engine(folder) as engine:
+        yield engine
+
+
+def test_a_completion_is_the_engines(server: Serving, expected: Engine) -> None:
+    asked = Sampling(max_tokens=12, temperature=0.8, seed=3, n=2, logprobs=2)
+    (ours,) = expected.generate("to be", asked)
+    made = server.client.completions.create(
+        model="small", prompt="to be", max_tokens=12, temperature=0.8, seed=3, n=2, logprobs=2
+    )
+    assert [choice.text for choice in made.choices] == [answer.text for answer in ours.answers]
+    assert [choice.finish_reason for choice in made.choices] == [answer.finish.value for answer in ours.answers]
+    assert [choice.index for choice in made.choices] == [0, 1]
+    assert made.usage is not None
+    counted = sum(len(answer.tokens) for answer in ours.answers)
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (
+        5,
+        counted,
+        5 + counted,
+    )
+    told = made.choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs == pytest.approx([one.logprob for one in ours.answers[0].logprobs], abs=1e-4)
+    assert told.text_offset == list(range(len(ours.answers[0].tokens)))
+    assert [len(one) for one in told.top_logprobs or []] == [2] * len(ours.answers[0].tokens)
+
+
+def test_a_stream_is_the_completion_in_pieces(server: Serving) -> None:
+    asked: dict[str, Any] = {"model": "small", "prompt": ["to be", "or not"], "max_tokens": 15, "seed": 3, "n": 2}
+    whole = server.client.completions.create(**asked)
+    texts, reasons, chunks = [""] * 4, [None] * 4, 0
+    stream = server.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    usage = None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            chunks += 1
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert chunks > 20
+    assert usage is not None
+    assert whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_a_chat_follows_the_folders_template(server: Serving, expected: Engine) -> None:
+    messages: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    prompt = "<s><system>be brief\n<user>hi\n<assistant>"
+    (ours,) = expected.generate([expected.encode(prompt, special=False)], Sampling(max_tokens=9, seed=1, logprobs=1))
+    assert expected.encode(prompt, special=False)[0] == 256  # one token
+    asked: dict[str, Any] = {"model": "small", "messages": messages, "seed": 1, "logprobs": True, "top_logprobs": 1}
+    made = server.client.chat.completions.create(**asked, max_completion_tokens=9)
+    assert made.choices[0].message.content == ours.text
+    told = made.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert [one.logprob for one in told.content] == pytest.approx(
+        [one.logprob for one in ours.answers[0].logprobs], abs=1e-4
+    )
+    pieces, roles = "", []
+    for chunk in server.client.chat.completions.create(**asked, max_tokens=9, stream=True):
+        pieces += chunk.choices[0].delta.content or ""
+        roles.append(chunk.choices[0].delta.role)
+    assert pieces == ours.text
+    assert roles[0] == "assistant"
+    assert set(roles[1:]) == {None}
+    with pytest.raises(openai.BadRequestError, match="no tools"):
+        server.client.chat.completions.create(
+            model="small", messages=[{"role": "tool", "content": "x", "tool_call_id": None}]
+        )
+
+
+def test_echo_repeats_the_prompt_with_its_logprobs(server: Serving, expected: Engine) -> None:
+    (ours,) = expected.generate("echo", Sampling(max_tokens=2, seed=1, logprobs=1, prompt_logprobs=1))
+    asked: dict[str, Any] = {
+        "model": "small",
+        "prompt": "echo",
+        "max_tokens": 2,
+        "seed": 1,
+        "logprobs": 1,
+        "echo": True,
+    }
+    made = server.client.completions.create(**asked).choices[0]
+    assert made.text == "echo" + ours.text
+    assert made.logprobs is not None
+    values = [one.logprob for one in (*ours.prompt_logprobs, *ours.answers[0].logprobs)]
+    assert made.logprobs.token_logprobs == [None, *(pytest.approx(value, abs=1e-4) for value in values)]
+    chunks = [chunk.choices[0] for chunk in server.client.completions.create(**asked, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == made.text
+    told = [value for chunk in chunks if chunk.logprobs for value in chunk.logprobs.token_logprobs or []]
+    assert told == made.logprobs.token_logprobs
+
+
+def test_stop_strings_and_tokens_reach_the_client(server: Serving) -> None:
+    free = server.client.completions.create(model="small", prompt="go", max_tokens=40, seed=5)
+    text = free.choices[0].text
+    stop = text[7:9]
+    made = server.client.completions.create(model="small", prompt="go", max_tokens=40, seed=5, stop=stop)
+    assert made.choices[0].text == text[: text.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+    ended = server.client.completions.create(
+        model="small", prompt="go", max_tokens=40, seed=5, extra_body={"stop_token_ids": [3], "logit_bias": {"3": 100}}
+    )
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+
+
+def test_models_health_and_unknown_paths(server: Serving) -> None:
+    assert [model.id for model in server.client.models.list()] == ["small"]
+    assert server.client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="there is 'small'"):
+        server.client.models.retrieve("other")
+    assert server.send("GET", "/health")[0] == 200
+    code, content, _ = server.send("GET", "/v1/nothing")
+    assert (code, "is not served here" in content.decode()) == (404, True)
+    assert server.send("GET", "/v1/completions")[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"prompt": ""}, "an empty prompt"),
+        ({"prompt": "x" * 97}, "the prompt has 97 tokens and the context is 96 tokens: give at most 96"),
+        ({"prompt": "x", "max_tokens": 97}, "set max_tokens to at most 96"),
+        ({"prompt": "x", "model": "other"}, "model 'other' is not served here: there is 'small'"),
+        ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'"),
+        ({"prompt": "x", "best_of": 3}, "best_of is 3: only 1 is served here"),
+        ({"prompt": "x", "temperature": -1}, "temperature is -1: expected 0 or more"),
+        ({"prompt": [999]}, "token 999: expected whole numbers from 0 to 257"),
+    ],
+)
+def test_what_is_not_served_is_a_400_with_its_reason(server: Serving, asked: dict[str, Any], words: str) -> None:
+    code, content, _ = server.send("POST", "/v1/completions", json.dumps(asked).encode())
+    assert code == 400
+    assert words in json.loads(content)["error"]["message"]
+
+
+def test_any_body_is_answered_and_none_breaks_the_server(server: Serving) -> None:
+    """300 bodies: no JSON, JSON of any shape, and sound bodies with one field replaced by anything."""
+    draw = random.Random(3)
+    values: list[Any] = [
+        None, True, -1, 0, 1, 2**70, 1e308, 0.5, "", "x", "ü" * 50, "\x00", [], [[]], [1], ["a", 1], {}, {"a": {}},
+        [None], "1" * 5000,
+    ]  # fmt: skip
+    fields = [
+        "model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stream",
+        "stream_options", "logprobs", "echo", "logit_bias", "best_of", "suffix", "user", "tools", "priority",
+        "ignore_eos", "stop_token_ids", "response_format",
+    ]  # fmt: skip
+    raw = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt":"\\ud800"}',
+        b"1" * 5000,
+    ]
+    bodies = [("completions", one) for one in raw] + [("chat/completions", one) for one in raw]
+    while len(bodies) < 300:
+        chat = draw.random() < 0.5
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+        body["max_tokens"] = 2
+        for _ in range(draw.choice((1, 1, 2))):
+            body[draw.choice(fields)] = draw.choice(values)
+        bodies.append(("chat/completions" if chat else "completions", json.dumps(body).encode()))
+    codes = []
+    for path, body_bytes in bodies:
+        code, content, _ = server.send("POST", f"/v1/{path}", body_bytes)
+        codes.append(code)
+        assert code in (200, 400), (path, body_bytes[:200], content[:200])
+        if code == 400:
+            assert json.loads(content)["error"]["message"], body_bytes[:200]
+    assert {200, 400} == set(codes)
+    assert server.send("GET", "/health")[0] == 200
+
+
+def open_stream(server: Serving, **more: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "a", "stream": True, "max_tokens": 90, "ignore_eos": True, **more}
+    connection.request("POST", "/v1/completions", json.dumps(body).encode())
+    return connection, connection.getresponse()
+
+
+def test_a_full_queue_is_a_429_with_a_time_and_hanging_up_frees_everything(server: Serving) -> None:
+    connection, response = open_stream(server, n=RUNNING + WAITING)
+    assert response.readline().startswith(b"data: ")
+    code, content, headers = server.send("POST", "/v1/completions", b'{"prompt": "b"}')
+    if code != 200:  # 200: a very quick machine had finished one by then
+        assert code == 429
+        assert int(headers["retry-after"]) >= 1
+        assert "ask again later" in json.loads(content)["error"]["message"]
+    response.close()
+    connection.close()  # in the middle of the stream
+    server.wait_until_idle()
+
+
+def test_hanging_up_before_a_whole_reply_frees_its_pages(server: Serving) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": "a", "max_tokens": 90, "n": RUNNING + WAITING, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body).encode())
+    time.sleep(0.05)
+    connection.close()
+    server.wait_until_idle()
+
+
+def test_metrics_count_what_was_served(server: Serving) -> None:
+    before = server.metric("tilemesh_output_tokens_total")
+    server.client.completions.create(model="small", prompt="a", max_tokens=5, extra_body={"ignore_eos": True})
+    assert server.metric("tilemesh_output_tokens_total") == before + 5
+    assert server.metric("tilemesh_time_to_first_token_seconds_count") > 0
+
+
+def test_what_the_command_refuses(folder: Path, server: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), "--port", str(server.port)]) == 1
+    assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err
+    assert main(["serve", str(folder), "--mesh", "tp=2"]) == 2
+    assert "not there yet" in capsys.readouterr().err
+    assert main(["serve", str(folder), "--port", "70000"]) == 2
+    assert "--port is 70000" in capsys.readouterr().err
+
+
+def test_on_a_signal_answers_are_finished_and_the_server_ends_well(server: Serving) -> None:
+    """The last test here: it ends the server that the others use."""
+    server.wait_until_idle()
+    connection, response = open_stream(server)
+    assert response.readline().startswith(b"data: ")
+    server.process.send_signal(signal.SIGTERM)
+    rest: list[bytes] = []
+    reader = threading.Thread(target=lambda: rest.append(response.read()))
+    reader.start()
+    reader.join(60)
+    assert rest[0].endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in rest[0]
+    connection.close()
+    assert server.process.wait(40) == 0

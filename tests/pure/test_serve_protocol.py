@@ -1,0 +1,128 @@
+"""Bodies of OpenAI's interface: read strictly, and whatever is not served is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from tilemesh.serve.protocol import (
+    AskedCompletion,
+    ChatMessage,
+    RefusedError,
+    known_fields,
+    read_chat,
+    read_completion,
+)
+from tilemesh.serve.request import Sampling
+
+
+def test_defaults_are_those_that_are_documented() -> None:
+    assert read_completion({"prompt": "a"}) == AskedCompletion(Sampling(max_tokens=16), prompts=("a",))
+    asked = read_chat({"messages": [{"role": "user", "content": "a"}]})
+    assert asked == AskedCompletion(Sampling(), messages=(ChatMessage("user", "a"),))
+
+
+def test_every_field_arrives() -> None:
+    body = {
+        "model": "m", "prompt": [[1, 2], [3]], "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3,
+        "min_p": 0.1, "n": 2, "seed": 7, "stop": ["a", "b"], "stream": True, "stream_options": {"include_usage": True},
+        "logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+        "logit_bias": {"5": -1}, "echo": True, "stop_token_ids": [9], "ignore_eos": True, "priority": 3,
+        "best_of": 1, "suffix": "",
+    }  # fmt: skip
+    assert set(body) == set(known_fields(chat=False))
+    sampling = Sampling(
+        5, 0.5, 3, 0.9, 0.1, 1.1, 0.1, 0.2, {5: -1}, 7, 2, ("a", "b"), (9,), True, logprobs=2, prompt_logprobs=2
+    )
+    expected = AskedCompletion(sampling, ((1, 2), (3,)), (), "m", stream=True, stream_usage=True, echo=True, priority=3)
+    assert read_completion(body) == expected
+    assert read_completion(dict.fromkeys(body) | {"prompt": "x"}) == read_completion({"prompt": "x"})
+
+
+def test_a_chats_own_fields_arrive() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
+    ]
+    asked = read_chat(
+        {"messages": messages, "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 3, "stop": "x"}
+    )
+    assert asked == AskedCompletion(Sampling(4, stop=("x",), logprobs=3), messages=(ChatMessage("user", "ab"),))
+    assert read_chat({"messages": messages, "logprobs": True}).sampling.logprobs == 0
+    neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert read_chat({"messages": messages, **neutral}) == read_chat({"messages": messages})
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("chat", "body", "field", "words"),
+    [
+        (False, [], None, "expected a JSON object"),
+        (False, {}, "prompt", "prompt is missing"),
+        (True, {}, "messages", "messages is missing"),
+        (False, {"prompt": []}, "prompt", "expected a text or a list of tokens"),
+        (False, {"prompt": [1, "a"]}, "prompt", "expected a text or a list of tokens"),
+        (False, {"prompt": ["a"] * 129}, "prompt", "at most 128"),
+        (False, {"prompt": "a", "user": "me"}, "user", "'user' is not served here"),
+        (False, {"prompt": "a", "top_pp": 1}, "top_pp", "did you mean 'top_p'"),
+        (False, {"prompt": "a", "n": 1.5}, "n", "n is 1.5: expected a whole number"),
+        (False, {"prompt": "a", "stop": 3}, "stop", "expected a text or a list of texts"),
+        (False, {"prompt": "a", "stop": [""]}, "stop", "not empty"),
+        (False, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "from tokens to numbers"),
+        (False, {"prompt": "a", "logit_bias": {"1": True}}, "logit_bias", "from tokens to numbers"),
+        (False, {"prompt": "a", "stream": 1}, "stream", "expected true or false"),
+        (False, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+        (False, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "include_usage"),
+        (False, {"prompt": "a", "priority": 1000}, "priority", "between -100 and 100"),
+        (False, {"prompt": "a", "suffix": "b"}, "suffix", "only '' is served here"),
+        (False, {"prompt": "a", "best_of": True}, "best_of", "only 1 is served here"),
+        (False, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        (True, {**CHAT, "tools": [{"type": "function"}]}, "tools", "only [] is served here"),
+        (True, {**CHAT, "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens", "the same meaning"),
+        (True, {**CHAT, "top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        (True, {"messages": [{"role": "user"}]}, "messages", "expected a role and a content"),
+        (True, {"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages", "'tool_calls'"),
+        (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "of text"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(chat: bool, body: Any, field: str | None, words: str) -> None:
+    with pytest.raises(RefusedError) as refusal:
+        (read_chat if chat else read_completion)(body)
+    assert words in str(refusal.value)
+    assert refusal.value.parameter == field
+    assert len(str(refusal.value)) < 500
+
+
+def anything(draw: random.Random, depth: int = 0) -> Any:
+    """Any JSON."""
+    kind = draw.randrange(8 if depth < 2 else 6)
+    if kind == 6:
+        return [anything(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 7:
+        keys = ("type", "text", "include_usage", "role", "content", "1", "é")
+        return {draw.choice(keys): anything(draw, depth + 1) for _ in range(draw.randrange(4))}
+    numbers = (draw.randrange(-2, 30), draw.uniform(-2, 3), 2**70, 1e308)
+    return (None, draw.random() < 0.5, draw.choice(numbers), draw.choice(("", "a", "none")), 1, 0.5)[kind]
+
+
+def test_any_body_is_read_or_refused() -> None:
+    draw, read, refused = random.Random(5), 0, 0
+    for _ in range(5000):
+        chat = draw.random() < 0.5
+        body = {**(CHAT if chat else {"prompt": "a"})}
+        for _ in range(draw.randrange(4)):
+            body[draw.choice(known_fields(chat))] = anything(draw)
+        try:
+            asked = (read_chat if chat else read_completion)(json.loads(json.dumps(body)))
+        except RefusedError:
+            refused += 1
+        else:
+            read += 1
+            assert asked.prompts or asked.messages
+            assert math.isfinite(asked.sampling.temperature)
+    assert min(read, refused) > 500
