@@ -127,9 +127,12 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
     assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
 
 
-@NEEDS_MPI
-def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file, words = tmp_path / "gate.jsonl", ("--ranks", "2", "--transport", "mpi", "--models", "gpt")
+@pytest.mark.parametrize("transport", ["threads", pytest.param("mpi", marks=[NEEDS_MPI, pytest.mark.slow])])
+def test_the_command_is_red_when_it_should_be(
+    transport: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Layouts over processes are also in `test_a_sample_of_layouts_over_processes`."""
+    file, words = tmp_path / "gate.jsonl", ("--ranks", "2", "--transport", transport, "--models", "gpt")
     assert main(["verify", *words, "--plant", "attention-no-sum", "--json", str(file)]) == 1
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
