@@ -84,6 +84,7 @@ class GateLayout:
             pp=self.pp,
             schedule=self.schedule,
             interleave=2 if self.schedule in INTERLEAVED else 1,
+            slices=3 if self.schedule == "terapipe" else 1,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
             zero=self.zero,
@@ -132,11 +133,12 @@ def pipelines(ranks: int) -> list[GateLayout]:
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     found = []
     for place, schedule in enumerate(get_args(Schedule)):
-        if schedule == "terapipe" or ranks < 2:
+        if ranks < 2:
             continue
         rest = ranks // 2
         tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
-        found.append(GateLayout(rest // tp, tp, tp > 1 and place % 2 == 0, 4, 2, schedule))
+        sequence = tp > 1 and place % 2 == 0 and schedule != "terapipe"
+        found.append(GateLayout(rest // tp, tp, sequence, 4, 2, schedule))
     if ranks >= 4:
         deep: tuple[Schedule, ...] = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
         found += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]
