@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import Cluster
+from tilemesh.core.hardware import HOST_LINKS, LINKS, Cluster
 from tilemesh.core.plan import REPLAY_ROOM, ParallelPlan
 from tilemesh.core.ranges import Range
 from tilemesh.core.step import pace
@@ -255,7 +255,14 @@ class Estimator:
         rate = self._stream_bytes_per_s
         if self._is_ours_on_a_gpu(plan):
             rate *= constants.MULTI_TENSOR_FRACTION
-        return updated * self.optimizer_bytes(plan) / rate
+        return updated * self.optimizer_bytes(plan) / rate + self.offload_s(plan, updated)
+
+    def offload_s(self, plan: ParallelPlan, updated: int) -> float:
+        """Bringing the states of so many parameters from the host and back; on a CPU they are there already."""
+        link = HOST_LINKS.get(self.cluster.device.name)
+        if "optimizer" not in plan.offloads or link is None:
+            return 0.0
+        return 2 * updated * STATE_BYTES[plan.precision][2] / LINKS[link].bytes_per_s
 
     def optimizer_bytes(self, plan: ParallelPlan) -> int:
         """Bytes that clipping and the update move for a parameter."""
