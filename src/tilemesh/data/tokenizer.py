@@ -76,8 +76,10 @@ class FileTokenizer:
             raise UsageError("data.tokenizer", f" {path} is not a tokenizers file: {error}") from None
         self.name = str(path)
         self.vocabulary = int(self._inner.get_vocab_size())
-        ends = [self._inner.token_to_id(name) for name in _END_NAMES]
-        self.end = next((end for end in ends if end is not None), self.vocabulary - 1)
+        ends = {name: end for name in _END_NAMES if (end := self._inner.token_to_id(name)) is not None}
+        self.end_token = next(iter(ends), None)
+        """The text of the token that ends a document, where the file has one of the usual names for it."""
+        self.end = self.vocabulary - 1 if self.end_token is None else int(ends[self.end_token])
 
     def encode(self, text: bytes, special: bool = False) -> NDArray[Any]:
         ids = self._inner.encode(text.decode(errors="replace"), add_special_tokens=special).ids

@@ -24,6 +24,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import naming, read_json_object
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.families.book import CONFIG, FAMILIES, entries, family_of, read_config, to_json
+from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
 from tilemesh.model.transformer import Transformer
 
@@ -50,9 +51,14 @@ def load(
     return model
 
 
-def save(model: Transformer, folder: str | Path) -> None:
-    """Write config.json and model.safetensors such that `transformers` and `load` read the same model."""
-    save_parameters(model.config, dict(model.named_parameters()), folder)
+def save(model: Transformer, folder: str | Path, like: str | Path | None = None) -> None:
+    """Write config.json and model.safetensors such that `transformers` and `load` read the same model.
+
+    `like`: the Hugging Face folder that the model came from; its tokenizer and special tokens are carried along.
+    """
+    save_parameters(model.config, dict(model.named_parameters()), folder, {} if like is None else special_ids(like))
+    if like is not None:
+        copy_carried(like, folder)
 
 
 def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -62,8 +68,16 @@ def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
         yield from _parameters(config, _checked(Path(folder), config, files))
 
 
-def save_parameters(config: ModelConfig, parameters: Mapping[str, Tensor], folder: str | Path) -> None:
-    """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors."""
+def save_parameters(
+    config: ModelConfig,
+    parameters: Mapping[str, Tensor],
+    folder: str | Path,
+    special_tokens: Mapping[str, Any] | None = None,
+) -> None:
+    """`save` for a model that lies elsewhere, as a mapping from our names to whole tensors.
+
+    `special_tokens`: what config.json says of them, such as eos_token_id.
+    """
     tensors = {}
     for entry in entries(config):
         whole = _joined(entry, [parameters[name].detach() for name in entry.ours])
@@ -77,7 +91,7 @@ def save_parameters(config: ModelConfig, parameters: Mapping[str, Tensor], folde
         raise UsageError(f"{folder} is a file, or lies below one: expected a folder to write to") from None
     # First under other names: a full disk or a crash leaves no half-written file under a name that is read.
     dtype = str(parameters["token_embedding.weight"].dtype).removeprefix("torch.")
-    text = json.dumps(to_json(config, dtype), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(to_json(config, dtype) | dict(special_tokens or {}), indent=2, sort_keys=True) + "\n"
     try:
         save_file(tensors, folder / (WEIGHTS + ".new"), metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, mostly

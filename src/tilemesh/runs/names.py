@@ -6,7 +6,7 @@ environment.json machine, versions, commands          rows.jsonl        its rows
 predicted.json   what the planner said before         sample.txt        text it wrote at the end
 choices.json     what `auto` picked                   trace/, trace.json  what each rank did when, for Perfetto
 checkpoints/     step-00000050/, newest last          report.html       the page
-lock.json        who runs in this folder now
+lock.json        who runs in this folder now          huggingface/      tokenizer and config.json of the first weights
 
 What lies inside a checkpoint is named in `manifest.py`.
 """
@@ -34,6 +34,8 @@ TRACE_PARTS = "trace"
 CHECKPOINTS = "checkpoints"
 PAGE = "report.html"
 LOCK = "lock.json"
+CARRIED = "huggingface"
+"""What lay beside the weights that a run began with: `export` writes it again."""
 
 RUNS = "runs"
 """Where runs go that were given no folder."""

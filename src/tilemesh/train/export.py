@@ -1,22 +1,34 @@
-"""Hugging Face folders from a run: its configuration and a checkpoint, read into one process."""
+"""Hugging Face folders from a run: its configuration and a checkpoint, read into one process, and its tokenizer.
+
+`AutoTokenizer` and `AutoModelForCausalLM` of `transformers` load what is written. A run that began with a Hugging Face
+folder carries that one's tokenizer, special tokens and chat template along; one that was trained with a tokenizer.json
+gets that; text that was read as bytes gets a tokenizer whose tokens are the 256 bytes.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import naming
+from tilemesh.data.corpus import tokenizer_of
+from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model.config import check_written_model
+from tilemesh.model.families.carried import TOKENIZER, TOKENIZER_CONFIG, copy_carried, special_ids
 from tilemesh.model.read import read_weights
 from tilemesh.runs.manifest import MODEL
-from tilemesh.runs.names import CONFIG
+from tilemesh.runs.names import CARRIED, CONFIG
 from tilemesh.runs.reader import open_checkpoint
-from tilemesh.train.config import of_run
+from tilemesh.train.config import TrainConfig, of_run
 
 
 def export(
     run: str | Path, folder: str | Path, step: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> int:
-    """Write a run's checkpoint as a Hugging Face folder; returns its step.
+    """Write a run's checkpoint as a Hugging Face folder, with its tokenizer; returns its step.
 
     `say` hears which step is used, where that is not the run's last one.
     """
@@ -26,5 +38,61 @@ def export(
     reader = open_checkpoint(run, step, say)
     manifest = reader.manifest
     check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, Path(run) / CONFIG)
-    huggingface.save_parameters(config.model, read_weights(config.model, reader), folder)
+    carried = Path(run) / CARRIED
+    found = None if carried.is_dir() else _tokenizer(config, say)
+    special = special_ids(carried) if found is None else _end_of(found)
+    huggingface.save_parameters(config.model, read_weights(config.model, reader), folder, special)
+    if carried.is_dir():
+        copy_carried(carried, folder)
+    elif found is not None:
+        _write_tokenizer(found, config.model.context, Path(folder))
     return reader.manifest.step
+
+
+def _tokenizer(config: TrainConfig, say: Callable[[str], None]) -> Tokenizer | None:
+    """What the run's tokens mean; None, which is said, where that cannot be found out any more."""
+    try:
+        found = tokenizer_of(config.data)
+    except (UsageError, RunError) as error:
+        say(f"no tokenizer is written beside the weights: {error}")
+        return None
+    return None if isinstance(found, Unknown) else found
+
+
+def _end_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What ends a document, for a model that was trained here."""
+    is_known = not isinstance(tokenizer, FileTokenizer) or tokenizer.end_token is not None
+    return {"eos_token_id": tokenizer.end} if is_known else {}
+
+
+def _write_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
+    """The tokenizer of a run that did not begin with a Hugging Face folder."""
+    told: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    if isinstance(tokenizer, FileTokenizer):
+        text = Path(tokenizer.name).read_text(encoding="utf-8")
+        told |= {"eos_token": tokenizer.end_token} if tokenizer.end_token else {}
+    else:
+        text = json.dumps(byte_tokenizer(), ensure_ascii=False)
+    for name, content in ((TOKENIZER, text), (TOKENIZER_CONFIG, json.dumps(told, indent=2) + "\n")):
+        with naming(folder / name):
+            (folder / name).write_text(content, encoding="utf-8")
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json whose tokens are the 256 bytes, each under its own number.
+
+    `tokenizers` writes a byte as a character that can be seen: itself where it can be, else one from 256 on.
+    """
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in seen]
+    character = {byte: chr(byte) for byte in seen} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "merges": [],
+        "vocab": {character[byte]: byte for byte in range(256)},
+    }  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": level, "post_processor": None, "decoder": level, "model": model,
+    }  # fmt: skip

@@ -19,12 +19,13 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.measure.busy import OtherWork
 from tilemesh.measure.machine import usable_gpus
 from tilemesh.measure.row import Row, write_rows
+from tilemesh.model.families.carried import copy_carried
 from tilemesh.runs import folder as folders
 from tilemesh.runs.journal import Journal
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.lock import RunLock
 from tilemesh.runs.metrics import FAILED, STARTED, STOPPED, last_line, last_step
-from tilemesh.runs.names import PREDICTED, ROWS, SUMMARY
+from tilemesh.runs.names import CARRIED, PREDICTED, ROWS, SUMMARY
 from tilemesh.train.check import check_job
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, sink_to
@@ -194,6 +195,8 @@ def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack
     held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
         folders.new_run(TRAIN, config.to_toml(), folder)
+        if asked.init is not None:
+            copy_carried(asked.init, folder / CARRIED, with_config=True)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, usable_gpus()))

@@ -1,0 +1,49 @@
+"""What lies beside the weights in a Hugging Face folder and stays: tokenizer, special tokens, chat template.
+
+Training changes weights alone, so these files are carried from the folder that a model came from to every folder that
+it is exported to. No torch: they are copied before a rank starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.files import naming, read_json_object
+from tilemesh.model.families.book import CONFIG
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_FILES = (
+    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "decoder_start_token_id")
+
+
+def carried_files(folder: str | Path) -> list[Path]:
+    """The files of a Hugging Face folder that go wherever its model goes."""
+    return [path for name in _FILES if (path := Path(folder) / name).is_file()]
+
+
+def copy_carried(source: str | Path, target: str | Path, with_config: bool = False) -> None:
+    """Copy them; `with_config`: and config.json, which says the ids of the special tokens."""
+    target = Path(target)
+    files = carried_files(source) + ([Path(source) / CONFIG] if with_config else [])
+    with naming(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            # First under another name: a full disk leaves no half-written file under a name that is read.
+            shutil.copyfile(path, target / (path.name + ".new"))
+            os.replace(target / (path.name + ".new"), target / path.name)
+
+
+def special_ids(folder: str | Path) -> dict[str, Any]:
+    """The ids of special tokens that a folder's config.json names."""
+    path = Path(folder) / CONFIG
+    found: Mapping[str, Any] = read_json_object(path) if path.is_file() else {}
+    return {name: found[name] for name in _IDS if found.get(name) is not None}
