@@ -15,7 +15,9 @@ def bench_train(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml|PRESET]", help="What to train.")] = None,
     mesh: Annotated[str | None, typer.Option(metavar="dp=2", help="Ours; DDP gets as many ranks.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.batch=32,...")] = None,
-    peers: Annotated[str, typer.Option(help="Which: eager, compile, ddp.")] = "eager,compile,ddp",
+    peers: Annotated[
+        str, typer.Option(help="Which: eager, compile, ddp, pipeline (default: those that suit the mesh).")
+    ] = "",
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each gets.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps in a turn.")] = 5,
     transport: Annotated[str, typer.Option(help="Ours: mpi, torch or auto.")] = "auto",
@@ -24,7 +26,7 @@ def bench_train(
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
-    """Train steps of the same model and batch: ours, PyTorch eager, compiled, and DDP over gloo, in turns."""
+    """Train steps of the same model and batch: ours, PyTorch eager, compiled, DDP and torch's pipelining, in turns."""
     from rich.console import Console
 
     from tilemesh.bench.train.compare import PEERS, compare
@@ -40,7 +42,8 @@ def bench_train(
     console = Console(stderr=json == "-", highlight=False, markup=False)
     gpus = usable_gpus()
     made = load(config, sets=sets or (), mesh=mesh or ("dp=1" if gpus else "dp=2"), gpus=len(gpus))
-    names = [name.strip() for name in peers.split(",") if name.strip()]
+    usual = "eager,pipeline" if made.plan.pp > 1 else "eager,compile,ddp"
+    names = [name.strip() for name in (peers or usual).split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
             raise unknown("peer", name, PEERS)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -25,6 +24,7 @@ from rich.markup import escape
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.context import outside_any_job
 from tilemesh.core.errors import RunError
+from tilemesh.core.files import write_output
 from tilemesh.core.units import format_bytes
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec, source_path
@@ -81,18 +81,8 @@ def doctor(
     console.print(f"[bold {'green' if able else 'red'}]{verdict}[/]", soft_wrap=True)
     if json is not None:
         text = jsonlib.dumps({"able": able, "verdict": verdict, "has": have, "tried": [asdict(f) for f in findings]})
-        _write(json, text + "\n")
+        write_output(text + "\n", json)
     raise typer.Exit(0 if able else 1)
-
-
-def _write(target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text)
-    except OSError as error:
-        raise RunError(f"--json {target} cannot be written: {error.strerror}") from None
 
 
 def judge(findings: list[Finding]) -> tuple[bool, str]:

@@ -26,6 +26,7 @@ from tilemesh.measure.machine import usable_gpus
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import why_not
+from tilemesh.plan.nearest import advice
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
@@ -92,13 +93,14 @@ def check_values(made: TrainConfig) -> None:
 def _check_plan(made: TrainConfig) -> None:
     plan = made.plan
     for lack in lacks(plan):
-        raise UsageError(
-            f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}, or make the plan with `tilemesh plan … --fix "
-            f"{lack.instead}`"
-        )
+        raise UsageError(f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}{advice(made.model, plan)}")
     reason = why_not(made.model, plan)
     if reason:
-        raise UsageError(f"plan.{reason}")
+        raise UsageError(f"plan.{reason}{advice(made.model, plan)}")
+    if plan.slices > made.context:
+        raise UsageError(
+            f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
+        )
     if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
         given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
         raise UsageError(

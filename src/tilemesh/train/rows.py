@@ -40,8 +40,11 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     why = str(predicted.get("missing", "no prediction was made before the run"))
     tokens = batch * context
     limit_s = None if peak is None else flops / peak
+    laid = {"dp": plan["dp"], "tp": plan["tp"]}
+    laid |= {"pp": plan["pp"], "schedule": plan["schedule"]} if plan.get("pp", 1) > 1 else {}
+    laid |= {"zero": plan["zero"]} if plan.get("zero") else {}
     case = {
-        "dp": plan["dp"], "tp": plan["tp"], "precision": plan["precision"], "ranks": found["world"],
+        **laid, "precision": plan["precision"], "ranks": found["world"],
         "cores": found["cores"], "batch": batch, "context": context,
     }  # fmt: skip
 

@@ -20,7 +20,12 @@ from tilemesh.measure.sample import Sample
 from tilemesh.train.config import TrainConfig
 
 OURS = "ours"
-PEERS = {"eager": "PyTorch eager", "compile": "PyTorch + torch.compile", "ddp": "DDP over gloo"}
+PEERS = {
+    "eager": "PyTorch eager",
+    "compile": "PyTorch + torch.compile",
+    "ddp": "DDP over gloo",
+    "pipeline": "torch's pipelining over gloo",
+}
 READY_WITHIN_S = 300.0
 _SIDE = "tilemesh.bench.train.rank"
 
@@ -85,7 +90,7 @@ def compare(
     `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
     """
     ours = Contender(OURS, config.plan.world, transport)
-    others = [Contender(name, config.plan.world if name == "ddp" else 1, "torch") for name in peers]
+    others = [Contender(name, config.plan.world if name in ("ddp", "pipeline") else 1, "torch") for name in peers]
     with _running([ours, *others], config, at_once, say) as missing:
         ready = [one for one in (ours, *others) if one.name not in missing]
         _take_turns(ready, blocks, steps, say)

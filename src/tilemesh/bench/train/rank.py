@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.bench.train.peers import PlainStep
+from tilemesh.bench.train.torch_pipeline import TorchPipelineStep
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
@@ -107,19 +108,24 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Calla
 
 
 def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
-    """Plain PyTorch on the same batches. Only `ddp` has more than one rank."""
+    """Plain PyTorch on the same batches. Only `ddp` and `pipeline` have more than one rank."""
     corpus = open_corpus(config.data)
     order = Order(corpus.train.samples(config.context), config.train.seed)
-    step = PlainStep(config, device, compiled=name == "compile", ddp=name == "ddp")
+    replicas, replica = (1, 0) if name == "pipeline" else (comm.size, comm.rank)
+    step: Callable[[list[tuple[Tensor, Tensor]]], Tensor]
+    if name == "pipeline":
+        step = TorchPipelineStep(config, comm.rank)
+    else:
+        step = PlainStep(config, device, compiled=name == "compile", ddp=name == "ddp")
     position = 0
 
     def fetch() -> list[tuple[Tensor, Tensor]]:
         nonlocal position
-        share = config.batch // comm.size
+        share = config.batch // replicas
         accumulation = max(1, share // config.plan.microbatch)
         made = []
         for micro in range(accumulation):
-            rows = rows_of(config.batch, comm.size, comm.rank, accumulation, micro)
+            rows = rows_of(config.batch, replicas, replica, accumulation, micro)
             whole = torch.from_numpy(batch(corpus.train, order, position, rows, config.context))
             if device.type == "cuda":
                 whole = whole.pin_memory().to(device, non_blocking=True)

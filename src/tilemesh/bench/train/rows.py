@@ -33,7 +33,8 @@ def train_rows(
         missing["peers"] = "none was asked for"
     case = {
         "layers": config.model.layers, "width": config.model.width, "batch": config.batch, "context": config.context,
-        "dp": plan.dp, "tp": plan.tp, "precision": plan.precision, "cores": available_cores(),
+        "dp": plan.dp, "tp": plan.tp, **({"pp": plan.pp, "schedule": plan.schedule} if plan.pp > 1 else {}),
+        **({"zero": plan.zero} if plan.zero else {}), "precision": plan.precision, "cores": available_cores(),
         "compiled": bool(config.train.compile),
     }  # fmt: skip
     row = Row(

@@ -1,0 +1,89 @@
+"""The nearest layout that works: what to set where a plan cannot be run, as the fields that would have to change.
+
+As many ranks and, where it can be, as large a batch; a changed axis of the mesh is farther away than another schedule,
+another ZeRO stage or another number of microbatches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan
+from tilemesh.core.runnable import lacks
+from tilemesh.core.step.book import microbatches_of
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.weights import why_not
+
+_FIELDS = ("dp", "tp", "pp", "sequence_parallel", "zero", "zero_group", "interleave", "chunk_layers", "accumulation")
+_SETTINGS = ("schedule", "slices", "recompute", "recompute_every", "offload", "attention")
+
+
+def nearest_layout(model: ModelConfig, plan: ParallelPlan) -> ParallelPlan | None:
+    """A plan on as many ranks that the model allows and training runs; None where there is none."""
+    found = (one for one in _around(plan) if why_not(model, one) is None and next(lacks(one), None) is None)
+    return min(found, key=lambda one: (_distance(plan, one), one.tp, one.pp), default=None)
+
+
+def changes(plan: ParallelPlan, other: ParallelPlan) -> str:
+    """The settings that make one plan of another: "plan.tp=4,plan.dp=2"."""
+    names = [name for name in (*_FIELDS, *_SETTINGS) if getattr(plan, name) != getattr(other, name)]
+    return ",".join(f"plan.{name}={_word(getattr(other, name))}" for name in names)
+
+
+def advice(model: ModelConfig, plan: ParallelPlan) -> str:
+    """Words to go after what is wrong with a plan; empty where nothing near it works."""
+    other = nearest_layout(model, plan)
+    return "" if other is None or other == plan else f"; the nearest layout that works: --set {changes(plan, other)}"
+
+
+def _around(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    for tp, pp in itertools.product(_divisors(plan.world), repeat=2):
+        if plan.world % (tp * pp):
+            continue
+        dp = plan.world // (tp * pp)
+        schedules = dict.fromkeys((plan.schedule, "1f1b")) if pp > 1 else ("1f1b",)
+        for schedule, zero in itertools.product(schedules, sorted({plan.zero if dp > 1 else 0, 0})):
+            for accumulation in _accumulations(plan, dp, pp, schedule):
+                fields = {
+                    "dp": dp, "tp": tp, "pp": pp, "schedule": schedule, "zero": zero, "accumulation": accumulation,
+                    "interleave": max(2, plan.interleave) if schedule in INTERLEAVED else 1,
+                    "sequence_parallel": plan.sequence_parallel and tp > 1, "offload": "",
+                    "zero_group": plan.zero_group if zero and dp % (plan.zero_group or 1) == 0 else 0,
+                    "slices": plan.slices if schedule == "terapipe" else 1, "chunk_layers": (),
+                    "recompute": "full" if plan.recompute == "selective" else plan.recompute, "attention": "fused",
+                }  # fmt: skip
+                for more in ({}, {"chunk_layers": plan.chunk_layers, "offload": plan.offload}):
+                    try:
+                        yield dataclasses.replace(plan, **fields | more)
+                    except UsageError:
+                        continue
+
+
+def _accumulations(plan: ParallelPlan, dp: int, pp: int, schedule: str) -> set[int]:
+    """Microbatches that keep the batch, that are as many as before, or the next that the schedule takes."""
+    found = {plan.accumulation}
+    if plan.batch % (dp * plan.microbatch) == 0:
+        found.add(plan.batch // (dp * plan.microbatch))
+    least, multiple = microbatches_of(schedule, pp) if pp > 1 else (1, 1)
+    return found | {max(least, -(-one // multiple) * multiple) for one in found}
+
+
+def _distance(plan: ParallelPlan, other: ParallelPlan) -> float:
+    axes: float = sum(abs(math.log2(getattr(plan, name) / getattr(other, name))) for name in ("dp", "tp", "pp"))
+    batch = abs(math.log2(plan.batch / other.batch))
+    rest = sum(getattr(plan, name) != getattr(other, name) for name in (*_FIELDS[3:8], *_SETTINGS))
+    return float(4 * axes + 2 * batch + rest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
