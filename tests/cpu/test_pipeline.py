@@ -49,6 +49,10 @@ LAYOUTS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "sequence parallel": (
         LLAMA, {"schedule": "zb-h1", "tp": 2, "pp": 2, "accumulation": 2, "sequence_parallel": True},
     ),
+    "slices of sequences": (LLAMA, {"schedule": "terapipe", "slices": 3, "pp": 2, "accumulation": 2}),
+    "slices, replicas and split layers": (
+        GPT, {"schedule": "terapipe", "slices": 3, "dp": 2, "tp": 2, "pp": 2, "accumulation": 2, "recompute": "full"},
+    ),
     "four stages": (GPT, {"schedule": "1f1b", "pp": 4, "accumulation": 2}),
 }  # fmt: skip
 
@@ -254,9 +258,12 @@ def test_a_stalled_rank_its_action_and_who_waits_for_whom_are_named() -> None:
     ("fields", "words"),
     [
         ({"schedule": "1f1b", "pp": 8, "accumulation": 8}, "pp 8 needs as many layers, the model has 4: pp 4 at most"),
+        (
+            {"schedule": "terapipe", "slices": 2, "pp": 2, "tp": 2, "sequence_parallel": True},
+            "both cut sequences, and not together; set sequence_parallel=false",
+        ),
         ({"schedule": "zb-v", "pp": 4, "accumulation": 8}, "2 chunks of zb-v needs as many layers.*pp 2 at most"),
         ({"schedule": "dualpipe", "pp": 2, "accumulation": 3}, "at least 4 microbatches: .* is 3, 4 is the next"),
-        ({"schedule": "terapipe", "pp": 2, "accumulation": 3}, "attention over slices"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(fields: dict[str, Any], words: str) -> None:
