@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Schedule
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Recompute, Schedule
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
@@ -55,6 +55,9 @@ class GateLayout:
     schedule: Schedule = "1f1b"
     zero: int = 0
     zero_group: int = 0
+    prefetch: int = 1
+    recompute: Recompute = "none"
+    recompute_every: int | Literal["sqrt"] = 1
 
     @property
     def ranks(self) -> int:
@@ -68,6 +71,9 @@ class GateLayout:
         more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
         if self.zero:
             more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
+            more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
+        if self.recompute != "none":
+            more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
         return f"dp={self.dp} tp={self.tp}{stages}{more}"
 
@@ -83,6 +89,9 @@ class GateLayout:
             accumulation=self.accumulation,
             zero=self.zero,
             zero_group=self.zero_group,
+            prefetch=self.prefetch,
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
             precision=precision,
         )
 
@@ -95,9 +104,12 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven."""
+        """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven, and with
+        five where layers are gathered or computed again in stretches."""
         config, plan = MODELS[self.model], self.layout.plan(self.precision)
-        return config if plan.pp == 1 else config.replace(layers=plan.chunks + 1)
+        if plan.pp > 1:
+            return config.replace(layers=plan.chunks + 1)
+        return config.replace(layers=5) if plan.zero == 3 or plan.recompute_every != 1 else config
 
 
 def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
