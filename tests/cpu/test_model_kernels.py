@@ -12,7 +12,7 @@ from tilemesh.comm.connection import connect
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.dropout import DropoutPlace
-from tilemesh.model.kernels import OURS, PLAIN, TORCH, ModelKernels
+from tilemesh.model.kernels import OURS, PLAIN, STANDARD, ModelKernels
 from tilemesh.model.transformer import IGNORED, Transformer
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
@@ -124,8 +124,11 @@ def test_who_decides() -> None:
         config = TrainConfig(model=GPT2, train=LoopConfig(kernels=kernels, compile=compile))  # type: ignore[arg-type]
         return config.kernels_on(device)
 
-    assert chosen("auto", "cpu") == chosen("torch", "cuda") == chosen("auto", "cuda", compile=True) == PLAIN
+    assert chosen("auto", "cpu") == chosen("torch", "cuda") == PLAIN
+    words = "projections torch, attention tilemesh, embedding tilemesh, norms torch, loss tilemesh"
+    assert chosen("auto", "cuda", compile=True).words() == words
     assert chosen("tilemesh", "cpu") == chosen("tilemesh", "cuda", compile=True) == OURS
-    assert chosen("auto", "cuda") == ModelKernels(projections="auto", embedding=TORCH, norms=TORCH, loss=TORCH)
+    assert chosen("auto", "cuda") == STANDARD
     assert (PLAIN.words(), OURS.words()) == ("torch", "tilemesh")
-    assert chosen("auto", "cuda").words() == "projections tilemesh, embedding torch, norms torch, loss torch"
+    words = "projections tilemesh, attention torch, embedding torch, norms torch, loss torch"
+    assert chosen("auto", "cuda").words() == words

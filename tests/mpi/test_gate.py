@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -21,6 +22,7 @@ from tilemesh.core.plan import Schedule
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts, pipelines
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
+from tilemesh.parallel.gate.pairs import _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS, Plant
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
@@ -55,22 +57,58 @@ def test_float32_within_twice_another_order_of_summation() -> None:
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_bug_turns_it_red_and_is_named(name: str) -> None:
     plant = PLANTS[name]
-    candidates = [
-        Case(model, layout)
-        for ranks in (2, 4, 8)
-        for layout in (pipelines(ranks) if plant.piped else layouts(ranks))
-        for model in MODELS
-        if plant.applies(layout, MODELS[model])
-    ]
-    case = candidates[0]
+    if plant.zero:
+        candidates = [case for ranks in (2, 4) for case in combinations(ranks)]
+    else:
+        candidates = [
+            Case(model, layout)
+            for ranks in (2, 4, 8)
+            for layout in (pipelines(ranks) if plant.piped else layouts(ranks))
+            for model in MODELS
+        ]
+    case = next(case for case in candidates if plant.applies(case.layout, case.config))
     (result,) = run(case.layout.ranks, [case], plant)
     assert not result.passed
     assert plant.names in result.where
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> None:
+    def pairs(found: NamedTuple) -> set[object]:
+        return set(itertools.combinations(enumerate(found), 2))
+
+    chosen, possible = _chosen(ranks), list(_possible(ranks))
+    assert set(chosen) <= set(possible)
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, possible))
+    assert len(chosen) < 100
+    layouts_of = [case.layout for case in combinations(ranks)]
+    assert {layout.schedule for layout in layouts_of} == {*get_args(Schedule)} - {"terapipe"}
+    assert {(layout.zero, layout.recompute) for layout in layouts_of} == {
+        (zero, recompute) for zero in range(4) for recompute in ("none", "full")
+    }
+
+
+def test_a_sample_of_the_combinations() -> None:
+    """Some of those on four ranks; all of them, on up to eight, are `test_the_whole_gate`."""
+    chosen = [case for case in combinations(4) if case.layout.ranks == 4][::13]
+    assert {case.layout.zero for case in chosen} == {0, 1, 2, 3}
+    assert [result for result in run(4, chosen) if not result.passed] == []
+
+
 def test_there_is_a_bug_for_every_kind_of_layer() -> None:
     kinds = {plant.kind for plant in PLANTS.values()}
-    assert kinds == {"attention", "mlp", "column", "embedding", "loss", "norm", "dropout", "gradients", "pipeline"}
+    assert kinds == {
+        "attention",
+        "mlp",
+        "column",
+        "embedding",
+        "loss",
+        "norm",
+        "dropout",
+        "gradients",
+        "pipeline",
+        "zero",
+    }
 
 
 def test_not_a_number_is_within_no_bound() -> None:
@@ -84,7 +122,7 @@ def test_what_it_covers() -> None:
     chosen = cases(8)
     piped = [case.layout for case in chosen if case.layout.pp > 1]
     assert len(chosen) - len(piped) == 32 * len(MODELS)
-    assert {layout.schedule for layout in piped} == set(get_args(Schedule)) - {"terapipe"}
+    assert {layout.schedule for layout in piped} == set(get_args(Schedule))
     assert {(layout.dp > 1, layout.tp > 1, layout.pp) for layout in piped} >= {
         (dp, tp, 2) for dp in (False, True) for tp in (False, True)
     }
@@ -121,20 +159,24 @@ def test_the_command_prints_its_table_and_keeps_the_lines(tmp_path: Path) -> Non
     done = command("--ranks", "2", "--transport", "threads", "--models", "gpt", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "dp=1 tp=2 sequence ×2" in done.stdout
-    assert "20 cases: every layout computes what one process computes" in done.stdout
+    assert f"{len(every_case(2, ('gpt',)))} cases: every layout computes what one process computes" in done.stdout
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(lines) == 20
+    assert len(lines) == len(every_case(2, ("gpt",)))
     assert all(line["passed"] and line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10 for line in lines)
 
 
-@NEEDS_MPI
-def test_the_command_over_processes_is_red_when_it_should_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file, words = tmp_path / "gate.jsonl", ("--ranks", "2", "--transport", "mpi", "--models", "gpt")
+@pytest.mark.parametrize("transport", ["threads", pytest.param("mpi", marks=[NEEDS_MPI, pytest.mark.slow])])
+def test_the_command_is_red_when_it_should_be(
+    transport: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Layouts over processes are also in `test_a_sample_of_layouts_over_processes`."""
+    file = tmp_path / "gate.jsonl"
+    words = ("--ranks", "2", "--transport", transport, "--models", "gpt", "--no-pairs")
     assert main(["verify", *words, "--plant", "attention-no-sum", "--json", str(file)]) == 1
     said = capfd.readouterr().out
     assert "1 of 1 FAIL" in said
     assert "gpt: forward differs first at layers.0.attention;" in said
-    assert "20 cases: 4 FAIL" in said
+    assert "21 cases: 4 FAIL" in said
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["passed"] for line in lines].count(False) == 4
     assert all(line["passed"] == (line["apart"]["gradient"] <= line["bound"]["gradient"] == 1e-10) for line in lines)
@@ -154,7 +196,7 @@ def test_wrong_words_are_refused_before_anything_starts(
 def test_the_whole_gate(transport: str) -> None:
     done = command("--ranks", "8", "--transport", transport)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "174 cases: every layout computes what one process computes" in done.stdout
+    assert f"{len(every_case(8))} cases: every layout computes what one process computes" in done.stdout
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_a_group_along_an_axis_that_is_not_there() -> None:
 
 def test_a_model_is_not_laid_over_an_axis_it_knows_nothing_of() -> None:
     def main(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="cp is 2: a model is laid over dp and tp; set cp to 1"):
+        with pytest.raises(UsageError, match="cp is 2: a model is laid over dp, tp and pp; set cp to 1"):
             lay(Transformer(MODELS["gpt"], device="meta"), Mesh(comm, cp=2), ParallelPlan(precision="fp32"))
 
     run_threads(2, main)

@@ -15,12 +15,12 @@ import pytest
 
 from tilemesh.cli.report_run import beside, make
 from tilemesh.comm.schedules.book import build
+from tilemesh.core.files import write_text
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.plan.choose import search
 from tilemesh.plan.why import why
 from tilemesh.report import collective_page, plan_page, run, run_page, serve
-from tilemesh.report.html import write
 from tilemesh.report.picture import svg
 from tilemesh.runs import metrics
 from tilemesh.runs.folder import new_run
@@ -247,7 +247,7 @@ def test_a_collectives_page(browser: Any, tmp_path: Path) -> None:
 
 
 def test_every_round_of_a_schedule_is_drawn(browser: Any, tmp_path: Path) -> None:
-    write(collective_page.render([], [build("all_reduce", "ring", 8)]), tmp_path / "ring.html")
+    write_text(collective_page.render([], [build("all_reduce", "ring", 8)]), tmp_path / "ring.html")
     with browser.open(f"file://{tmp_path}/ring.html") as page:
         check(page, charts=1)
         assert page.value("document.querySelectorAll('.round').length") == len(
@@ -259,7 +259,7 @@ def test_every_round_of_a_schedule_is_drawn(browser: Any, tmp_path: Path) -> Non
 
 def test_a_plans_page(browser: Any, tmp_path: Path) -> None:
     result = search("gpt3-175b", "64xh100", batch=64)
-    write(plan_page.render(result, "gpt3-175b", why(result)), tmp_path / "plan.html")
+    write_text(plan_page.render(result, "gpt3-175b", why(result)), tmp_path / "plan.html")
     for width, dark in ((WIDE, False), (NARROW, True)):
         with browser.open(f"file://{tmp_path}/plan.html", width=width, dark=dark) as page:
             check(page, charts=4)

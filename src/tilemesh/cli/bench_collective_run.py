@@ -16,7 +16,8 @@ from tilemesh.cli.bench_page import write_found
 from tilemesh.cli.targets import check_targets
 from tilemesh.comm.schedules import draw as drawing
 from tilemesh.comm.schedules.book import ALGORITHMS, build
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.files import write_text
 from tilemesh.measure.row import Row
 from tilemesh.report.picture import check_picture
 
@@ -90,15 +91,11 @@ def draw_schedule(
     schedule = build(collectives[0], algorithm, counts[0], root, node_size=node_size)
     print(drawing.text(schedule))
     if svg is not None:
-        try:
-            svg.write_text(drawing.svg(schedule), encoding="utf-8")
-        except OSError as error:
-            raise RunError(f"{svg} could not be written: {error.strerror}") from None
+        write_text(drawing.svg(schedule), svg)
     if html is not None:
         from tilemesh.report.collective_page import render
-        from tilemesh.report.html import write
 
-        write(render([], [schedule]), html)
+        write_text(render([], [schedule]), html)
         print(f"page: {html}")
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from tilemesh.comm.schedules.collectives import COLLECTIVES
 from tilemesh.core.errors import UsageError
+from tilemesh.core.files import write_text
 from tilemesh.kernels import registry
 from tilemesh.measure.row import Row, write_rows
 from tilemesh.report import collective_page, kernel_charts, kernel_page
 from tilemesh.report.draw import Drawing
-from tilemesh.report.html import write
 from tilemesh.report.kernel_charts import RowWork
 from tilemesh.report.kernel_page import TimedConfig
 from tilemesh.report.picture import write_picture
@@ -48,9 +48,9 @@ def write_bench_page(rows: Sequence[Row], path: str, *, tried: str | None = None
     if any(row.name in COLLECTIVES for row in rows):
         if tried is not None:
             raise UsageError("a tuner's trials belong to the rows of a kernel, and these are of collectives")
-        write(collective_page.render(rows), path)
+        write_text(collective_page.render(rows), path)
     else:
-        write(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
+        write_text(kernel_page.render(rows, [_work(row) for row in rows], read_trials(tried) if tried else ()), path)
 
 
 def bench_drawings(rows: Sequence[Row]) -> list[Drawing]:

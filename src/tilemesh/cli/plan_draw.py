@@ -12,7 +12,8 @@ from pathlib import Path
 
 import tilemesh
 from tilemesh.cli.targets import check_targets
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.files import write_output, write_text
 from tilemesh.core.step import draw
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SCHEDULES, build
@@ -21,7 +22,6 @@ from tilemesh.core.step.memory import memory_curve
 from tilemesh.core.step.search import PassTimes, search
 from tilemesh.core.step.simulate import Timeline, simulate
 from tilemesh.core.step.text import from_csv, to_csv
-from tilemesh.report.html import write
 from tilemesh.report.step_page import render
 
 PIPE_WIDTH = 160  # a pipe has no width of its own
@@ -66,13 +66,13 @@ def draw_step(asked: DrawQuestion, others: Sequence[str]) -> None:
     print(words, file=people)
     print(draw.text(program, timeline, curves, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), file=people)
     if asked.svg is not None:
-        _write(asked.svg, draw.svg(program, timeline, curves, words.splitlines()[0]))
+        write_text(draw.svg(program, timeline, curves, words.splitlines()[0]), asked.svg)
     if asked.csv is not None:
-        _write(asked.csv, to_csv(program))
+        write_text(to_csv(program), asked.csv)
     if asked.html is not None:
-        write(render(program, timeline, curves, words), asked.html)
+        write_text(render(program, timeline, curves, words), asked.html)
     if asked.json is not None:
-        _write_json(asked.json, _figures(program, timeline, curves, given))
+        write_output(jsonlib.dumps(_figures(program, timeline, curves, given), allow_nan=False) + "\n", asked.json)
 
 
 def _times(text: str | None) -> PassTimes:
@@ -154,19 +154,3 @@ def _figures(
         "versions": {"tilemesh": tilemesh.__version__},
         "command": shlex.join(["tilemesh", *sys.argv[1:]]),
     }
-
-
-def _write_json(path: str, found: dict[str, object]) -> None:
-    text = jsonlib.dumps(found, allow_nan=False) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        _write(path, text)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast, get_args
 
 from rich import box
@@ -21,6 +20,7 @@ from tilemesh.cli.plan_grade import grade_runs
 from tilemesh.cli.targets import check_targets
 from tilemesh.core import config
 from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.files import write_output, write_text
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.units import format_bytes, format_count, format_seconds, parse_count, parse_fraction
@@ -44,7 +44,6 @@ from tilemesh.plan.prediction import Prediction, pins_to_train, trainable
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import Estimator
 from tilemesh.plan.why import runner_up, why
-from tilemesh.report.html import write
 from tilemesh.report.plan_page import render
 
 PIPE_WIDTH = 160  # a pipe has no width of its own
@@ -103,7 +102,7 @@ def run(asked: PlanQuestion) -> None:
         _save(result, asked.save)
         console.print(f"plan: {asked.save}{_cannot_train(result.best.plan)}", soft_wrap=True)
     if asked.html is not None:
-        write(render(result, asked.model, reasons), asked.html)
+        write_text(render(result, asked.model, reasons), asked.html)
         console.print(f"page: {asked.html}", soft_wrap=True)
     if asked.json is not None:
         _write_json((result.figures(place) | _origin() for place in range(len(result.predictions))), asked.json)
@@ -311,22 +310,8 @@ def _save(result: SearchResult, path: str) -> None:
     best = result.best
     note = f"# {_origin()['command']}\n"
     note += f"# predicted: {best.step_time_s:.4g} s a step, {best.memory.total_bytes} bytes a rank\n"
-    _write(path, note + best.settled_plan.to_toml())
+    write_text(note + best.settled_plan.to_toml(), path)
 
 
 def _write_json(objects: Iterable[dict[str, Any]], path: str) -> None:
-    text = "".join(jsonlib.dumps(found, allow_nan=False) + "\n" for found in objects)
-    if path == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        _write(path, text)
-
-
-def _write(path: str, text: str) -> None:
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None
+    write_output("".join(jsonlib.dumps(found, allow_nan=False) + "\n" for found in objects), path)

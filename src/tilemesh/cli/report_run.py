@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tilemesh.cli.targets import check_targets
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import write_text
 from tilemesh.measure.row import read_rows
 from tilemesh.plan.grade import expected_memory
 from tilemesh.report import compare_page, run, run_page, serve
-from tilemesh.report.html import write
 from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import Run
 from tilemesh.runs.kind import TRAIN
@@ -30,10 +30,10 @@ def make(what: Sequence[str], html: str | None, svg: str | None = None) -> list[
     found = [run.read(one) for one in what]
     if len(found) == 1:
         target = Path(html) if html else Path(what[0]) / PAGE
-        write(run_page.render(found[0], beside(found[0])), target)
+        write_text(run_page.render(found[0], beside(found[0])), target)
     else:
         target = Path(html) if html else Path(what[0]) / page_beside(found[1].name)
-        write(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
+        write_text(compare_page.render(found[0], beside(found[0]), found[1], beside(found[1])), target)
     return [str(target)]
 
 

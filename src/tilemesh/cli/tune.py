@@ -40,13 +40,13 @@ def tune(
 
     from tilemesh.cli.operators import given_settings
     from tilemesh.core.errors import RunError, UsageError
+    from tilemesh.core.files import write_text
     from tilemesh.core.units import format_seconds
     from tilemesh.kernels import registry
     from tilemesh.kernels.launch.gpu import gpu_of
     from tilemesh.kernels.tuning.compiler import Compiler
     from tilemesh.kernels.tuning.table import versions
     from tilemesh.kernels.tuning.tuner import tune as tune_one
-    from tilemesh.report.html import write
     from tilemesh.report.kernel_page import TimedConfig, render, trial_line
 
     operator, shapes = (shapes[0], shapes[1:]) if shapes[0].isidentifier() else ("matmul", shapes)
@@ -87,8 +87,8 @@ def tune(
             raise RunError(f"the winners could not be remembered: {error}") from None
         console.print(f"remembered in {path}", soft_wrap=True)
     if json is not None:
-        write("".join(trial_line(trial) + "\n" for trial in trials), json)
+        write_text("".join(trial_line(trial) + "\n" for trial in trials), json)
         console.print(f"trials: {json}", soft_wrap=True)
     if html is not None:
-        write(render([], [], trials), html)
+        write_text(render([], [], trials), html)
         console.print(f"page: {html}", soft_wrap=True)

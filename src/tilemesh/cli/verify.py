@@ -34,6 +34,7 @@ class Options:
     models: tuple[str, ...] = ()
     device: str = "cpu"
     plant: str = ""
+    pairs: bool = True
 
 
 def verify(
@@ -43,16 +44,18 @@ def verify(
     models: Annotated[str, typer.Option(help="Of gpt, llama, post, query, with commas between; default: all.")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda, which ranks share where they outnumber the GPUs.")] = "cpu",
     plant: Annotated[str | None, typer.Option(metavar="BUG", help="Plant this bug, to see the gate find it.")] = None,
+    pairs: Annotated[bool, typer.Option(help="Also every pair of settings, with ZeRO and recomputation.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Each case, a line of JSON.")] = None,
 ) -> None:
-    """Train every layout (dp × tp × sequence parallel × accumulation) beside one process and compare.
+    """Train layouts beside one process and compare: every dp × tp × sequence parallel × accumulation, every schedule
+    of a pipeline, and every pair of settings (ZeRO and recomputation too) in at least one layout.
 
     tilemesh verify --ranks 8
     """
     from tilemesh.core.context import membership
 
     chosen = tuple(name.strip() for name in models.split(",") if name.strip())
-    options = Options(ranks, precision, chosen, device, plant or "")
+    options = Options(ranks, precision, chosen, device, plant or "", pairs)
     if transport not in TRANSPORTS:
         raise unknown("transport", transport, TRANSPORTS)
     _require(options)
@@ -80,15 +83,15 @@ def results(comm: Communicator, options: Options) -> Iterator[dict[str, Any]]:
     """What rank 0 has to tell, case by case; the others take part and tell nothing."""
     import torch
 
-    from tilemesh.parallel.gate.cases import cases
     from tilemesh.parallel.gate.compare import Gate
+    from tilemesh.parallel.gate.pairs import every_case
     from tilemesh.parallel.gate.plant import PLANTS
 
     if options.device == "cpu":
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bf16: slow, and right
         torch.set_num_threads(1)  # the models are tiny, and there are as many ranks as asked for
     gate = Gate(comm, options.device, PLANTS.get(options.plant))
-    for result in gate.run(cases(options.ranks, options.models, options.precision)):
+    for result in gate.run(every_case(options.ranks, options.models, options.precision, options.pairs)):
         yield _fields(result)
 
 
@@ -108,9 +111,9 @@ def _fields(result: GateResult) -> dict[str, Any]:
 
 def _require(options: Options) -> None:
     """Refuse what cannot be before any rank is started."""
-    from tilemesh.parallel.gate.cases import cases
+    from tilemesh.parallel.gate.pairs import every_case
 
-    cases(options.ranks, options.models, options.precision)
+    every_case(options.ranks, options.models, options.precision)
     if options.device not in ("cpu", "cuda"):
         raise unknown("device", options.device, ("cpu", "cuda"))
     if options.device == "cuda":
@@ -167,7 +170,7 @@ class LayoutTable:
     def add(self, line: dict[str, Any]) -> None:
         if not self.lines:
             print(
-                f"  {'ranks':>5}  {'layout':<24}" + "".join(f"{n:>10}{'bound':>10}" for n in _DIFFERENCES) + "  cases"
+                f"  {'ranks':>5}  {'layout':<44}" + "".join(f"{n:>10}{'bound':>10}" for n in _DIFFERENCES) + "  cases"
             )
         if self.layout and line["layout"] != self.layout[0]["layout"]:
             self._print_layout()
@@ -184,7 +187,7 @@ class LayoutTable:
             cells += f"{worst['apart'][name]:>10.1e}{worst['bound'][name]:>10.1e}"
         red = [line for line in self.layout if not line["passed"]]
         verdict = f"{len(self.layout)} pass" if not red else f"{len(red)} of {len(self.layout)} FAIL"
-        print(f"  {first['ranks']:>5}  {first['layout']:<24}{cells}  {verdict}", flush=True)
+        print(f"  {first['ranks']:>5}  {first['layout']:<44}{cells}  {verdict}", flush=True)
         for line in red:
             print(f"         {line['model']}: {line['where']}", flush=True)
         self.layout = []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import UsageError
+from tilemesh.core.errors import RunError, UsageError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -23,6 +24,25 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds a {type(found).__name__}: expected a JSON object")
     return found
+
+
+def write_text(text: str, path: Path | str) -> None:
+    """Write a file whole, making its folder; RunError where that cannot be."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None
+
+
+def write_output(text: str, path: Path | str) -> None:
+    """The same, and to standard output where the path is `-`."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_text(text, path)
 
 
 @contextlib.contextmanager

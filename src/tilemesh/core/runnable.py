@@ -26,9 +26,9 @@ class Lack(NamedTuple):
 
 def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     """All that keeps this plan from being run; nothing where it can be."""
-    if plan.pp > 1 and plan.schedule == "terapipe":
-        why = "attention over slices of a sequence has no backward pass here"
-        yield Lack("terapipe", "schedule is terapipe", why, "schedule=1f1b")
+    if plan.slices > 1 and plan.sequence_parallel:
+        given = f"slices is {plan.slices} with sequence_parallel"
+        yield Lack("slices", given, "both cut sequences, and not together", "sequence_parallel=false")
     if plan.zero and plan.dp == 1:
         why = "ZeRO shares among replicas and there is one"
         yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0")

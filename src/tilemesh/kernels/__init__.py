@@ -17,6 +17,7 @@ _OTHERS = {
     "FusedLinear": "tilemesh.kernels.modules:FusedLinear",
     "FusedEmbedding": "tilemesh.kernels.modules:FusedEmbedding",
     "SelfAttention": "tilemesh.kernels.modules:SelfAttention",
+    "self_attention": "tilemesh.kernels.attention.joined:self_attention",
     "Config": "tilemesh.kernels.matmul.config:Config",
     "AdamW": "tilemesh.kernels.adamw.reference:AdamW",
     "global_norm": "tilemesh.kernels.adamw.reference:global_norm",

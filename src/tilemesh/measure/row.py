@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.files import write_output
 from tilemesh.measure.sample import Sample, speedup
 
 CaseValue = str | int | float | bool | None
@@ -143,17 +144,7 @@ class Row:
 
 def write_rows(rows: Iterable[Row], path: str | Path) -> None:
     """Write rows to a file, one object a line, or to standard output when the path is `-`."""
-    lines = [row.to_json() + "\n" for row in rows]
-    if str(path) == "-":
-        sys.stdout.writelines(lines)
-        sys.stdout.flush()
-        return
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"rows cannot be written to '{path}': {error.strerror}") from None
+    write_output("".join(row.to_json() + "\n" for row in rows), path)
 
 
 def read_rows(path: str | Path) -> list[Row]:

@@ -15,6 +15,8 @@ TORCH = "torch"
 class ModelKernels:
     projections: str = "auto"
     """The MLP's first projections, each with its activation."""
+    attention: str = TORCH
+    """Attention over a whole sequence, without a cache."""
     embedding: str = TORCH
     """Rows of the embedding's table by token, with those of the positions added; its gradient."""
     norms: str = TORCH
@@ -30,7 +32,9 @@ class ModelKernels:
         return ", ".join(f"{name} {owner}" for name, owner in whose.items())
 
 
-OURS = ModelKernels(projections="auto", embedding="auto", norms="auto", loss="auto")
-PLAIN = ModelKernels(projections=TORCH, embedding=TORCH, norms=TORCH, loss=TORCH)
+OURS = ModelKernels(projections="auto", attention="auto", embedding="auto", norms="auto", loss="auto")
+PLAIN = ModelKernels(projections=TORCH, attention=TORCH, embedding=TORCH, norms=TORCH, loss=TORCH)
 STANDARD = ModelKernels()
 """Of a model that is made without a choice: torch's, but for the fused projections."""
+COMPILED = ModelKernels(projections=TORCH, embedding="auto", norms="auto", loss="auto")
+"""Beside torch.compile: ours where it reads or writes more than it must."""

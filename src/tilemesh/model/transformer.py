@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
+from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
@@ -110,10 +112,13 @@ class Dropout(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped-query heads. `heads` and `kv_heads` are what this module holds of them."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None, kernels: ModelKernels = STANDARD
+    ) -> None:
         super().__init__()
         width, kv_width, biases = config.width, config.kv_width, config.has_biases("qkv")
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.implementation = kernels.attention
         self.window, self.query_factor = config.window_of(layer), config.query_factor
         self.qk_norm = config.qk_norm
         self.joined = False
@@ -126,16 +131,30 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         projections = (self.fc_q, self.fc_k, self.fc_v)
-        q, k, v = joined(x_BTD, projections) if self.joined else (one(x_BTD) for one in projections)
+        rotary = now.local_rotary if self.window else now.rotary
+        is_ours = self.implementation != TORCH and now.cache is None
+        y_BTD: Tensor
+        if is_ours and self.joined and rotary is None and self.qk_norm == "none" and self.query_factor == 1:
+            y_BTD = self.fc_o(self._attend_joined(joined(x_BTD, projections)))
+            return y_BTD
+        if self.joined:
+            q, k, v = torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
+        else:
+            q, k, v = (one(x_BTD) for one in projections)
         if self.qk_norm == "full":
             q, k = self._normalized(q, k)
-        q_BTHE = q.unflatten(-1, (self.heads, -1))
-        k_BTKE, v_BTKE = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
+        q_BTHE = _by_heads(q, self.heads)
+        k_BTKE, v_BTKE = _by_heads(k, self.kv_heads), _by_heads(v, self.kv_heads)
         if self.qk_norm == "head":
             q_BTHE, k_BTKE = self._normalized(q_BTHE, k_BTKE)
         if self.query_factor != 1:
             q_BTHE = q_BTHE * self.query_factor
-        rotary = now.local_rotary if self.window else now.rotary
+        if is_ours:
+            if rotary is not None:
+                cos, sin = (table[:, None] for table in rotary)  # the same for every head of a token
+                q_BTHE, k_BTKE = rotate(q_BTHE, cos, sin), rotate(k_BTKE, cos, sin)
+            y_BTD = self.fc_o(self._attend_joined(torch.cat([q_BTHE, k_BTKE, v_BTKE], dim=-2).flatten(-2)))
+            return y_BTD
         if now.cache is None:
             y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, rotary)
         else:
@@ -143,13 +162,20 @@ class Attention(nn.Module):
                 q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
             kept = {"window": self.window} if self.window else {}
             y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **kept)
-        y_BTD: Tensor = self.fc_o(y_BTHE.flatten(-2))
+        y_BTD = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
 
     def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
         assert self.k_norm is not None
         return self.q_norm(q)[0], self.k_norm(k)[0]
+
+    def _attend_joined(self, qkv_BTF: Tensor) -> Tensor:
+        """By tilemesh's kernels, whose gradient for queries, keys and values side by side is one tensor too."""
+        y_BTD: Tensor = self_attention(
+            qkv_BTF, heads=self.heads, kv_heads=self.kv_heads, window=self.window, implementation=self.implementation
+        )
+        return y_BTD
 
     def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The pass's tokens attend to one another; heads stand before tokens from here on, as torch's kernels want."""
@@ -164,6 +190,11 @@ class Attention(nn.Module):
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         return y_BHTE.transpose(1, 2)
+
+
+def _by_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, heads x E) as (B, T, heads, E)."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 class Mlp(nn.Module):
@@ -205,7 +236,7 @@ class Layer(nn.Module):
         self.norm_place, self.parallel_residual = config.norm_place, config.parallel_residual
         is_sandwich = self.norm_place == "sandwich"
         self.attention_norm = _norm(config, dtype, kernels)
-        self.attention = Attention(config, index, dtype)
+        self.attention = Attention(config, index, dtype, kernels)
         self.attention_out_norm = _norm(config, dtype, kernels) if is_sandwich else None
         self.mlp_norm = _norm(config, dtype, kernels)
         self.mlp = Mlp(config, dtype, kernels)
@@ -421,15 +452,15 @@ class Transformer(nn.Module):
         return total, (targets_BT != IGNORED).sum()
 
 
-def joined(x: Tensor, projections: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What several projections make of the same x, before any activation, by one product with their weights in a row.
+def joined(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
+    """What several projections make of the same x, side by side, by one product with their weights in a row.
 
     Worth it where weights are cast on their way anyway (autocast under torch.compile): the cast then writes them side
     by side. One wide product for three, forward and twice backward, and nothing to add up for x's gradient.
     """
     weight = torch.cat([one.weight for one in projections])
     bias = None if projections[0].bias is None else torch.cat([one.bias for one in projections])
-    return torch.split(functional.linear(x, weight, bias), [one.weight.shape[0] for one in projections], dim=-1)
+    return functional.linear(x, weight, bias)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -464,7 +495,7 @@ def rotary_table(
     else:
         frequency = _stretched(config.rotary_base ** (-pair / config.rotary_width), config)
     angle = positions.to(dtype)[..., None] * frequency
-    return angle.cos(), angle.sin()
+    return cosines_and_sines(angle)
 
 
 def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import share
 from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.slices import SliceCache
 
 
 @dataclass
@@ -30,8 +32,22 @@ class StepData:
     dropout_seed: int | Tensor | None = None
     scale: float = 1.0
     """A factor on the loss."""
+    slices: int = 1
+    """Into which every sequence is cut."""
     count: Callable[[Tensor, Tensor], None] = lambda total, count: None
     """Told the summed loss of a microbatch and how many targets counted."""
+
+    def piece(self, place: Place) -> tuple[Tensor, Tensor, DropoutPlace]:
+        """Tokens and targets of one slice of a microbatch, and where they stand in the step's batch."""
+        microbatch, number = place
+        tokens_BT, targets_BT, row = self.pieces[microbatch]
+        begin, count = share(tokens_BT.shape[1], self.slices, number)
+        here = slice(begin, begin + count)
+        return tokens_BT[:, here], targets_BT[:, here], DropoutPlace(row=row, token=begin)
+
+
+Place = tuple[int, int]
+"""A microbatch and a slice of it."""
 
 
 class _Graph(NamedTuple):
@@ -42,6 +58,8 @@ class _Graph(NamedTuple):
     """Where backward begins: the edge of a graph, or the loss; None while it has to be computed again."""
     dtype: torch.dtype | None = None
     """Of what the forward pass made."""
+    cache: SliceCache | None = None
+    """Of a slice: the keys and values that it shares with others."""
 
 
 @dataclass
@@ -52,20 +70,24 @@ class ModelChunk:
     data: StepData
     deferral: Deferral | None = None
     """Of the chunk's projections, where backward comes in two halves."""
-    _graphs: dict[int, _Graph] = field(default_factory=dict)
-    _products: dict[int, list[WeightProduct]] = field(default_factory=dict)
+    _graphs: dict[Place, _Graph] = field(default_factory=dict)
+    _products: dict[Place, list[WeightProduct]] = field(default_factory=dict)
 
     def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
-        return self._run(microbatch, None if x is None else x.detach(), keeps=keeps, is_first=True)
+        return self._run((microbatch, piece), None if x is None else x.detach(), keeps=keeps, is_first=True)
 
     def recompute(self, microbatch: int, piece: int) -> None:
-        self._run(microbatch, self._graphs.pop(microbatch).x, keeps=True, is_first=False)
+        place = (microbatch, piece)
+        self._run(place, self._graphs.pop(place).x, keeps=True, is_first=False)
 
-    def _run(self, microbatch: int, x: Tensor | None, *, keeps: bool, is_first: bool) -> Tensor | None:
-        tokens_BT, targets_BT, row = self.data.pieces[microbatch]
+    def _run(self, place: Place, x: Tensor | None, *, keeps: bool, is_first: bool) -> Tensor | None:
+        tokens_BT, targets_BT, where = self.data.piece(place)
         options: dict[str, Any] = {"x_BTD": x}
         if self.data.dropout_seed is not None:
-            options |= {"dropout_seed": self.data.dropout_seed, "place": DropoutPlace(row=row)}
+            options |= {"dropout_seed": self.data.dropout_seed, "place": where}
+        cache = None
+        if self.data.slices > 1:
+            cache = options["cache"] = self._slice(place, tokens_BT, where.token)
         if x is not None:
             x.requires_grad_(keeps)
         with torch.set_grad_enabled(keeps):
@@ -73,15 +95,22 @@ class ModelChunk:
                 total, count = self.laid.loss(tokens_BT, targets_BT, **options)
                 if is_first:
                     self.data.count(total, count)
-                self._graphs[microbatch] = _Graph(x, total if keeps else None, total.dtype)
+                self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache)
                 return None
             made = self.laid.activations(tokens_BT, **options)
         edge = torch.autograd.graph.get_gradient_edge(made) if keeps else None
-        self._graphs[microbatch] = _Graph(x, edge, made.dtype)
+        self._graphs[place] = _Graph(x, edge, made.dtype, cache)
         return made.detach().to(self.laid.stream_dtype)
 
+    def _slice(self, place: Place, tokens_BT: Tensor, begin: int) -> SliceCache:
+        """What this slice attends through: its own keys and values, and those of the slices before it."""
+        microbatch, number = place
+        earlier = [self._graphs[microbatch, before].cache for before in range(number)]
+        known = [cache for cache in earlier if cache is not None]
+        return SliceCache(known, begin, tokens_BT, begin + tokens_BT.shape[1])
+
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        x, root, dtype = self._graphs.pop(microbatch)
+        x, root, dtype, cache = self._graphs.pop((microbatch, piece))
         if gradient is None:
             assert isinstance(root, Tensor)
             gradient = torch.full_like(root, self.data.scale)
@@ -89,16 +118,17 @@ class ModelChunk:
             raise UsageError("a backward pass in two halves of layers that were not made for it: lay the model anew")
         if self.deferral is not None:
             self.deferral.is_waiting = splits
-        torch.autograd.backward((root,), (gradient.to(dtype),))
+        roots, gradients = ([], []) if cache is None else cache.roots()
+        torch.autograd.backward((root, *roots), (gradient.to(dtype), *gradients))
         if splits and self.deferral is not None:
-            self._products[microbatch] = self.deferral.take()
+            self._products[microbatch, piece] = self.deferral.take()
         if x is None:
             return None
         found, x.grad = x.grad, None
         return found
 
     def weights(self, microbatch: int, piece: int) -> None:
-        multiply(self._products.pop(microbatch))
+        multiply(self._products.pop((microbatch, piece)))
 
     def put_off(self) -> Iterator[Tensor]:
         """Operands of the products that W will do."""
@@ -107,4 +137,4 @@ class ModelChunk:
                 yield from (product.x, product.gradient)
 
     def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
-        return self.laid.empty_stream(self.data.pieces[microbatch].tokens)
+        return self.laid.empty_stream(self.data.piece((microbatch, piece))[0])

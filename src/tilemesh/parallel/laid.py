@@ -130,18 +130,20 @@ class Laid:
         x_BTD: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
+        cache: KeyValueCache | None = None,
         regions: CompiledRegions | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Summed loss of this replica's rows and how many targets counted; the same on all ranks of tp.
 
         `place`: where the rows stand in the step's whole batch. What is dropped follows from it and the seed alone.
-        `x_BTD`: for the last part of a model, what `activations` of the part before it gave. `regions`: layers and head
-        to be called instead of the model's own.
+        `x_BTD`: for the last part of a model, what `activations` of the part before it gave. `cache`: what
+        the tokens attend through, where they are a slice of their sequences. `regions`: layers and head to be called
+        instead of the model's own.
         """
         model = self._transformer()
         layers = None if regions is None else regions.layers
         with self.autocast():
-            stream = self._stream(model, tokens_BT, x_BTD, dropout_seed, place, layers=layers)
+            stream = self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache, layers)
         return (self.head_loss if regions is None else regions.head)(stream, targets_BT)
 
     def head_loss(self, stream: ResidualStream, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,12 +187,13 @@ class Laid:
         x_BTD: Tensor | None = None,
         dropout_seed: int | Tensor | None = None,
         place: DropoutPlace = ORIGIN,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """What a part of a model without the head gives to the part after it; with sequence parallelism, of this rank's
         tokens. As `loss` otherwise: all parts are given the same tokens, which say how many there are and where."""
         model = self._transformer()
         with self.autocast():
-            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place))
+            return added(self._stream(model, tokens_BT, x_BTD, dropout_seed, place, cache))
 
     def autocast(self) -> AbstractContextManager[object]:
         """What the plan's precision asks for around a forward pass."""

@@ -104,7 +104,7 @@ class Pipeline(Laid):
         if not isinstance(gradients, Bucketed):
             raise UsageError(f"gradients of a pipeline by {type(gradients).__name__}: expected 'bucketed'")
         self.config, self._names, self.step, self.buckets = config, tuple(names), step, gradients
-        self.data = StepData(count=self._count)
+        self.data = StepData(count=self._count, slices=step.program.slices)
         self.parts = {
             number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
             for number, model in chunks.items()
@@ -163,6 +163,11 @@ class Pipeline(Laid):
         if len(pieces) != self.step.program.microbatches:
             raise UsageError(
                 f"{len(pieces)} microbatches and the plan has {self.step.program.microbatches}: give as many"
+            )
+        shortest = min(piece.tokens.shape[1] for piece in pieces)
+        if shortest < self.data.slices:
+            raise UsageError(
+                f"slices is {self.data.slices} and a sequence has {shortest} tokens: expected at most as many"
             )
         self.data.pieces, self.data.dropout_seed, self.data.scale = pieces, dropout_seed, scale
         self.buckets.begin(scale)

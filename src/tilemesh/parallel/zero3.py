@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilemesh.core.errors import RunError
 from tilemesh.core.step.action import Payload
 from tilemesh.parallel.buckets import BUCKET_BYTES
 from tilemesh.parallel.gradients import Parts
@@ -30,6 +31,10 @@ def give_memory_back(tensors: Sequence[Tensor]) -> None:
     """Leave tensors their shape and take their memory."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
+
+
+class NotWholeError(RunError):
+    """A pass reads weights that are not whole: the list frees a chunk too early, or gathers it too late."""
 
 
 @dataclass
@@ -85,7 +90,12 @@ class ZeroWeights(Zero):
     def ready(self, chunk: int) -> None:
         """Wait until a chunk's weights, whose gathering has begun, are whole."""
         for bucket in self.reads[chunk]:
-            found = self._whole[id(bucket)]
+            found = self._whole.get(id(bucket))
+            if found is None:
+                raise NotWholeError(
+                    f"chunk {chunk} is read and its weights are not whole: an early FREE in the step's list, or a "
+                    "GATHER that is missing"
+                )
             if found.handle is None:
                 continue
             found.handle.wait()

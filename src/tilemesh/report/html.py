@@ -12,10 +12,7 @@ import hashlib
 import html
 import json
 from importlib import resources
-from pathlib import Path
 from typing import Any
-
-from tilemesh.core.errors import RunError
 
 VOID = ("br", "hr", "img", "input", "meta", "wbr")
 
@@ -88,16 +85,6 @@ def page(title: str, body: Html, *, live: str | None = None) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{main}\n<script>{script}</script></body></html>\n'
     )
-
-
-def write(text: str, path: str | Path) -> None:
-    """Write a page whole, making its folder; RunError when it cannot be."""
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"'{path}' cannot be written: {error.strerror}") from None
 
 
 def _is_hidden(one: str) -> bool:

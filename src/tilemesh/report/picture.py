@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import write_text
 from tilemesh.report.draw import Dots, Drawing, Line, Note, PlotAxis, PlotLayer, Rule, is_slanted, runs
-from tilemesh.report.html import asset, write
+from tilemesh.report.html import asset
 
 WIDTH, GAP = 940, 20
 _TOP, _BOTTOM, _RIGHT = 30, 46, 14
@@ -39,7 +40,7 @@ def write_picture(drawings: Sequence[Drawing], path: str) -> None:
     check_picture(path)
     text = svg(drawings)
     if path.endswith(".svg"):
-        write(text, path)
+        write_text(text, path)
         return
     with tempfile.TemporaryDirectory() as folder:
         source, drawn = Path(folder, "chart.svg"), Path(folder, "chart.png")

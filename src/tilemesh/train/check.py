@@ -97,6 +97,10 @@ def _check_plan(made: TrainConfig) -> None:
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}{advice(made.model, plan)}")
+    if plan.slices > made.context:
+        raise UsageError(
+            f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
+        )
     if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
         given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
         raise UsageError(

@@ -6,6 +6,7 @@ settings; `check.py` says what it may be. No torch here: the command line reads 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.kernels import OURS, PLAIN, STANDARD, TORCH, ModelKernels
+from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
 from tilemesh.runs import folder as folders
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.names import CONFIG
@@ -77,9 +78,10 @@ class LoopConfig:
     """On a single GPU, whether a step is captured as one CUDA graph and replayed; none: wherever that is possible and
     leaves memory for evaluation."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Whose kernels compute projections with their activations, norms with the addition before them, the loss from
-    the last activations, and on a GPU AdamW's update; auto: on a GPU tilemesh's kernels for AdamW, and for projections
-    unless under torch.compile (which fuses activations with their neighbours); torch for everything else."""
+    """Whose kernels compute projections with their activations, attention, the embedding, norms with the addition
+    before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU tilemesh's for AdamW
+    and, under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, without
+    it for projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs where there are any, else on the CPU."""
     timeout_s: float = 60.0
@@ -157,9 +159,16 @@ class TrainConfig:
         """Whose operations the model is made of on this kind of device."""
         if self.train.kernels == "tilemesh":
             return OURS
-        # Norms and loss of ours join `auto` when rows of a whole training step on a GPU show that they are faster.
-        fuses = self.train.kernels == "auto" and device == "cuda" and not self.train.compile
-        return STANDARD if fuses else PLAIN
+        if self.train.kernels == "torch" or device != "cuda":
+            return PLAIN
+        # What profiles of a whole training step on an H200 say (docs/kernels/LOG.md).
+        if not self.train.compile:
+            return STANDARD
+        # Attention of ours saves the copy that joins the gradients of one product for query, key and value.
+        joins = self.plan.tp == 1 and self.model.positions != "rotary"
+        # LayerNorm and the loss, both of ours, in one compiled step of gpt2-124m were not ready after 170 s.
+        norms = "auto" if self.model.norm == "rmsnorm" else TORCH
+        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH, norms=norms)
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""

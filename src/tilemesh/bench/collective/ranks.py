@@ -89,9 +89,7 @@ class Bench:
             cannot = is_direct(name) and cell.buffers != "empty"
             if refusal is None and wanted and not hopeless and not cannot:
                 calls[name] = lambda _, name=name: method(x, out=out, algorithm=name)  # type: ignore[misc]
-        if (not self.job.algorithms or "native" in self.job.algorithms) and candidates(request, comm.transport)[
-            "native"
-        ] is None:
+        if (not self.job.algorithms or "native" in self.job.algorithms) and known["native"] is None:
             calls["native_by_us"] = lambda _: method(x, out=out, algorithm="native")
         missing = {}
         x0, out0 = arrays(comm, Cell(cell.collective, cell.ranks, cell.nbytes))  # the library has no other memory

@@ -114,6 +114,8 @@ class Candidates:
 
     def compiled(self) -> dict[str, Callable[..., Any]]:
         """The functions, each compiled for this problem alone where torch.compile is to."""
+        if not self.modes.keys() & self.functions.keys():
+            return dict(self.functions)  # torch.compile's packages take seconds to load
         torch._dynamo.reset()
         return {
             name: torch.compile(function, mode=self.modes[name], dynamic=False) if name in self.modes else function

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilemesh.kernels.attention.kernel import keys_of, locate, spans
+from tilemesh.kernels.warps import barriers, next_place
 
 PAIR = gl.constexpr(2)  # groups of a program
 ROWS = gl.constexpr(64)  # of a group: what one instruction multiplies
@@ -30,14 +31,6 @@ NOTHING = gl.constexpr(-1e30)
 # Registers a thread: of the second group and the loading warp; the first group has what is left of the multiprocessor.
 GROUP_REGISTERS = gl.constexpr(240)
 LOADER_REGISTERS = gl.constexpr(24)
-
-
-@gluon.jit
-def next_place(place, lap, STAGES: gl.constexpr):
-    """The stage after this one, and how often the ring was gone around."""
-    place += 1
-    around = place == STAGES
-    return gl.where(around, 0, place), gl.where(around, lap + 1, lap)
 
 
 @gluon.jit
@@ -221,22 +214,13 @@ def attend_hopper(
     y_part = gl.allocate_shared_memory(dtype, [PAIR, 1, 1, ROWS, HEAD], y_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [PAIR, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [PAIR, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [PAIR, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PAIR):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-        mbarrier.init(order.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=PAIR)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=PAIR)
+    q_ready = barriers(PAIR, 1)
+    q_free = barriers(PAIR, 1)
+    order = barriers(PAIR, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, PAIR)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, PAIR)
     fence_async_shared()
     gl.warp_specialize([
         (attend_group, (0, y_desc, kept, q_part, y_part, k_ring, v_ring, q_ready, q_free, k_ready, k_free, v_ready,

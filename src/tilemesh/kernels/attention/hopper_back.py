@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilemesh.kernels.attention.hopper import GROUP_REGISTERS, LOADER_REGISTERS, PAIR, ROWS, next_place
+from tilemesh.kernels.attention.hopper import GROUP_REGISTERS, LOADER_REGISTERS, PAIR, ROWS
 from tilemesh.kernels.attention.kernel import keys_of, locate, queries_of, spans
+from tilemesh.kernels.warps import barriers, next_place, thread_barrier
 
 # ---- keys and values ---------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ def load_keys_back(
             # Where there is no query, its probabilities are 0.
             vectors.index(2 * place).store(gl.load(kept + offset + rows, mask=rows < T, other=float("inf")))
             vectors.index(2 * place + 1).store(gl.load(delta + offset + rows, mask=rows < T, other=0.0))
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(ready.index(place), count=1)
             place, lap = next_place(place, lap, STAGES)
 
@@ -168,14 +169,9 @@ def keys_back_hopper(
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD], q_desc.layout)
     g_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD], g_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    part_ready = gl.allocate_shared_memory(gl.int64, [PAIR, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PAIR):
-        mbarrier.init(part_ready.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=2)  # tiles and vectors
-        mbarrier.init(free.index(i), count=PAIR)
+    part_ready = barriers(PAIR, 1)
+    ready = barriers(STAGES, 2)  # tiles and vectors
+    free = barriers(STAGES, PAIR)
     fence_async_shared()
     gl.warp_specialize([
         (keys_back_group, (0, dk_desc, dv_desc, k_part, v_part, q_ring, g_ring, vectors, part_ready, ready, free,
@@ -345,18 +341,11 @@ def queries_back_hopper(
     g_part = gl.allocate_shared_memory(dtype, [PAIR, 1, 1, ROWS, HEAD], g_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD], v_desc.layout)
-    part_ready = gl.allocate_shared_memory(gl.int64, [PAIR, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PAIR):
-        mbarrier.init(part_ready.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=PAIR)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=PAIR)
+    part_ready = barriers(PAIR, 1)
+    k_ready = barriers(STAGES, 1)
+    k_free = barriers(STAGES, PAIR)
+    v_ready = barriers(STAGES, 1)
+    v_free = barriers(STAGES, PAIR)
     fence_async_shared()
     gl.warp_specialize([
         (queries_back_group, (0, dq_desc, kept, delta, q_part, g_part, k_ring, v_ring, part_ready, k_ready, k_free,

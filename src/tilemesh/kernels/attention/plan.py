@@ -298,14 +298,31 @@ def _launch(
                 raise
 
 
+def attend(launch: Any, given: Mapping[str, Tensor], causal: bool, window: int, scale: float) -> None:
+    """Write `y` and `kept` from q, k and v, in whatever memory they are views of."""
+    _launch(launch, forward_plan, given, ("y", "kept"), _how(given["q"], causal, window, scale))
+
+
+def attend_back(
+    launch: Any, given: Mapping[str, Tensor], made: Mapping[str, Tensor], causal: bool, window: int, scale: float
+) -> None:
+    """Write dq, dk and dv, which `made` holds, from q, k, v, y, its gradient and what was kept."""
+    sums = given["kept"]
+    delta = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
+    launch(products_plan, {"y": given["y"], "grad": given["grad"], "delta": delta}, written=("delta",))
+    read = {**{name: tensor for name, tensor in given.items() if name != "y"}, "delta": delta}
+    how = _how(given["q"], causal, window, scale)
+    _launch(launch, keys_back_plan, {**read, "dk": made["dk"], "dv": made["dv"]}, ("dk", "dv"), how)
+    _launch(launch, queries_back_plan, {**read, "dq": made["dq"]}, ("dq",), how)
+
+
 def forward(
     launch: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, causal: bool, window: int, scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), log_sums(q)
     given = {"q": q, "k": k, "v": v, "y": y, "kept": kept, **_bounds(launch, q, starts)}
-    how = _how(q, causal, window, scale)
-    _launch(launch, forward_plan, given, ("y", "kept"), how)
+    attend(launch, given, causal, window, scale)
     return y, kept
 
 
@@ -314,11 +331,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     (grad,), (y, sums) = gradients, kept
     q, k, v, starts, causal, window, scale, _ = arguments
-    delta = torch.empty(sums.shape, dtype=sums.dtype, device=sums.device)
-    launch(products_plan, {"y": y, "grad": grad, "delta": delta}, written=("delta",))
     dq, dk, dv = (torch.empty(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (q, k, v))
-    given = {"q": q, "k": k, "v": v, "grad": grad, "kept": sums, "delta": delta, **_bounds(launch, q, starts)}
-    how = _how(q, causal, window, scale)
-    _launch(launch, keys_back_plan, {**given, "dk": dk, "dv": dv}, ("dk", "dv"), how)
-    _launch(launch, queries_back_plan, {**given, "dq": dq}, ("dq",), how)
+    given = {"q": q, "k": k, "v": v, "y": y, "grad": grad, "kept": sums, **_bounds(launch, q, starts)}
+    attend_back(launch, given, {"dq": dq, "dk": dk, "dv": dv}, causal, window, scale)
     return dq, dk, dv, None

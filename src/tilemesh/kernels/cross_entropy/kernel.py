@@ -26,21 +26,46 @@ NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
-def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
-    """log(sum(exp(row))), the row's largest element, and where labels are smoothed its sum. `logits` is at the row."""
+def add_exponentials(
+    logits, begin, end, V, x_n, largest, total, plain,
+    SMOOTHS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Blocks of columns [begin, end): each lane's largest logit, its sum of exponentials and its plain sum."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     log2_e: tl.constexpr = 1.4426950408889634
-    largest = tl.full((COLUMNS,), NOTHING, kind)
-    total = tl.zeros((COLUMNS,), kind)
-    plain = tl.zeros((COLUMNS,), kind)
-    for begin in range(0, V, COLUMNS):
-        columns = begin + tl.arange(0, COLUMNS)
-        value = tl.load(logits + columns * x_n, mask=columns < V, other=float("-inf")).to(kind)
+    for first in range(begin, end, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        if MASKED:
+            value = tl.load(logits + columns * x_n, mask=columns < V, other=float("-inf")).to(kind)
+        else:
+            value = tl.load(logits + columns * x_n).to(kind)
         if SMOOTHS:
             plain += tl.where(columns < V, value, 0.0)
         larger = tl.maximum(largest, value)
         total = total * tl.exp2((largest - larger) * log2_e) + tl.exp2((value - larger) * log2_e)
         largest = larger
+    return largest, total, plain
+
+
+@triton.jit
+def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """log(sum(exp(row))), the row's largest element, and where labels are smoothed its sum. `logits` is at the row.
+
+    Whole blocks have no mask: where V is odd, a masked load would be one element wide (3.5 ms instead of 2.1 for 32768
+    rows of 50257 classes on an H200, which is what that many rows of 50304 take).
+    """
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    log2_e: tl.constexpr = 1.4426950408889634
+    largest = tl.full((COLUMNS,), NOTHING, kind)
+    total = tl.zeros((COLUMNS,), kind)
+    plain = tl.zeros((COLUMNS,), kind)
+    whole = V // COLUMNS * COLUMNS
+    largest, total, plain = add_exponentials(
+        logits, 0, whole, V, x_n, largest, total, plain, SMOOTHS, False, COLUMNS, WIDE
+    )
+    largest, total, plain = add_exponentials(
+        logits, whole, V, V, x_n, largest, total, plain, SMOOTHS, True, COLUMNS, WIDE
+    )
     top = tl.max(largest, 0)
     total_sum = tl.sum(total * tl.exp2((largest - top) * log2_e), 0)
     return top + tl.log2(total_sum) / log2_e, tl.sum(plain, 0)
@@ -69,14 +94,20 @@ def write_gradient(
     factor = upstream * (1.0 + 2.0 * z * log_total)
     less = upstream * smoothing / V
     hit = upstream * (1.0 - smoothing)
-    count = (V + COLUMNS - 1) // COLUMNS
-    for block in range(count):
-        columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+    whole = V // COLUMNS
+    for _ in range(whole * COLUMNS, V, COLUMNS):  # what is left at the end, if anything
+        columns = whole * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < V
         value = tl.load(logits + columns * x_n, mask=inside, other=0.0, eviction_policy="evict_first").to(kind)
         made = tl.exp2((value - log_total) * log2_e) * factor - less
         made -= tl.where(columns == at, hit, 0.0)
         tl.store(dx + columns, made.to(dx.dtype.element_ty), mask=inside)
+    for block in range(whole):
+        columns = (whole - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+        value = tl.load(logits + columns * x_n, eviction_policy="evict_first").to(kind)
+        made = tl.exp2((value - log_total) * log2_e) * factor - less
+        made -= tl.where(columns == at, hit, 0.0)
+        tl.store(dx + columns, made.to(dx.dtype.element_ty))
 
 
 @triton.jit

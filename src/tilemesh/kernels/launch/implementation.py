@@ -21,6 +21,7 @@ def check_implementation(implementation: str) -> None:
 def implementation_of(implementation: str, tensors: Sequence[Tensor]) -> str:
     """One of triton, interpret and torch: on a CPU `auto` is torch. All tensors are on one device."""
     check_implementation(implementation)
+    # torch.compile of torch 2.11 cannot trace bool() of a list: each operator would end a graph.
     on_gpu = len(tensors) > 0 and tensors[0].device.type == "cuda"
     if implementation == "triton" and not on_gpu:
         where = f", got {tensors[0].device}" if tensors else ""

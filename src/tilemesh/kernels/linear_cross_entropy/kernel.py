@@ -75,7 +75,9 @@ def forward(
     total = dweight
     if differentiated:
         is_summed_there = kind == x.dtype and table is weight
-        total = dweight.zero_() if is_summed_there else torch.zeros(table.shape, dtype=kind, device=x.device)
+        total = dweight if is_summed_there else torch.empty(table.shape, dtype=kind, device=x.device)
+        if not rows.shape[0]:
+            total.zero_()
     options = {"ignore": ignore_index, "smoothing": float(label_smoothing), "z": float(z_loss)}
     size = chunk_rows(rows.shape[0], len(table), x.element_size())
     for begin in range(0, rows.shape[0], size):
@@ -90,7 +92,7 @@ def forward(
         launch(chunk_plan, given, written=("logits", "losses"), **options)
         if differentiated:
             torch.mm(logits, table, out=by_rows(dx)[begin : begin + size])
-            _add_product(total, logits, part)
+            _add_product(total, logits, part, is_first=begin == 0)
     if total is not dweight:
         dweight.copy_(total[:classes])
     loss = losses.sum()
@@ -127,11 +129,13 @@ def _aligned(weight: Tensor) -> Tensor:
     return table
 
 
-def _add_product(total: Tensor, logits: Tensor, part: Tensor) -> None:
-    """total += logits^T part, in total's precision."""
-    if total.dtype == logits.dtype:
-        total.addmm_(logits.t(), part)
-    elif total.is_cuda:
-        torch.addmm(total, logits.t(), part, out_dtype=total.dtype, out=total)
+def _add_product(total: Tensor, logits: Tensor, part: Tensor, *, is_first: bool) -> None:
+    """total += logits^T part, in total's precision; the first product is written over what is there."""
+    across, beta = logits.t(), 0 if is_first else 1
+    if total.is_cuda and total.dtype != logits.dtype:
+        if is_first:
+            torch.mm(across, part, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, across, part, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(logits.t().to(total.dtype), part.to(total.dtype))
+        total.addmm_(across.to(total.dtype), part.to(total.dtype), beta=beta)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilemesh.kernels.activations.kernel import activate
 from tilemesh.kernels.matmul.kernel import locate
+from tilemesh.kernels.warps import barriers
 
 GROUPS = gl.constexpr(2)
 # Registers a thread: of the second group and the loading warp; the first group has what is left of the multiprocessor.
@@ -174,18 +175,11 @@ def pingpong_tiles(
     a_ring = gl.allocate_shared_memory(dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
     parts = gl.allocate_shared_memory(dtype, [GROUPS, rows, BLOCK_N], d_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    c_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2 if PAIRED else 1)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(order.index(i), count=1)
-        mbarrier.init(c_ready.index(i), count=1)
-        mbarrier.init(c_free.index(i), count=1)
+    ready = barriers(STAGES, 1)
+    free = barriers(STAGES, 2 if PAIRED else 1)
+    order = barriers(GROUPS, 1)
+    c_ready = barriers(GROUPS, 1)
+    c_free = barriers(GROUPS, 1)
     fence_async_shared()
     if EARLY:  # as kernel.take_turn
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

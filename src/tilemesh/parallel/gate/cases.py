@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Schedule
+from tilemesh.core.plan import INTERLEAVED, ParallelPlan, Precision, Recompute, Schedule
 from tilemesh.core.shard import share
 from tilemesh.model.config import ModelConfig
 
@@ -55,6 +55,9 @@ class GateLayout:
     schedule: Schedule = "1f1b"
     zero: int = 0
     zero_group: int = 0
+    prefetch: int = 1
+    recompute: Recompute = "none"
+    recompute_every: int | Literal["sqrt"] = 1
 
     @property
     def ranks(self) -> int:
@@ -68,6 +71,9 @@ class GateLayout:
         more = " sequence" * self.sequence + f" ×{self.accumulation}" * (self.accumulation > 1)
         if self.zero:
             more += f" ZeRO-{self.zero}" + f" by {self.zero_group}" * (self.zero_group > 0)
+            more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
+        if self.recompute != "none":
+            more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
         return f"dp={self.dp} tp={self.tp}{stages}{more}"
 
@@ -78,10 +84,14 @@ class GateLayout:
             pp=self.pp,
             schedule=self.schedule,
             interleave=2 if self.schedule in INTERLEAVED else 1,
+            slices=3 if self.schedule == "terapipe" else 1,
             sequence_parallel=self.sequence,
             accumulation=self.accumulation,
             zero=self.zero,
             zero_group=self.zero_group,
+            prefetch=self.prefetch,
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
             precision=precision,
         )
 
@@ -94,9 +104,12 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven."""
+        """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven, and with
+        five where layers are gathered or computed again in stretches."""
         config, plan = MODELS[self.model], self.layout.plan(self.precision)
-        return config if plan.pp == 1 else config.replace(layers=plan.chunks + 1)
+        if plan.pp > 1:
+            return config.replace(layers=plan.chunks + 1)
+        return config.replace(layers=5) if plan.zero == 3 or plan.recompute_every != 1 else config
 
 
 def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:
@@ -120,11 +133,12 @@ def pipelines(ranks: int) -> list[GateLayout]:
     more. Each of dp, tp, sequence parallelism meets every family of schedules as the number of ranks grows."""
     found = []
     for place, schedule in enumerate(get_args(Schedule)):
-        if schedule == "terapipe" or ranks < 2:
+        if ranks < 2:
             continue
         rest = ranks // 2
         tp = 1 if rest == 1 else (rest, 1, 2)[place % 3]
-        found.append(GateLayout(rest // tp, tp, tp > 1 and place % 2 == 0, 4, 2, schedule))
+        sequence = tp > 1 and place % 2 == 0 and schedule != "terapipe"
+        found.append(GateLayout(rest // tp, tp, sequence, 4, 2, schedule))
     if ranks >= 4:
         deep: tuple[Schedule, ...] = ("1f1b", "zb-h2", "interleaved", "zb-v", "dualpipe")
         found += [GateLayout(ranks // 4, 1, False, 8, 4, schedule) for schedule in deep]

@@ -26,6 +26,7 @@ from tilemesh.parallel.gate.plant import Plant
 from tilemesh.parallel.gradients import read
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.zero3 import NotWholeError
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ class Gate:
             group.close()
 
     def _one(self, case: Case, mesh: Mesh) -> GateResult | None:
-        trace = self.train(case, mesh)
+        try:
+            trace = self.train(case, mesh)
+        except NotWholeError as error:  # replicas follow one list: all of them are here
+            nothing = Apart(math.nan, math.nan, math.nan)
+            return None if mesh.comm.rank else GateResult(case, nothing, self.bound(case), str(error))
         verdict = np.zeros(1)
         result = None
         if trace is not None:

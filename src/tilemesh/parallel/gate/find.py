@@ -38,7 +38,7 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         slices = _slices(case, mesh, laid, site, whole_batch)
         off.append(max((_off(a, b) for a, b in zip(seen.get(site, ()), slices, strict=False)), default=0.0))
     forward = _first(mesh, list(wanted), off, tolerance)
-    [(loss, _)] = read([laid.gradients.finish()])
+    [(loss, norm)] = read([laid.gradients.finish()])
     gradients = laid.gather_gradients()
     names = list(laid.names)
     off = [0.0] * len(names)
@@ -53,7 +53,12 @@ def find(case: Case, mesh: Mesh, laid: Laid, device: str) -> str:
         return f"every layer's output agrees and the loss differs: loss; first parameter in backward: {parameter}"
     parameter = _first(mesh, names[::-1], off[::-1], tolerance)
     if parameter is None:
-        return "one step agrees in every layer and parameter: what differs comes with clipping, or in later steps"
+        wanted_norm = alone_norm(whole)
+        if abs(norm - wanted_norm) > tolerance * wanted_norm:
+            return (
+                f"every gradient agrees and their norm differs, {norm:.6g} for {wanted_norm:.6g}: a part counts wrongly"
+            )
+        return "one step agrees in every layer and parameter: what differs comes with the update, or in later steps"
     layer = parameter.rpartition(".")[0]
     return f"forward agrees; backward differs first at layer {layer}, parameter {parameter}"
 
@@ -103,8 +108,15 @@ def _record(model: nn.Module, step: Callable[[], float]) -> tuple[dict[str, list
             hook.remove()
 
 
+def _is_again() -> bool:
+    """Whether this pass is part of a backward pass: one that was made before and is computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _keep_input(seen: dict[str, list[Tensor]], site: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_again():
+            return
         seen.setdefault(site, []).append(added(ResidualStream(*args)).detach())
 
     return hook
@@ -112,6 +124,8 @@ def _keep_input(seen: dict[str, list[Tensor]], site: str) -> Any:
 
 def _keep_output(seen: dict[str, list[Tensor]], site: str) -> Any:
     def hook(module: nn.Module, args: object, output: Tensor | ResidualStream | tuple[Tensor, Tensor]) -> None:
+        if _is_again():
+            return
         if isinstance(output, ResidualStream):
             output = added(output)
         elif isinstance(output, tuple):  # of a norm: the result, then what was normalised

@@ -22,12 +22,13 @@ from tilemesh.parallel.gate.cases import GateLayout
 from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.tensor import Seams, vocabulary_loss
+from tilemesh.parallel.zero import Zero, ZeroBucket
 
 
 @dataclass(frozen=True)
 class Plant:
     """A bug. `names`: what the gate must say of it; `suits`: the layouts and models in which it is one; `piped`: a bug
-    of pipelines, and otherwise of models on one stage."""
+    of pipelines, and otherwise of models on one stage; `zero`: of ZeRO, and otherwise of whole replicas."""
 
     name: str
     kind: str
@@ -35,9 +36,11 @@ class Plant:
     put: Callable[[Laid], None]
     suits: Callable[[GateLayout, ModelConfig], bool]
     piped: bool = False
+    zero: bool = False
 
     def applies(self, layout: GateLayout, config: ModelConfig) -> bool:
-        return (layout.pp > 1) == self.piped and self.suits(layout, config)
+        is_kind = (layout.pp > 1, layout.zero > 0) == (self.piped, self.zero)
+        return is_kind and self.suits(layout, config)
 
 
 class _Deaf(Seams):
@@ -194,6 +197,61 @@ def _chunk_not_reduced(laid: Laid) -> None:
     buckets.exchange = lambda bucket: None if bucket.chunk == 1 else exchange(bucket)  # type: ignore[method-assign]
 
 
+def _stepped_too_early(laid: Laid) -> None:
+    """The second stage takes its step after the first microbatch: later ones meet the weights of the next step."""
+    assert isinstance(laid, Pipeline)
+    right = laid.passers[1].forward if 1 in laid.passers else None
+
+    def forward(microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
+        assert right is not None
+        if microbatch:
+            for parameter in laid.parts[1].module.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=1e-3)
+        return right(microbatch, piece, x, keeps=keeps)
+
+    if right is not None:
+        laid.passers[1].forward = forward  # type: ignore[method-assign]
+
+
+def _rows_counted_twice(laid: Laid) -> None:
+    assert isinstance(laid.gradients, Zero)
+    kept = laid.gradients.kept
+    laid.gradients.kept = lambda bucket: (kept(bucket)[0], kept(bucket)[1] / 2)  # type: ignore[method-assign,assignment,return-value]
+
+
+def _groups_not_summed(laid: Laid) -> None:
+    assert isinstance(laid.gradients, Zero)
+    laid.gradients.across = laid.mesh.axis("cp").comm  # of one rank: nothing is summed
+
+
+def _rows_not_gathered(laid: Laid) -> None:
+    laid.gradients.updated = lambda: None  # type: ignore[method-assign]
+
+
+def _microbatch_left_out(laid: Laid) -> None:
+    assert isinstance(laid.gradients, Zero)
+    arrive = laid.gradients._arrive
+
+    def forgets(bucket: ZeroBucket) -> None:
+        if bucket.landing is not None:
+            bucket.handle.wait()
+            bucket.landing.zero_()
+        arrive(bucket)
+
+    laid.gradients._arrive = forgets  # type: ignore[method-assign]
+
+
+def _freed_early(laid: Laid) -> None:
+    """The FREE of the last layer comes before the pass that it was to come after."""
+    assert isinstance(laid, Pipeline)
+    actions = laid.runner.actions
+    last = laid.step.program.chunks - 1
+    place = next(n for n, (action, _) in enumerate(actions) if action.kind == "FREE" and action.chunk == last)
+    used = max(n for n, (action, _) in enumerate(actions[:place]) if action.kind in ("F", "B") and action.chunk == last)
+    actions.insert(used, actions.pop(place))
+
+
 def _any_tp(layout: GateLayout, config: ModelConfig) -> bool:
     return layout.tp > 1
 
@@ -230,7 +288,7 @@ _ALL = (
         lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
     ),
     Plant(
-        "stage-tied-counted-twice", "pipeline", "comes with clipping", _tied_counted_twice,
+        "stage-tied-counted-twice", "pipeline", "their norm differs", _tied_counted_twice,
         lambda layout, config: config.tied and layout.schedule == "1f1b", piped=True,
     ),
     Plant(
@@ -245,5 +303,23 @@ _ALL = (
         "stage-not-reduced", "pipeline", "backward differs first at", _chunk_not_reduced,
         lambda layout, config: layout.dp > 1, piped=True,
     ),
+    Plant(
+        "stage-steps-early", "pipeline", "forward differs first at", _stepped_too_early,
+        lambda layout, config: layout.schedule == "1f1b" and layout.pp == 2, piped=True,
+    ),
+    Plant("zero-norm-twice", "zero", "their norm differs", _rows_counted_twice, lambda layout, config: True, zero=True),
+    Plant(
+        "zero-groups-not-summed", "zero", "backward differs first at", _groups_not_summed,
+        lambda layout, config: layout.zero_group > 0, zero=True,
+    ),
+    Plant(
+        "zero-rows-not-gathered", "zero", "in later steps", _rows_not_gathered,
+        lambda layout, config: layout.zero < 3, zero=True,
+    ),
+    Plant(
+        "zero-microbatch-left-out", "zero", "backward differs first at", _microbatch_left_out,
+        lambda layout, config: layout.zero > 1 and layout.accumulation > 1, zero=True,
+    ),
+    Plant("zero-early-free", "zero", "an early FREE", _freed_early, lambda layout, config: layout.zero == 3, zero=True),
 )  # fmt: skip
 PLANTS = {plant.name: plant for plant in _ALL}

@@ -1,0 +1,101 @@
+"""Layouts that between them have every pair of settings together: dp × tp × pp × schedule × ZeRO × recomputation.
+
+The one idea: a bug of a combination mostly needs two settings to meet. All combinations of 8 ranks are tens of
+thousands, those that have every pair at least once some dozens: taken greedily, each time the combination with the most
+pairs that none before it had. Nothing is random, so everybody compares the same layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, get_args
+
+from tilemesh.core.plan import Precision, Schedule
+from tilemesh.core.step.book import microbatches_of
+from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
+
+RECOMPUTED: tuple[tuple[str, int | str], ...] = (("none", 1), ("full", 1), ("full", 2), ("full", "sqrt"))
+
+
+class _Combination(NamedTuple):
+    """One value of each setting. What has no effect in a layout has its first value there."""
+
+    model: str
+    dp: int
+    tp: int
+    pp: int
+    sequence: bool
+    schedule: str
+    zero: int
+    zero_group: int
+    prefetch: int
+    recompute: tuple[str, int | str]
+    turns: int
+
+
+def every_case(ranks: int, models: Sequence[str] = (), precision: str = "fp64", pairs: bool = True) -> list[Case]:
+    """All that `tilemesh verify` compares: `cases`, and with `pairs` the combinations, of the models asked for."""
+    found = cases(ranks, models, precision)
+    if not pairs or ranks < 2:
+        return found
+    return found + [case for case in combinations(ranks, found[0].precision) if case.model in (models or MODELS)]
+
+
+def combinations(ranks: int, precision: Precision = "fp64") -> list[Case]:
+    """Few layouts of up to so many ranks, at least two, that have every pair of settings that can be together."""
+    return [Case(found.model, _layout(found), precision) for found in _chosen(ranks)]
+
+
+@functools.cache
+def _chosen(ranks: int) -> tuple[_Combination, ...]:
+    every = list(_possible(ranks))
+    number: dict[object, int] = {}  # of each pair of values
+    masks = []
+    for found in every:
+        pairs = itertools.combinations(enumerate(found), 2)
+        masks.append(sum(1 << number.setdefault(pair, len(number)) for pair in pairs))
+    left, chosen = (1 << len(number)) - 1, []
+    while left:
+        best = max(range(len(every)), key=lambda place: (masks[place] & left).bit_count())  # the first of equals
+        chosen.append(every[best])
+        left &= ~masks[best]
+    return tuple(chosen)
+
+
+def _possible(ranks: int) -> Iterator[_Combination]:
+    sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
+    for dp, tp, pp in itertools.product(sizes, repeat=3):
+        if not 1 < dp * tp * pp <= ranks or max(dp, pp) > 4:  # beyond 4 there are more rows and layers, and nothing new
+            continue
+        sequences = (False, True) if tp > 1 else (False,)
+        for schedule, sequence, zero in itertools.product(_schedules(pp), sequences, range(4) if dp > 1 else (0,)):
+            groups = (0, 2) if zero and dp == 4 else (0,)
+            prefetches = (1, 0, 2) if zero == 3 else (1,)
+            turns = (1, 2) if pp == 1 else (_microbatches(schedule, pp),)
+            for group, ahead, again, count in itertools.product(groups, prefetches, RECOMPUTED, turns):
+                if count <= ROWS // dp:
+                    for model in MODELS:
+                        yield _Combination(model, dp, tp, pp, sequence, schedule, zero, group, ahead, again, count)
+
+
+def _schedules(pp: int) -> tuple[str, ...]:
+    return ("1f1b",) if pp == 1 else tuple(name for name in get_args(Schedule) if name != "terapipe")
+
+
+def _microbatches(schedule: str, pp: int) -> int:
+    """As few as the schedule takes, and at least one for each stage."""
+    least, multiple = microbatches_of(schedule, pp)
+    return max(least, -(-pp // multiple) * multiple)
+
+
+def _layout(found: _Combination) -> GateLayout:
+    again, every = found.recompute
+    return GateLayout(
+        dp=found.dp, tp=found.tp, sequence=found.sequence, accumulation=found.turns, pp=found.pp,
+        schedule=found.schedule,  # type: ignore[arg-type]
+        zero=found.zero, zero_group=found.zero_group, prefetch=found.prefetch,
+        recompute=again,  # type: ignore[arg-type]
+        recompute_every=every,  # type: ignore[arg-type]
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Attention of a sequence that passes through a chunk in slices (TeraPipe), forward and backward.
+
+The one idea: a slice's keys and values are results of its own graph and inputs of the graphs of later slices. Later
+slices are given them detached, so that autograd adds up their gradients there; and when the slice's own turn comes in
+backward, after all later ones, its keys and values are further roots, with the gradients that were added up.
+
+B: rows; T: tokens of the slice; S: tokens up to its end; H: query heads; K: key and value heads; E: head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class _Pair(NamedTuple):
+    """Keys and values of one slice in one layer: as its graph made them, and as later slices are given them."""
+
+    made: tuple[Tensor, Tensor]
+    given: tuple[Tensor, Tensor]
+
+
+class SliceCache:
+    """One slice's view of its microbatch, as `model/cache.py` asks for it."""
+
+    def __init__(self, earlier: list[SliceCache], begin: int, tokens_BT: Tensor, capacity: int) -> None:
+        self.earlier, self.begin, self.capacity = earlier, begin, capacity
+        rows, tokens = tokens_BT.shape
+        positions_T = torch.arange(begin, begin + tokens, device=tokens_BT.device)
+        self.positions_BT = positions_T.expand(rows, tokens)
+        self.pairs: dict[int, _Pair] = {}
+
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+        needs = torch.is_grad_enabled()
+        given = k_BTKE.detach().requires_grad_(needs), v_BTKE.detach().requires_grad_(needs)
+        self.pairs[layer] = _Pair((k_BTKE, v_BTKE), given)
+        before = [slice_.pairs[layer].given for slice_ in self.earlier]
+        keys_BSKE = torch.cat([*(keys for keys, _ in before), k_BTKE], dim=1)
+        values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
+        seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
+        mask_TS = None
+        if seen > tokens:
+            positions_S = torch.arange(seen, device=q_BTHE.device)
+            mask_TS = positions_S <= torch.arange(self.begin, self.begin + tokens, device=q_BTHE.device)[:, None]
+        y_BHTE = functional.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            keys_BSKE.transpose(1, 2),
+            values_BSKE.transpose(1, 2),
+            mask_TS,
+            is_causal=mask_TS is None,
+            enable_gqa=q_BTHE.shape[2] != k_BTKE.shape[2],
+        )
+        return y_BHTE.transpose(1, 2)
+
+    def roots(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Where backward begins beside the slice's output, and with which gradients: what later slices attended to."""
+        made, gradients = [], []
+        for pair in self.pairs.values():
+            for tensor, given in zip(pair.made, pair.given, strict=True):
+                if given.grad is not None:
+                    made.append(tensor)
+                    gradients.append(given.grad)
+        return made, gradients
