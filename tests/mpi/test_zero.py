@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from torch import nn
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.axes import ordered
 from tilemesh.core.errors import UsageError
-from tilemesh.core.hardware import HOST_LINKS, LINKS, parse_cluster
-from tilemesh.core.plan import OFFLOAD_PART_BYTES, ParallelPlan, Precision
+from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.core.shard import Cut, Shard
 from tilemesh.core.step.action import Action
 from tilemesh.core.step.memory import StepBytes, memory_curve
-from tilemesh.model.config import preset
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
@@ -34,7 +31,6 @@ from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.parallel.shard import trained as trained_parameters
 from tilemesh.parallel.zero import UNDER_WAY, RowsOfRanks, Zero
 from tilemesh.parallel.zero3 import ZeroWeights
-from tilemesh.plan.step import predict
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
@@ -353,17 +349,3 @@ def test_a_run_with_its_states_on_the_host_is_the_same_run(text: str, tmp_path: 
         for what in ("", "optimizer")
     ]
     assert found[0] == found[1]
-
-
-def test_what_offloading_costs_is_predicted() -> None:
-    """Every state crosses the link twice, and the device is left with one part of them."""
-    model, cluster = preset("llama-3-8b"), parse_cluster("1xh100")
-    plan = ParallelPlan(precision="bf16-master", recompute="full")
-    kept, moved = (predict(model, cluster, dataclasses.replace(plan, offload=what), 4096) for what in ("", "optimizer"))
-    parameters = kept.memory.weights_bytes // 2
-    assert kept.memory.optimizer_bytes == 12 * parameters
-    assert moved.memory.optimizer_bytes == OFFLOAD_PART_BYTES
-    link = LINKS[HOST_LINKS["h100"]].bytes_per_s
-    assert moved.times.optimizer_s - kept.times.optimizer_s == pytest.approx(2 * 12 * parameters / link)
-    assert not kept.fits
-    assert moved.fits

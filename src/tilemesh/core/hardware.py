@@ -286,11 +286,6 @@ _FABRIC: Mapping[str, tuple[str, str, int]] = {
     "cpu": ("memory", "ethernet10", 1),
 }
 
-HOST_LINKS: Mapping[str, str] = {
-    "t4": "pcie3", "a10": "pcie4", "a100-80": "pcie4", "h100": "pcie5", "h200": "pcie5", "b200": "pcie5",
-}  # fmt: skip
-"""A GPU's way to the memory of its host, by its datasheet."""
-
 # Driver names, less "NVIDIA" and "Tesla", that mean exactly the device above. Deliberately exact: "H100 PCIe",
 # "H200 NVL", "A10G", "A100-SXM4-40GB" and MIG slices have other peaks, and no figure is better than a wrong one.
 _DRIVER_NAMES: Mapping[str, Device] = {
