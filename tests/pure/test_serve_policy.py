@@ -460,7 +460,7 @@ def repeating(prompt: Sequence[int], steps: int, period: int) -> tuple[int, int,
 def test_text_that_repeats_is_guessed_and_other_text_hardly_costs() -> None:
     taken, guessed, right = repeating([1, 2, 3, 4, 5, 1, 2, 3], 200, 5)
     assert taken <= 200 / 8 + 5
-    assert right >= guessed - 2
+    assert right >= guessed - 10  # the last eight were never checked
     draw, guesser = random.Random(1), NgramGuesser()
     request = ask("noise", [0, 1], 1000)
     for _ in range(1000):
