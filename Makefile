@@ -4,9 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-units test-ranks test-again test-setup test-all check format setup clean
+.PHONY: train test test-units test-ranks test-again test-setup test-all check format setup setup-train clean
 
-train: setup
+# Without the tools of the tests: what training needs and no more.
+train: setup-train
 	@$(BIN)/tilemesh calibrate --if-missing
 	@$(BIN)/tilemesh train
 
@@ -42,6 +43,9 @@ format: setup
 
 setup:
 	@$(PYTHON) scripts/setup.py
+
+setup-train:
+	@$(PYTHON) scripts/setup.py --purpose train
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

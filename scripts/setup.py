@@ -38,6 +38,10 @@ sys.exit(not records or not all(os.path.exists(path) for path in paths if not pa
 """
 
 
+# What each command needs besides the package itself; `make train` installs neither test nor lint tools.
+EXTRAS = {"train": ("hf", "mpi"), "all": ("dev", "hf", "mpi", "serve")}
+
+
 class SetupError(Exception):
     """One line for the user."""
 
@@ -45,12 +49,14 @@ class SetupError(Exception):
 def main(argv):
     parser = argparse.ArgumentParser(description="Make .venv hold what this checkout needs.")
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parents[1], help=argparse.SUPPRESS)
-    folder = parser.parse_args(argv).folder.resolve()
+    parser.add_argument("--purpose", choices=EXTRAS, default="all", help="which extras of pyproject.toml to install")
+    asked = parser.parse_args(argv)
+    folder = asked.folder.resolve()
     if sys.version_info < MINIMUM:
         return run_with_newer_python(argv)
     try:
         with locked(folder / ".setup.lock"):
-            set_up(folder)
+            set_up(folder, EXTRAS[asked.purpose])
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -73,11 +79,13 @@ def run_with_newer_python(argv):
     return 1
 
 
-def set_up(folder):
+def set_up(folder, extras):
     venv = folder / ".venv"
     flavour = torch_flavour(os.environ)
-    wanted = fingerprint(folder, flavour)
     found = read_stamp(venv)
+    # What was installed for another command stays: an environment only ever grows until it is built anew.
+    held = set() if found is None else set(found.get("extras", ()))
+    wanted = {**fingerprint(folder, flavour), "extras": sorted(held.union(extras))}
     whole = found is not None and packages(venv) >= set(found.pop("packages", ["unknown"])) and is_whole(venv)
     if whole and found == wanted:
         return
@@ -92,6 +100,7 @@ def set_up(folder):
     if kept:
         say("up to date with the changed requirements …")
     else:
+        wanted["extras"] = sorted(extras)
         if venv.exists():
             say("the environment in .venv is incomplete, moved or of another Python: building it anew")
             shutil.rmtree(venv)
@@ -106,7 +115,7 @@ def set_up(folder):
         "-c",
         str(folder / "constraints.txt"),
         "-e",
-        f"{folder}[dev,mpi,serve]",
+        f"{folder}[{','.join(wanted['extras'])}]",
         shown="the packages of pyproject.toml",
     )
     write_stamp(venv, {**wanted, "packages": sorted(packages(venv))})

@@ -117,3 +117,11 @@ def test_no_option_is_shown_with_its_own_name_in_capitals() -> None:
                 yield (*path, metavar)
 
     assert list(options(typer.main.get_command(app))) == []
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("tilemesh tr", "train"), ("tilemesh train --dr", "--dry-run")])
+def test_a_shell_completes_commands_and_options(typed: str, offered: str) -> None:
+    asked = {"_TILEMESH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    line = [sys.executable, "-m", "tilemesh"]
+    done = subprocess.run(line, env=os.environ | asked, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [offered]

@@ -49,7 +49,7 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "find_mpiexec", lambda: None)
     monkeypatch.setattr(
-        doctor, "trials", lambda gpu: [doctor._try_torch, lambda: doctor._try_triton(gpu), doctor._try_mpi]
+        doctor, "trials", lambda gpu: [lambda: doctor._try_torch(gpu), lambda: doctor._try_triton(gpu), doctor._try_mpi]
     )
     monkeypatch.setattr(doctor, "inventory", dict)
     assert main(["doctor"]) == 1
@@ -82,3 +82,21 @@ def test_json_on_standard_output_is_all_there_is_there(
     said = capsys.readouterr()
     assert json.loads(said.out)["tried"][0]["detail"] == "fine"
     assert "This machine has" in said.err
+
+
+@pytest.mark.parametrize(
+    ("version", "packages", "gpu", "words"),
+    [
+        ("2.11.0", ("torch", "nvidia-cublas-cu12", "nvidia-cudnn-cu12"), False, "download.pytorch.org/whl/cpu"),
+        ("2.11.0", ("torch", "nvidia-cublas-cu12"), True, ""),
+        ("2.11.0+cpu", ("torch",), True, "CPU build and there is a GPU"),
+        ("2.11.0+cpu", ("torch",), False, ""),
+        ("2.11.0", ("torch", "nvidia-ml-py"), False, ""),
+    ],
+)
+def test_a_build_of_torch_that_is_not_for_this_machine_is_explained(
+    version: str, packages: tuple[str, ...], gpu: bool, words: str
+) -> None:
+    told = doctor.torch_build_words(version, packages, gpu)
+    assert words in told
+    assert bool(told) is bool(words)

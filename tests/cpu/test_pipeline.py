@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilemesh.bench.train import sleeping
 from tilemesh.comm import Communicator, run_threads
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.plan import INTERLEAVED, ParallelPlan
@@ -218,6 +219,20 @@ def test_the_runtime_hands_each_pass_what_the_one_before_gave_and_refuses_what_n
     first, second = run_threads(2, main)
     assert first == ["F0 of 0 from None", "F0 of 1 from None", "B0 of 0", "B0 of 1"]
     assert second == ["F1 of 0 from 0.0", "B1 of 0", "F1 of 1 from 1.0", "B1 of 1"]
+
+
+def test_stages_that_sleep_run_by_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [sleeping.simulated_s("1f1b", ranks, 8) for ranks in (2, 4, 8)] == pytest.approx([0.27, 0.33, 0.45])
+    for name in ("FORWARD_S", "INPUT_S", "WEIGHT_S"):
+        monkeypatch.setattr(sleeping, name, 1e-4)
+    programs = [sleeping.program_of(name, 2, 4) for name in ("zb-v", "dualpipe", "interleaved")]
+
+    def steps(comm: Communicator) -> None:
+        for program in programs:
+            chunks = {chunk: sleeping.SleepingChunk() for chunk in program.placement.held[comm.rank]}
+            StepRunner(program, comm, chunks, StepServices())()
+
+    run_threads(2, steps)
 
 
 class Stalls(Echo):

@@ -257,6 +257,35 @@ def test_penalties_survive_preemption(small: ServedModel) -> None:
     assert roomy == tight
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guessing_ahead_changes_no_answer(small: ServedModel, temperature: float) -> None:
+    """Sampled answers too: a guess is compared with the token that its own random number draws."""
+    phrase = list(b"one two three. ")
+    prompts = [phrase * 2, phrase[:9] * 3, list(b"nothing here twice")]
+    forced = dict.fromkeys(b"one", 30.0)  # few letters: every pair comes again
+    guessed = 0
+    for extra in ({}, {"logit_bias": forced}, {"frequency_penalty": 0.5, "stop": ("e",), "logit_bias": forced}):
+        asked = Sampling(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True, logprobs=1, **extra)  # type: ignore[arg-type]
+        made = []
+        for speculate in (0, 6):
+            with Engine(small, pages=60, page_tokens=8, speculate=speculate) as engine:
+                made.append([completion.answers[0] for completion in engine.generate(prompts, asked)])
+                guessed += engine.status.guessed
+                assert engine.status.guessed == 0 or speculate
+                assert engine.status.pages_used == 0
+        for plainly, guessing in zip(*made, strict=True):
+            assert plainly.tokens == guessing.tokens
+            assert (plainly.text, plainly.finish, plainly.stopped_by) == (
+                guessing.text,
+                guessing.finish,
+                guessing.stopped_by,
+            )
+            assert [one.logprob for one in plainly.logprobs] == pytest.approx(
+                [one.logprob for one in guessing.logprobs]
+            )
+    assert guessed > 20
+
+
 def test_a_bias_can_forbid_and_force(engine: Engine) -> None:
     forced = only(engine.generate("a", Sampling(max_tokens=3, temperature=0, logit_bias={90: 100.0}))).answers[0]
     assert forced.text == "ZZZ"

@@ -114,6 +114,24 @@ def torch_version(project: Path) -> str:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def test_training_installs_no_tools_of_the_tests_and_an_environment_only_grows(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def make_environment(venv: Path) -> None:
+        venv.mkdir()
+
+    monkeypatch.setattr(setup, "make_environment", make_environment)
+    monkeypatch.setattr(setup, "install_torch", lambda *arguments: None)
+    monkeypatch.setattr(setup, "is_whole", lambda venv: True)
+    monkeypatch.setattr(setup, "pip", lambda venv, *words, shown: asked.append(words[-1].partition("[")[2]))
+    monkeypatch.setenv("TORCH", "cpu")
+    for purpose in ("train", "train", "all", "train", "all"):
+        assert setup.main(["--folder", str(project), "--purpose", purpose]) == 0
+    assert asked == ["hf,mpi]", "dev,hf,mpi,serve]"]
+
+
 @pytest.mark.slow
 def test_the_life_of_an_environment(project: Path) -> None:
     """Installed; up to date; requirements changed; damaged; moved. One test, because each install takes seconds."""

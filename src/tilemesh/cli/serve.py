@@ -25,6 +25,9 @@ def serve(
     running: Annotated[int, typer.Option(metavar="N", help="Most requests at a time.")] = 64,
     waiting: Annotated[int, typer.Option(metavar="N", help="Most requests beside; more get status 429.")] = 1024,
     swap_pages: Annotated[int, typer.Option(metavar="N", help="Pages in CPU memory for preempted requests.")] = 0,
+    speculate: Annotated[
+        int, typer.Option(metavar="N", help="Guess up to N tokens per step from text that repeats.")
+    ] = 0,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Answers do not depend on the batch, bit for bit.")
     ] = False,
@@ -41,7 +44,8 @@ def serve(
     options = {
         "dtype": dtype, "device": device, "pages": pages, "memory": memory, "page_tokens": page_tokens,
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
-        "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache, "invariant": invariant,
+        "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache,
+        "invariant": invariant, "speculate": speculate,
         "seed": seed, "step": step,
     }  # fmt: skip
     raise typer.Exit(run(source, host, port, name, options, _tell))

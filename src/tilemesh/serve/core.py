@@ -73,6 +73,8 @@ class EngineCore:
         self._numbers = 0
         self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
         """Hears of each step how many tokens it computed and how many requests were preempted."""
+        self.on_end: Callable[[str], None] = lambda name: None
+        """Hears the name of each request that has ended."""
 
     @property
     def busy(self) -> bool:
@@ -225,10 +227,12 @@ class EngineCore:
         if reason is not None:
             self.scheduler.finish(request, reason)
             del self._live[request.name]
+            self.on_end(request.name)
         tokens = progressed.tokens[:kept]
         answer.job.tell(AnswerPart(answer.number, text, tokens, tuple(logprobs[:kept]), reason, stopped_by))
 
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None) -> None:
         if self._live.pop(answer.request.name, None) is not None:
             self.scheduler.finish(answer.request, reason)
+            self.on_end(answer.request.name)
             answer.job.tell(AnswerPart(answer.number, answer.text.add([], last=True), (), (), reason, None, error))

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.ranges import LARGEST_WHOLE, SEED
+from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
@@ -29,7 +29,8 @@ from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import TokenLogprobs
-from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits
+from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
+from tilemesh.serve.speculate import NgramGuesser
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
@@ -77,6 +78,9 @@ class EngineStatus:
     step_tokens: int
     """Computed in all steps so far."""
     preemptions: int
+    guessed: int = 0
+    """Tokens that were guessed ahead."""
+    guessed_right: int = 0
 
 
 class Engine:
@@ -96,6 +100,7 @@ class Engine:
         waiting: int = 1024,
         swap_pages: int = 0,
         share_prefixes: bool = True,
+        speculate: int = 0,
         invariant: bool = False,
         dtype: str | None = None,
         device: str = "cpu",
@@ -105,7 +110,8 @@ class Engine:
     ) -> None:
         """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
 
-        For the other sizes see `ServeLimits`. `seed`: of requests that bring none. `step`: which checkpoint of a run.
+        For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
+        own text repeats; answers stay what they are. `seed`: of requests that bring none. `step`: which checkpoint.
         """
         if pages is not None and memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")
@@ -134,7 +140,9 @@ class Engine:
             swap_pages=swap_pages,
             share_prefixes=share_prefixes,
         )
-        self._scheduler = Scheduler(self.limits)
+        Range(0, 64).check("speculate", speculate, whole=True)
+        self._guesser = NgramGuesser(speculate) if speculate else None
+        self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
         runner = Runner(model, self.limits, device, invariant)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
@@ -148,6 +156,8 @@ class Engine:
         self._ended: deque[float] = deque(maxlen=64)  # when the last answers did
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
+        if self._guesser is not None:
+            self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
 
@@ -259,6 +269,8 @@ class Engine:
             self._steps,
             self._step_tokens,
             self._preemptions,
+            self._guesser.guessed if self._guesser else 0,
+            self._guesser.right if self._guesser else 0,
         )
 
     @property

@@ -42,6 +42,9 @@ class ServerMetrics:
         self._steps = Gauge("tilemesh_steps", "Steps taken", registry=registry)
         self._step_tokens = Gauge("tilemesh_step_tokens", "Tokens computed in all steps", registry=registry)
         self._preemptions = Gauge("tilemesh_preemptions", "Requests whose pages were taken", registry=registry)
+        self._guesses = Gauge(
+            "tilemesh_guessed_tokens", "Tokens guessed ahead, by outcome", ["outcome"], registry=registry
+        )
 
     def text(self) -> bytes:
         now = self._status()
@@ -53,4 +56,6 @@ class ServerMetrics:
         self._steps.set(now.steps)
         self._step_tokens.set(now.step_tokens)
         self._preemptions.set(now.preemptions)
+        self._guesses.labels("right").set(now.guessed_right)
+        self._guesses.labels("wrong").set(now.guessed - now.guessed_right)
         return bytes(generate_latest(self._registry))
