@@ -15,7 +15,7 @@ from torch._library.utils import get_layout_constraint_tag
 from tilemesh.kernels.launch.computation import Computation
 
 _library = torch.library.Library("tilemesh", "FRAGMENT")
-_INDUCTOR_PRINTS = torch.__version__ < (2, 13)
+_INDUCTOR_PRINTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def register(computation: Computation) -> None:
