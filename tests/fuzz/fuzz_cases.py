@@ -23,6 +23,7 @@ PAIRS_OF_A_COMMAND = 6
 # What goes on for as long as it was asked to is sent a Ctrl-C: cases by how their names begin.
 UNTIL_INTERRUPTED = (
     "watch: ",
+    "serve: ",
     "generate: --tokens is ",
     "train: train.steps is ",
     "train: sample.tokens is ",
@@ -76,6 +77,7 @@ BASES: Mapping[str, tuple[Base, ...]] = {
         Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),
         Base({"--resume": "run", "--set": "train.steps=3"}),
     ),
+    "serve": (Base({"--port": "0"}, ("run",)),),
     "generate": (Base({"--prompt": "a", "--tokens": "2"}, ("run",)),),
     "export": (Base({}, ("run", "written")),),
     "data prepare": (Base({}, ("text.txt", "written")),),
