@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Layouts of the tiny preset on this machine, each predicted before it runs, then all of them graded.
-#   benchmarks/plan_layouts.sh [FOLDER] [STEPS]     (about three minutes on two cores; leave the machine alone meanwhile)
+#   benchmarks/plan_layouts.sh [FOLDER] [STEPS]     (about five minutes on two cores; leave the machine alone meanwhile)
 # Once before: tilemesh bench collective --fit --ranks 2,4 --sizes 16B..16MiB --quick
 set -eu
 out=${1:-runs/layouts} steps=${2:-18} grades=()
@@ -21,5 +21,10 @@ run tp2-seq --mesh tp=2 --set plan.microbatch=16,plan.sequence_parallel=true
 run dp4 --mesh dp=4 --set plan.microbatch=4
 run dp2tp2 --mesh dp=2,tp=2 --set plan.microbatch=8
 run tp4 --mesh tp=4 --set plan.microbatch=16
+run pp2 --mesh pp=2 --set plan.microbatch=4,plan.accumulation=4
+run pp2-zbv --mesh pp=2 --set plan.microbatch=4,plan.accumulation=4,plan.schedule=zb-v
+run dp2pp2 --mesh dp=2,pp=2 --set plan.microbatch=2,plan.accumulation=4
+run dp2-zero1 --mesh dp=2 --set plan.microbatch=8,plan.zero=1
+run dp4-zero3 --mesh dp=4 --set plan.microbatch=4,plan.zero=3
 cd "$out"
 tilemesh plan "${grades[@]}" --json grades.jsonl

@@ -384,17 +384,17 @@ GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_si
 FOREIGN = [
     (LLAMA, {"rms_norm_eps": "x"}, "model.norm_epsilon is 'x': expected a number"),
     (LLAMA, {"rms_norm_eps": None}, "model.norm_epsilon is None: expected a number"),
-    (LLAMA, {"model_type": ["llama"]}, "model_type is ['llama']: expected one of gpt2, llama"),
-    (LLAMA, {"model_type": None}, "model_type is None"),
+    (LLAMA, {"model_type": ["llama"]}, "unknown model_type ['llama']: did you mean 'llama'?"),
+    (LLAMA, {"model_type": None}, "unknown model_type None: there is no table of its keys"),
     (
         LLAMA,
         {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear"}},
-        "scaled by 'linear'",
+        "model.rotary_factor is None: expected a number, at least 1",  # of the second key, which is not passed over
     ),
     (LLAMA, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}}, "scaled by 'yarn'"),
     (LLAMA, {"rope_parameters": [1]}, "rope_parameters is [1]: expected an object"),
     (LLAMA, {"rope_theta": "x"}, "model.rotary_base is 'x': expected a number"),
-    (LLAMA, {"head_dim": "x"}, "head_dim is 'x': expected hidden_size"),
+    (LLAMA, {"head_dim": "x"}, "head_dim is 'x': expected a whole number"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "model.tied is 'yes': expected true or false"),
     (LLAMA, {"num_key_value_heads": "2"}, "model.kv_heads is '2': expected a whole number"),
     (

@@ -30,7 +30,8 @@ from tilemesh.runs.lock import RunLock
 from tilemesh.runs.manifest import MANIFEST_FILE, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, LOCK
 from tilemesh.runs.reader import Reader, open_checkpoint
-from tilemesh.train import final, sampling
+from tilemesh.serve.write import generate
+from tilemesh.train import export, final
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.result import WeightsLostError
 from tilemesh.train.resume import _problems, sound_checkpoint
@@ -98,13 +99,13 @@ def test_lost_weights_are_an_error_that_says_which_step_is_safe(tmp_path: Path, 
     assert (result.step, result.saved_step, result.saved_in) == (6, 2, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["saved_step"] == 2
     said: list[str] = []
-    sampling.generate(tmp_path / "run", "1", tokens=1, say=said.append)
+    generate(tmp_path / "run", "1", tokens=1, say=said.append)
     assert said == [f"{tmp_path / 'run'} was trained to step 6; step 2 is used"]
     no_room.clear()
     again = tm.train.fit(resume=tmp_path / "run")
     assert (again.step, again.saved_step) == (6, 6)
     said.clear()
-    sampling.generate(tmp_path / "run", "1", tokens=1, say=said.append)
+    generate(tmp_path / "run", "1", tokens=1, say=said.append)
     assert said == []
 
 
@@ -126,7 +127,7 @@ def test_a_second_place_gets_the_last_weights_and_is_a_run_of_its_own(
     longer = made(tmp_path, f"checkpoint.fallback_dir={tmp_path / 'second'}", "train.steps=8")
     assert tm.train.fit(longer, resume=second).saved_in == second
     with pytest.raises(RunError, match="has no checkpoint yet"):
-        sampling.generate(tmp_path / "run", "1", tokens=1)
+        generate(tmp_path / "run", "1", tokens=1)
     # The same again takes another name, and touches nothing.
     shutil.rmtree(tmp_path / "run")
     assert tm.train.fit(config, run=tmp_path / "run").saved_in == tmp_path / "second" / "run-1"
@@ -248,10 +249,10 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 def test_an_edited_manifest_falls_back_to_the_checkpoint_before(run: Path, tmp_path: Path, name: str) -> None:
     edit(run / CHECKPOINTS / "step-00000006" / MANIFEST_FILE, EDITS[name])
     said: list[str] = []
-    sampling.generate(run, "1", tokens=1, say=said.append)
+    generate(run, "1", tokens=1, say=said.append)
     assert said[0].endswith("; step 4 is used")
     with pytest.raises(RunError, match=r"no checkpoint of .* is whole: .*step-00000006/manifest.json"):
-        sampling.export(run, tmp_path / "out", 6)
+        export.export(run, tmp_path / "out", 6)
     heard: list[str] = []
     before = run / CHECKPOINTS / "step-00000004"
     assert run_threads(2, lambda comm: sound_checkpoint(run, comm, heard.append)) == [before, before]
@@ -322,8 +323,8 @@ def test_an_edited_configuration_is_refused(run: Path, tmp_path: Path, line: str
     name = line.split()[0]
     words = rf"config.toml is not the configuration that step 6 was written with: model\.{name} is .* there and .* here"
     for what in (
-        lambda: sampling.generate(run, "1", tokens=1),
-        lambda: sampling.export(run, tmp_path / "out"),
+        lambda: generate(run, "1", tokens=1),
+        lambda: export.export(run, tmp_path / "out"),
         lambda: tm.train.fit(resume=run),
     ):
         with pytest.raises(UsageError, match=words):

@@ -81,9 +81,11 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "generate": (Base({"--prompt": "a", "--tokens": "2"}, ("run",)),),
     "export": (Base({}, ("run", "written")),),
     "data prepare": (Base({}, ("text.txt", "written")),),
+    "config": (Base({}, ("tiny",)),),
     "verify": (Base({"--ranks": "1", "--transport": "threads", "--models": "gpt"}),),
     "report": (Base({"--html": "page.html"}, ("run",)), Base({"--html": "page.html"}, ("rows.jsonl",))),
     "watch": (Base({}, ("run",)),),
+    "serve": (Base({"--port": "0", "--pages": "8"}, ("run",)),),
     "bench kernel": (Base({"--shapes": "16x16x16", "--no-compile": None, "--repeats": "1"}),),
     "bench collective": (
         Base({"--ranks": "2", "--sizes": "4B", "--quick": None, "--algorithms": "none"}, ("all_reduce",)),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))  # ranks import paral
 
 from tilemesh.launch import call
 from tilemesh.launch.start import find_mpiexec
+from tilemesh.parallel.gate.pairs import every_case
 from tilemesh.runs.metrics import STEP, latest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -33,8 +34,8 @@ def verify(*words: str) -> str:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_ranks_that_share_a_gpu_pass_the_small_set(transport: str, precision: str) -> None:
     said = verify("--ranks", "2", "--transport", transport, "--models", "gpt,llama", "--precision", precision)
-    # Sixteen of dp and tp, and every schedule of a pipeline.
-    assert "29 cases: every layout computes what one process computes" in said
+    count = len(every_case(2, ("gpt", "llama"), precision))
+    assert f"{count} cases: every layout computes what one process computes" in said
 
 
 @pytest.mark.timeout(180)
@@ -57,4 +58,5 @@ def test_one_rank_over_nccl() -> None:
     if torch.cuda.device_count() != 1:
         pytest.skip("as many ranks as GPUs take nccl: this is for one of each")
     assert call("parallel_cuda:exchanges_right", 1, transport="torch") == ["nccl"]
-    assert "4 cases: every layout" in verify("--ranks", "1", "--transport", "torch", "--models", "gpt,llama")
+    count = len(every_case(1, ("gpt", "llama")))
+    assert f"{count} cases: every layout" in verify("--ranks", "1", "--transport", "torch", "--models", "gpt,llama")

@@ -16,6 +16,7 @@ from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.memory import STATE_BYTES
+from tilemesh.plan.offload import host_bytes_per_s
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
 from tilemesh.plan.step import Estimator
@@ -186,6 +187,12 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
             "bytes a parameter x P / bandwidth",
             f"{estimator.optimizer_bytes(plan)} B a parameter",
             format_seconds(times.optimizer_s),
+        ),
+        ExplainedFigure(
+            "moving to the host",
+            "bytes / link, what no pass hides",
+            f"{format_bytes(host_bytes_per_s(estimator.cluster.device))}/s",
+            format_seconds(times.offload_s),
         ),
         ExplainedFigure(
             "waiting for the host", "its launches - all of the above", "calibrated", format_seconds(times.host_s)

@@ -28,6 +28,7 @@ from tilemesh.model.work.kept import (
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
+from tilemesh.plan.offload import on_device
 
 # Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
 STATE_BYTES = {
@@ -138,6 +139,7 @@ class _RankNeeds(NamedTuple):
     logits: int
     brief: int
     """Recomputed layers, cast copies, gradients within a layer."""
+    layers: int
     at_work: tuple[int, ...]
     """Parameters of the chunks whose weights ZeRO-3 holds whole at once, the one at work first."""
     reserved: int
@@ -150,8 +152,20 @@ def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
     return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * at_work[0] if plan.zero >= 2 else 0)
 
 
+def _left_on_device(plan: ParallelPlan, rank: _RankNeeds, weights: int, optimizer: int) -> tuple[_RankNeeds, int, int]:
+    """What is left where some of it lies in the host's memory."""
+    share = on_device(plan, rank.layers)
+    if "activations" in plan.offloads:
+        rank = rank._replace(activations=int(rank.activations * share))
+    weights = int(weights * share) if "weights" in plan.offloads else weights
+    return rank, weights, int(optimizer * share) if "optimizer" in plan.offloads else optimizer
+
+
 def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:
-    states = sum(state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks))
+    weights, gradients, optimizer = state_bytes(rank.parameters, plan.precision, plan.zero, plan.zero_ranks)
+    if plan.offloads:
+        rank, weights, optimizer = _left_on_device(plan, rank, weights, optimizer)
+    states = weights + gradients + optimizer
     gathered = _gathered_bytes(plan, rank.at_work) if plan.zero >= 2 else 0
     return states + rank.activations + rank.logits + rank.brief + gathered + rank.reserved
 
@@ -217,6 +231,8 @@ class Room:
             own = self._loss_kept(plan) if found.logits else 0  # one of them is among the logits
             found = found._replace(activations=peaks[rank] - own)
         weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
+        if plan.offloads:
+            found, weights, optimizer = _left_on_device(plan, found, weights, optimizer)
         working = found.brief + _gathered_bytes(plan, found.at_work)
         later = self._later_bytes(plan, found)
         passing = (found.activations, found.logits, working, found.reserved, later)
@@ -286,6 +302,7 @@ class Room:
             self._activations_at_most(plan, rank, held, counts),
             self.logits_bytes(plan) if has_head else 0,
             brief,
+            sum(counts[chunk] for chunk in held),
             self._at_work(plan, held, counts),
             self._reserved[code == "compiled" or plan.recompute != "none"],
         )

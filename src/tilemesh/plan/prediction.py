@@ -31,6 +31,8 @@ class Times:
     dp_s: float
     """Of the gradient (and, with ZeRO, weight) exchange, what no pass hides."""
     optimizer_s: float
+    offload_s: float = 0.0
+    """Moving states, activations or weights to the host and back, what no pass hides."""
     host_s: float = 0.0
     """What the step takes beyond all that because the host, where that was measured, launches it no faster."""
 

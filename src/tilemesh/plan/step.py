@@ -26,7 +26,8 @@ from tilemesh.model.work.weights import why_not
 from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s, sent_bytes
 from tilemesh.plan.cut import cut, spread
-from tilemesh.plan.memory import STATE_BYTES, Room, usable_bytes
+from tilemesh.plan.memory import STATE_BYTES, Room, state_bytes, usable_bytes
+from tilemesh.plan.offload import MovedBytes, offload_s
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
@@ -140,6 +141,7 @@ class Estimator:
             _closed_form_s(plan, frame)
             + self._exchange(plan, frame).exposed_s
             + self._optimizer_s(plan, frame.most_parameters)
+            + self._offload_s(plan, frame)
         )
         return max(device_s, self._host_s(plan, max(frame.layers)))
 
@@ -257,6 +259,16 @@ class Estimator:
             rate *= constants.MULTI_TENSOR_FRACTION
         return updated * self.optimizer_bytes(plan) / rate
 
+    def _offload_s(self, plan: ParallelPlan, frame: Frame) -> float:
+        if not plan.offload:
+            return 0.0
+        weights, _, optimizer = state_bytes(frame.most_parameters, plan.precision, plan.zero, plan.zero_ranks)
+        chunks, rank = frame.chunks, frame.busiest
+        kept = sum(self.room.chunk(plan, frame.counts[chunk])[0] for chunk in frame.held[rank])
+        forward_s = sum(chunks.forward_s[chunk] for chunk in frame.held[rank])
+        backward_s = chunks.busy_s(frame.held[rank]) - forward_s
+        return offload_s(plan, self.cluster.device, MovedBytes(optimizer, kept, weights), forward_s, backward_s)
+
     def optimizer_bytes(self, plan: ParallelPlan) -> int:
         """Bytes that clipping and the update move for a parameter."""
         usual = constants.OPTIMIZER_BYTES[plan.precision]
@@ -310,6 +322,7 @@ class Estimator:
             bubble_s=max(0.0, pipe_s - plan.accumulation * frame.busy_s(rank)),
             dp_s=self._exchange(plan, frame).exposed_s,
             optimizer_s=self._optimizer_s(plan, frame.most_parameters),
+            offload_s=self._offload_s(plan, frame),
         )
         late_s = self._host_s(plan, max(frame.layers)) - found.total_s
         return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found

@@ -61,6 +61,7 @@ _PARTS = {
     "bubble_s": "bubble",
     "dp_s": "data-parallel exchange",
     "optimizer_s": "optimizer",
+    "offload_s": "moving to the host and back",
     "host_s": "waiting for the host",
 }
 
@@ -114,10 +115,34 @@ def _memory_techniques(result: SearchResult, best: Prediction) -> str:
             f"{plan.recompute} recomputation costs {best.times.recompute_s / best.step_time_s:.1%} of the step, "
             + ("as fixed" if result.pins.recompute else "because with less it would not fit")
         )
+    if plan.offloads:
+        parts.append(_offloading(result, best))
     if plan.sequence_parallel:
         parts.append(f"sequence parallelism splits what tp leaves whole {plan.tp} ways at no extra bytes sent forward")
     text = "; ".join(parts)
     return f"Memory first: {text}; {format_bytes(free)} stay free." if free >= 0 else f"Memory first: {text}."
+
+
+def _offloading(result: SearchResult, best: Prediction) -> str:
+    """What offloading costs, and whether it pays: where nothing fits without it, or only something slower."""
+    plan, estimator = best.plan, result.estimator()
+    alone = dataclasses.replace(plan, offload="")
+    small = dataclasses.replace(alone, microbatch=1, accumulation=plan.accumulation * plan.microbatch)
+    full = (dataclasses.replace(one, recompute="full") for one in (alone, small))
+    others = [estimator.predict(other) for other in dict.fromkeys((alone, small, *full))]
+    saved = others[0].memory.total_bytes - best.memory.total_bytes
+    cost = f"{format_seconds(best.times.offload_s)} ({best.times.offload_s / best.step_time_s:.1%}) of the step"
+    fitting = [other for other in others if other.fits]
+    if not fitting:
+        pays = "pays, as it would not fit otherwise"
+    else:
+        other = min(fitting, key=lambda one: one.step_time_s)
+        how = "pays" if other.step_time_s > best.step_time_s else "does not pay"
+        layout = f"microbatch {other.plan.microbatch}, recomputation {other.plan.recompute}"
+        pays = f"{how}: without it ({layout}) a step takes {format_seconds(other.step_time_s)}"
+    return (
+        f"moving {' and '.join(plan.offloads)} to the host saves {format_bytes(saved)} and costs {cost}, which {pays}"
+    )
 
 
 def _host(result: SearchResult, best: Prediction) -> str:
