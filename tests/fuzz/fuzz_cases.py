@@ -77,7 +77,6 @@ BASES: Mapping[str, tuple[Base, ...]] = {
         Base({"--set": _STEP, "--mesh": "dp=1", "--out": "new"}, ("tiny.toml",)),
         Base({"--resume": "run", "--set": "train.steps=3"}),
     ),
-    "serve": (Base({"--port": "0"}, ("run",)),),
     "generate": (Base({"--prompt": "a", "--tokens": "2"}, ("run",)),),
     "export": (Base({}, ("run", "written")),),
     "data prepare": (Base({}, ("text.txt", "written")),),
