@@ -60,10 +60,15 @@ def test_the_table_and_why() -> None:
 
 def test_no_figure_is_cut_in_a_narrow_terminal() -> None:
     out = CliRunner(env={"COLUMNS": "60"}).invoke(
-        app, ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M"], catch_exceptions=False
+        app,
+        ["llama-3-70b", "--cluster", "64xh100", "--batch-tokens", "4M", "--fix", "recompute=selective"],
+        catch_exceptions=False,
     )
     assert out.exit_code == 0
     assert "…" not in out.stdout
+    table = [line for line in out.stdout.splitlines() if re.match(r" *\d+ +\d+ +\d+ ", line)]
+    assert len(table) == 10
+    assert max(map(len, table)) <= 100
     # What training lacks for a layout stands once below the table, under the mark of its lines.
     assert re.search(r"no \[1\]", out.stdout)
     assert re.search(r"^\[1\] not yet: ", out.stdout, re.MULTILINE)

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from tilemesh.measure import table
 from tilemesh.measure.row import Row
 from tilemesh.measure.sample import Sample
-from tilemesh.measure.table import format_value, print_rows, render
+from tilemesh.measure.table import PIPE_WIDTH, format_value, print_rows
+
+WIDE = 160
+"""Where a cell takes one line; most tests are about what stands in it."""
+STORED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("co[lm]*.jsonl"))
+
+
+def render(rows: Sequence[Row], width: int = WIDE) -> str:
+    return table.render(rows, width)
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_every_table_of_stored_rows_fits_the_width_of_a_pipe(file: Path) -> None:
+    text = table.render([Row.from_json(line) for line in file.read_text().splitlines()])
+    assert max(cell_len(line) for line in text.splitlines()) <= PIPE_WIDTH == 100
 
 
 def sample(median: float, spread: float = 0.1) -> Sample:

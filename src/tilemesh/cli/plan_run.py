@@ -47,6 +47,8 @@ from tilemesh.plan.why import runner_up, why
 from tilemesh.report.plan_page import render
 
 PIPE_WIDTH = 160  # a pipe has no width of its own
+WIDTH = 100
+"""Columns that the table of layouts takes at most, where its figures allow that."""
 REFERENCE_DEVICE = "h100"  # for the roofline when no cluster is named
 
 
@@ -219,15 +221,12 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
     marks = {"yes": "yes"} | {words: f"no [{place}]" for place, words in enumerate(lacks, start=1)}
     lines = [_cells(place, found, marks) for place, found in enumerate(result.predictions, start=1)]
     silent = {name for name in _OPTIONAL if all(line[name] in ("-", "0.0%") for line in lines)}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in lines[0]:
-        if heading not in silent:
-            left = heading in ("schedule", "recompute", "seq", "train")
-            table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(text for heading, text in line.items() if heading not in silent))
+    shown = [{heading: text for heading, text in line.items() if heading not in silent} for line in lines]
+    wide, narrow = _table(shown, gap=2), _table(shown, gap=1)
+    measured = console.options.update(max_width=PIPE_WIDTH)
+    table = wide if console.measure(wide, options=measured).maximum <= min(console.width, WIDTH) else narrow
     # A terminal too narrow for it breaks the lines; a figure is never cut.
-    natural = console.measure(table, options=console.options.update(max_width=PIPE_WIDTH)).maximum
+    natural = console.measure(table, options=measured).maximum
     whole = Console(file=console.file, width=max(console.width, natural), highlight=False, markup=False)
     whole.print(table)
     for words in lacks:
@@ -235,6 +234,17 @@ def _print_layouts(console: Console, result: SearchResult) -> None:
 
 
 _OPTIONAL = ("pp", "seq", "ZeRO", "schedule", "recompute", "bubble")
+_LEFT = ("schedule", "recompute", "seq", "train")
+
+
+def _table(lines: Sequence[Mapping[str, str]], gap: int) -> Table:
+    """Lines with a column for each of their keys, so many blanks apart."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, gap - 1, 0, 0))
+    for heading in lines[0]:
+        table.add_column(heading, justify="left" if heading in _LEFT else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line.values())
+    return table
 
 
 def _cells(place: int, found: Prediction, marks: Mapping[str, str]) -> dict[str, str]:
@@ -242,11 +252,12 @@ def _cells(place: int, found: Prediction, marks: Mapping[str, str]) -> dict[str,
     schedule = "-" if p.pp == 1 else p.schedule + (f" {p.interleave}" if p.interleave > 1 else "")
     return {
         "": str(place), "dp": str(p.dp), "tp": str(p.tp), "pp": "-" if p.pp == 1 else str(p.pp),
-        "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"), "micro": str(p.microbatch),
-        "accum": str(p.accumulation), "schedule": schedule, "recompute": "-" if p.recompute == "none" else p.recompute,
-        "step": _seconds(found.step_time_s), "tokens/s": format_count(found.tokens_per_s), "MFU": f"{found.mfu:.1%}",
+        "seq": "yes" if p.sequence_parallel else "-", "ZeRO": str(p.zero or "-"),
+        "batch": f"{p.accumulation}x{p.microbatch}", "schedule": schedule,
+        "recompute": "-" if p.recompute == "none" else p.recompute,
+        "step": _seconds(found.step_time_s), "tok/s": format_count(found.tokens_per_s), "MFU": f"{found.mfu:.1%}",
         "memory": format_bytes(found.memory.total_bytes), "bubble": f"{found.bubble_fraction:.1%}",
-        "exposed": f"{found.times.exposed_s / found.step_time_s:.1%}", "train": marks[trainable(p)],
+        "comm": f"{found.times.exposed_s / found.step_time_s:.1%}", "train": marks[trainable(p)],
     }  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from tilemesh.core.units import format_bytes, format_rate, format_seconds
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample, equal
 
-# A pipe has no width of its own; this is what a wide terminal has.
-PIPE_WIDTH = 160
+# A pipe has no width of its own; what is wider than this is broken by most of what shows text.
+PIPE_WIDTH = 100
 
 GAP = 2  # blanks between two columns
 
