@@ -127,6 +127,7 @@ _HOLD_OTHERS = (
     "plan.Result",
     "serve.Answer",
     "serve.Completion",
+    "serve.Engine",
     "train.Result",
     "train.Shown",
     "train.TrainConfig",
@@ -225,8 +226,6 @@ def _known(name: str) -> dict[str, Any]:
         return {"config": _config(), "run": "new"}
     if name == "serve.generate":
         return {"source": "run", "prompt": "a", "tokens": 2}
-    if name == "serve.Engine":
-        return {"source": "run", "pages": 8}
     if name.startswith("plan."):
         from tilemesh.core.hardware import parse_cluster
 

@@ -49,6 +49,14 @@ def test_ours_and_a_peer_take_turns_and_are_profiled(peer: str, mesh: str, trans
         assert float(longest.split()[0]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_torchs_pipelining_takes_turns(schedule: str, tmp_path: Path) -> None:
+    sets = f"model.layers=4,plan.schedule={schedule},plan.accumulation=4,plan.microbatch=1"
+    found = compare(made(tmp_path, sets, mesh="pp=2"), peers=["pipeline"], transport="torch", blocks=1, steps=1)
+    assert (found.missing, found.peers[PEERS["pipeline"]].n) == ({}, 1)
+
+
 def test_a_peer_that_does_not_start_is_missing(tmp_path: Path) -> None:
     config = made(tmp_path, "plan.precision=bf16-master")
     found = compare(config, peers=["eager"], transport="torch", blocks=1, steps=1)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, Manifest, checkpoints
 from tilemesh.runs.metrics import latest
-from tilemesh.runs.names import CHECKPOINTS
+from tilemesh.runs.names import CHECKPOINTS, CHOICES
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
@@ -304,6 +305,75 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_line_that_resumes(
     assert "to improve:" in done.stdout
     assert "written:" in done.stdout
     assert trained(folder) == undisturbed
+
+
+# Killed under a pipeline and ZeRO, resumed in other layouts ---------------------------------------------------------
+
+SHARED = "plan.zero=2,plan.precision=fp64,train.steps=12,checkpoint.every=2,plan.microbatch=1"
+
+
+@pytest.fixture(scope="module")
+def shared(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, dict[int, float]]:
+    """A run on two stages by two replicas under ZeRO-2, and its losses when nothing happens to it."""
+    made = load(mesh="dp=2,pp=2", sets=[SMALL, f"data.source={config.data.source}", SHARED])
+    folder = new_run(TRAIN, made.to_toml(), tmp_path_factory.mktemp("shared") / "run")
+    run_threads(4, lambda comm: train_here(made, folder, comm, emit=lambda event: None))
+    return made, losses(folder)
+
+
+def killed(made: TrainConfig, folder: Path, victim: int, step: int, delay_s: float, transport: str) -> None:
+    """Train on processes until one of them is killed in the middle of a step."""
+    run = Started(made, new_run(TRAIN, made.to_toml(), folder), transport=transport)
+    kill_when(run, victim, lambda: run.reached(step) and (time.sleep(delay_s) or True))
+    outcome = run.wait()
+    assert outcome.failure is not None
+    assert f"rank {victim} was killed by SIGKILL" in outcome.failure.sentence()
+
+
+def resumed(folder: Path, **how: Any) -> dict[int, float]:
+    """The run that was killed, to its end on threads, which have not the collectives that processes have chosen."""
+    made = load(resume=folder, **how)
+    (folder / CHOICES).unlink(missing_ok=True)
+    run_threads(made.plan.world, lambda comm: train_here(made, folder, comm, resume=True, emit=lambda event: None))
+    return losses(folder)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"mesh": "dp=2,tp=2", "sets": ["plan.zero=1"]},
+    {"mesh": "dp=4", "sets": ["plan.zero=3"]},
+]
+
+
+def test_killed_under_zero_in_a_pipeline_and_resumed_in_other_layouts(
+    shared: tuple[TrainConfig, dict[int, float]], tmp_path: Path
+) -> None:
+    """In others within 1e-10, in the same one bit for bit: a sum of two replicas is the same in any order."""
+    made, wanted = shared
+    killed(made, tmp_path / "run", 3, 5, 0.0, "torch")
+    for number, how in enumerate((*OTHERS, {})):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", folder)
+        found = resumed(folder, **how)
+        assert list(found) == list(wanted)
+        if how:
+            assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-10)
+        else:
+            assert found == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(20))
+def test_twenty_kills_at_seeded_moments_of_a_step(
+    shared: tuple[TrainConfig, dict[int, float]], tmp_path: Path, seed: int
+) -> None:
+    made, wanted = shared
+    draw = random.Random(seed)
+    transport = "torch" if find_mpiexec() is None or seed % 2 else "mpi"
+    killed(made, tmp_path / "run", draw.randrange(4), draw.randrange(2, 10), draw.random() * 0.2, transport)
+    found = resumed(tmp_path / "run", **OTHERS[seed // 2 % 2])
+    assert list(found) == list(wanted)
+    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-10)
 
 
 def _source() -> str:

@@ -19,19 +19,28 @@ from tilemesh.core.axes import ordered
 from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan, Precision
 from tilemesh.core.shard import Cut, Shard
+from tilemesh.core.step.action import Action
+from tilemesh.core.step.memory import StepBytes, memory_curve
+from tilemesh.model.transformer import Transformer
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout
 from tilemesh.parallel.gate.compare import Gate, GateResult
 from tilemesh.parallel.gradients import Parts
+from tilemesh.parallel.laid import StepPiece
+from tilemesh.parallel.pipeline import Pipeline
+from tilemesh.parallel.shard import trained as trained_parameters
 from tilemesh.parallel.zero import UNDER_WAY, RowsOfRanks, Zero
+from tilemesh.parallel.zero3 import ZeroWeights
 from tilemesh.runs.files import read_object
 from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.metrics import latest
 from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.runs.reader import Reader
-from tilemesh.train.config import TrainConfig
+from tilemesh.train.config import OptimizerConfig, TrainConfig
 from tilemesh.train.load import load
+from tilemesh.train.offload import HostOptimizer
+from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.rank import train_here
 
 SMALL = (
@@ -260,3 +269,83 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(
     assert trained(config, folder / "stopped", resume=True) == losses
     ours, theirs = state(folder / "stopped", 6), state(folder / "whole", 6)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{"prefetch": 0}, {"prefetch": 2, "accumulation": 2}, {"pp": 2, "accumulation": 4}])
+def test_whole_weights_are_alive_as_the_list_says(fields: dict[str, Any]) -> None:
+    """Bytes at every boundary of two actions, exactly those of the curve."""
+    config = MODELS["gpt"].replace(layers=5, dropout=0.0)
+    plan = ParallelPlan(dp=2, zero=3, precision="fp64", **fields)
+
+    def main(comm: Communicator) -> None:
+        laid = lay(Transformer(config, device="meta", dtype=torch.float64), Mesh(comm, **plan.axes), plan)
+        assert isinstance(laid, Pipeline)
+        gradients = laid.gradients
+        assert isinstance(gradients, ZeroWeights)
+        laid.initialize(1)
+        program = laid.step.program
+        sizes = [0.0] * program.chunks
+        for chunk, buckets in gradients.reads.items():
+            sizes[chunk] = 8.0 * sum(bucket.rows.numel for bucket in buckets if bucket.chunk == chunk)
+        table = 8.0 * config.vocabulary * config.width
+        seen = [gradients.gathered_bytes]
+
+        def around(action: Action, do: Callable[[], None]) -> None:
+            do()
+            seen.append(gradients.gathered_bytes)
+
+        laid.watch_actions(lambda text: None, around)
+        generator = torch.Generator().manual_seed(1)
+        pieces = []
+        for turn in range(plan.accumulation):
+            tokens = torch.randint(config.vocabulary, (2, 6), generator=generator)
+            pieces.append(StepPiece(tokens, tokens.roll(1, 1), 2 * turn))
+        laid.passes(pieces)
+        curve = memory_curve(program, StepBytes(weights=sizes))[laid.mesh.pp.index]
+        more = [held - wanted for held, wanted in zip(seen, curve, strict=True)]
+        # The head reads the first chunk's table, with which the whole bucket comes.
+        assert set(more) <= {0.0, sizes[0]} if plan.pp == 1 else not any(more)
+        assert laid.mesh.pp.index or table < sizes[0]
+        assert plan.pp > 1 or max(curve) <= (1 + plan.prefetch) * max(sizes)
+        assert seen[-1] == 0
+        laid.gradients.finish()
+
+    run_threads(plan.world, main)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_states_that_go_to_the_host_and_back_are_the_same_bits(precision: str, optimizer: str) -> None:
+    """On a CPU the moves are copies; each part's states have memory of their own between steps."""
+
+    def stepped(makes: Any, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+        model = Two().float() if precision == "fp32" else Two().bfloat16()
+        made = makes(OptimizerConfig(name=optimizer), trained_parameters(model), precision, **options)  # type: ignore[arg-type]
+        for step in range(3):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.1 * (number + step + 1))
+            made.step(0.1)
+        return made, [value.detach().clone() for value in model.parameters()]
+
+    plain, wanted = stepped(Optimizer)
+    moved, found = stepped(HostOptimizer, part_bytes=100, moves=True)
+    assert len(moved.parts) > 1
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    tensors = {name: value.clone() for name, _, value in moved.tensors()}
+    assert tensors.keys() == {name for name, _, _ in plain.tensors()}
+    assert all(torch.equal(value, tensors[name]) for name, _, value in plain.tensors())
+    assert list(moved.kept()) == []
+    again, _ = stepped(HostOptimizer, part_bytes=100, moves=True)
+    again.load(3, {tuple(name.split(":", 1)): value for name, value in tensors.items()})
+    assert all(torch.equal(value, tensors[name]) for name, _, value in again.tensors())
+
+
+def test_a_run_with_its_states_on_the_host_is_the_same_run(text: str, tmp_path: Path) -> None:
+    found = [
+        trained(made(text, "dp=2,tp=1", f"plan.zero=1,plan.offload={what},train.steps=3"), tmp_path / f"run{what}")
+        for what in ("", "optimizer")
+    ]
+    assert found[0] == found[1]

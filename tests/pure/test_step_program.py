@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -70,3 +71,10 @@ def test_layers_are_cut_evenly_and_the_ends_have_less() -> None:
         chunk_layers(ParallelPlan(pp=2, schedule="zb-v"), 3)
     with pytest.raises(UsageError, match="add up to 6"):
         chunk_layers(ParallelPlan(pp=2, chunk_layers=(5, 1)), 7)
+
+
+def test_the_documents_lists_of_zero_are_what_is_run() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parallel" / "README.md").read_text()
+    for zero in (2, 3):
+        actions = step_program(ParallelPlan(dp=2, zero=zero), 3).program.actions[0]
+        assert f"ZeRO-{zero}  {' '.join(map(str, actions))}\n" in text

@@ -22,6 +22,8 @@ class Lack(NamedTuple):
     why: str
     instead: str
     """What to set in its place: "pp=1"."""
+    is_wrong: bool = False
+    """Whether the plan contradicts itself: no search would have made it."""
 
 
 def lacks(plan: ParallelPlan) -> Iterator[Lack]:
@@ -31,15 +33,15 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
         yield Lack("slices", given, "both cut sequences, and not together", "sequence_parallel=false")
     if plan.zero and plan.dp == 1:
         why = "ZeRO shares among replicas and there is one"
-        yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0")
+        yield Lack(f"zero{plan.zero}", f"zero is {plan.zero} and dp is 1", why, "zero=0", is_wrong=True)
     elif plan.zero and plan.zero_group and (plan.dp % plan.zero_group or plan.zero_group == 1):
         given = f"zero_group is {plan.zero_group} and dp is {plan.dp}"
         why = "groups of several replicas must make up dp"
-        yield Lack("zero_group", given, why, f"zero_group={_nearest_divisor(plan.dp, plan.zero_group)}")
+        yield Lack("zero_group", given, why, f"zero_group={_nearest_divisor(plan.dp, plan.zero_group)}", True)
     if plan.recompute_every != 1 and plan.recompute != "full":
         given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
-        yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full")
-    for name in plan.offloads:
+        yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full", True)
+    for name in set(plan.offloads) - {"optimizer"}:
         yield Lack(f"offload {name}", f"offload is {plan.offload}", f"{name} stay where they are", "offload=")
     if plan.recompute == "selective":
         yield Lack("selective", "recompute is selective", "attention here keeps no scores", "recompute=full")

@@ -133,8 +133,13 @@ class ZeroWeights(Zero):
 
     @property
     def gathered_bytes(self) -> int:
-        """Of weights that are whole now."""
-        return sum(p.untyped_storage().nbytes() for bucket in self.buckets for p in bucket.parameters)
+        """Of weights that are whole now or on their way: in a buffer until a pass waits for them, then in place."""
+        return sum(
+            sum(p.untyped_storage().nbytes() for p in bucket.parameters)
+            or bucket.rows.numel * bucket.part.element_size()
+            for bucket in self.buckets
+            if id(bucket) in self._whole
+        )
 
 
 class GatheringServices(StepServices):

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
-from tilemesh.serve.load import ServedModel, load_served, read_dtype
+from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
@@ -116,19 +114,17 @@ class Engine:
         if pages is not None and memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")
         SEED.check("seed", seed, whole=True)
-        wanted = read_dtype(dtype)
+        wanted, place = read_dtype(dtype), read_device(device)
         if isinstance(source, ServedModel):
             self.served = source
         else:
-            self.served = load_served(source, dtype=wanted, device=device, step=step, say=say)
+            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say)
         model = self.served.model
         self.config: ModelConfig = model.config
         longest = self.config.context if context is None else min(context, self.config.context)
         if pages is None:
             weight_dtype = next(model.parameters()).dtype
-            pages = choose_pages(
-                self.config, weight_dtype, page_tokens, longest * running, memory, torch.device(device)
-            )
+            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place)
         self.limits = ServeLimits(
             pages=pages,
             context=longest,
@@ -143,7 +139,7 @@ class Engine:
         Range(0, 64).check("speculate", speculate, whole=True)
         self._guesser = NgramGuesser(speculate) if speculate else None
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
-        runner = Runner(model, self.limits, device, invariant)
+        runner = Runner(model, self.limits, place, invariant)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )

@@ -81,6 +81,10 @@ class Sampling:
             raise UsageError(f"stop is {shown(self.stop)}: expected texts that are not empty")
         if len(self.stop) > _MOST_STOPS:
             raise UsageError(f"stop has {len(self.stop)} texts: expected at most {_MOST_STOPS}")
+        if not isinstance(self.stop_tokens, tuple) or not isinstance(self.logit_bias, Mapping):
+            raise UsageError(
+                "stop_tokens and logit_bias: expected a tuple of tokens and a mapping from tokens to numbers"
+            )
         for token in (*self.stop_tokens, *self.logit_bias):
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise UsageError(f"stop_tokens and logit_bias name token {shown(token)}: expected whole numbers from 0")

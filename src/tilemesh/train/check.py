@@ -19,13 +19,15 @@ from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
 from tilemesh.core.runnable import lacks
+from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
-from tilemesh.measure.machine import usable_gpus
+from tilemesh.measure.machine import this_machine, usable_gpus
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
-from tilemesh.model.work.weights import why_not
+from tilemesh.model.work.weights import shard_parameters, why_not
+from tilemesh.plan.memory import state_bytes
 from tilemesh.plan.nearest import advice
 from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
@@ -94,7 +96,8 @@ def check_values(made: TrainConfig) -> None:
 def _check_plan(made: TrainConfig) -> None:
     plan = made.plan
     for lack in lacks(plan):
-        raise UsageError(f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}{advice(made.model, plan)}")
+        other = "" if lack.is_wrong else f", or make the plan with `tilemesh plan … --fix {lack.instead}`"
+        raise UsageError(f"plan.{lack.given}: {lack.why}; set plan.{lack.instead}{other}")
     reason = why_not(made.model, plan)
     if reason:
         raise UsageError(f"plan.{reason}{advice(made.model, plan)}")
@@ -123,6 +126,7 @@ def check_machine(made: TrainConfig) -> None:
     fallback = made.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
         raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
+    _check_host_memory(made)
     check_source(made.data)
     _check_length(made)
     if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
@@ -138,6 +142,22 @@ def check_machine(made: TrainConfig) -> None:
 
 def _axes_words(made: TrainConfig) -> str:
     return " x ".join(f"{name} {size}" for name, size in made.plan.axes.items())
+
+
+def _check_host_memory(made: TrainConfig) -> None:
+    """Refuse optimizer states on a host that has no room for those of all ranks that run on it."""
+    if "optimizer" not in made.plan.offloads or made.train.device == "cpu" or not usable_gpus():
+        return
+    member = membership()
+    plan, here = made.plan, made.plan.world if member is None else member.local_size
+    parameters = shard_parameters(made.model, plan.tp).stage(-(-made.model.layers // plan.pp), True, True)
+    needed = here * state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)[2]
+    have = this_machine().memory_bytes
+    if needed > have:
+        raise UsageError(
+            f"plan.offload is {plan.offload}: the optimizer states of {here} ranks take {format_bytes(needed)} of the "
+            f"host's memory and it has {format_bytes(have)}; set plan.offload= or share them with plan.zero=1"
+        )
 
 
 def _check_length(made: TrainConfig) -> None:

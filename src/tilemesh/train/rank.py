@@ -52,6 +52,7 @@ from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
+from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
 from tilemesh.train.plain import suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
@@ -133,7 +134,8 @@ def train_here(
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
     stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
+    makes = HostOptimizer if "optimizer" in config.plan.offloads else Optimizer
+    optimizer = makes(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
