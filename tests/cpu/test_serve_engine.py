@@ -441,6 +441,8 @@ def test_memory_and_pages_are_one_or_the_other(small: ServedModel) -> None:
         Engine(small, pages=3, memory=0.5)
     with pytest.raises(UsageError, match=r"memory is 2: expected above 0 and at most 1"):
         Engine(small, memory=2)
+    with pytest.raises(UsageError, match="page_tokens is 0"):
+        Engine(small, page_tokens=0)
     for device in ("tpu", ",", "meta", "cuda:99"):
         with pytest.raises(UsageError, match=f"device is '{device}'"):
             Engine(small, device=device)

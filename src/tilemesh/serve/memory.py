@@ -30,6 +30,7 @@ def choose_pages(
     device: torch.device,
 ) -> int:
     """As many as fit into a share of what is free, and on a CPU no more than `useful_tokens` could ever fill."""
+    Range(1, 2**40).check("page_tokens", page_tokens, whole=True)
     on_gpu = device.type == "cuda"
     if share is not None:
         Range(0, 1, above=True).check("memory", share)

@@ -47,6 +47,7 @@ RANGES: dict[str, Range] = {
     "train.timeout_s": Range(0, 1e9, above=True),
     "train.trace_steps": _COUNT_OR_NONE,
     "optimizer.lr": Range(0),
+    "optimizer.decay": Range(0, 1),
     "optimizer.lr_end": Range(0),
     "optimizer.warmup": _COUNT_OR_NONE,
     "optimizer.betas": _FRACTION,

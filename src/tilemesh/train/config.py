@@ -33,14 +33,19 @@ NO_GRAPH = (
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its learning rate, which warms up linearly and then follows half a cosine down to `lr_end`."""
+    """The optimizer and its learning rate, which warms up linearly and then follows a schedule."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """Which optimizer: AdamW (decoupled weight decay) or SGD with momentum."""
     lr: float = 1e-3
     """The learning rate after the warm-up, the largest of the run."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate goes on after the warm-up: half a cosine or a line down to `lr_end`, constant, or constant
+    until the last part of the run and then a line down to `lr_end` (wsd: warm-up, stable, decay)."""
+    decay: float = 0.2
+    """For wsd: the part of all steps in which the learning rate falls."""
     lr_end: float = 0.1
-    """The learning rate of the last step, as a fraction of `lr`."""
+    """The learning rate of the last step, as a fraction of `lr`; not for the constant schedule."""
     warmup: int = 10
     """Steps of linear warm-up until the learning rate is `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -1,4 +1,4 @@
-"""The learning rate of every step: a line up, half a cosine down. A pure function, so a resumed run needs no state."""
+"""The learning rate of every step: a line up, then as the schedule says. A pure function: resuming needs no state."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ def rate(step: int, steps: int, optimizer: OptimizerConfig) -> float:
     warmup = min(optimizer.warmup, steps)
     if step < warmup:
         return optimizer.lr * (step + 1) / warmup
-    lowest = optimizer.lr * optimizer.lr_end
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    return lowest + (optimizer.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    lowest, fall = optimizer.lr * optimizer.lr_end, steps - 1 - warmup
+    if optimizer.schedule == "wsd":
+        fall = min(fall, round(optimizer.decay * steps))
+    # From 0 where the rate begins to fall to 1 at the last step.
+    progress = min(1.0, max(0.0, (step - (steps - 1 - fall)) / max(1, fall)))
+    share = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "constant": 1.0}.get(optimizer.schedule, 1 - progress)
+    return lowest + (optimizer.lr - lowest) * share
