@@ -80,7 +80,7 @@ def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> Non
     chosen, possible = _chosen(ranks), list(_possible(ranks))
     assert set(chosen) <= set(possible)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, possible))
-    assert len(chosen) < 100
+    assert len(chosen) < len(possible) / 4
     layouts_of = [case.layout for case in combinations(ranks)]
     assert {layout.schedule for layout in layouts_of} == {*get_args(Schedule)} - {"terapipe"}
     assert {(layout.zero, layout.recompute) for layout in layouts_of} == {

@@ -39,7 +39,7 @@ ENDS_WITHIN_S = 30.0
 SMALL = (
     "model.layers=2,model.width=32,model.heads=2,model.kv_heads=2,model.mlp_width=64,model.context=32,"
     "train.steps=40,train.batch=8,checkpoint.every=1,evaluate.every=0,evaluate.sequences=4,sample.tokens=0,"
-    "optimizer.warmup=2,train.trace_steps=0"
+    "optimizer.warmup=2,train.trace_steps=0,train.device=cpu"
 )
 
 

@@ -46,7 +46,7 @@ from tilemesh.train.rank import train_here
 SMALL = (
     "model.layers=2,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=36,model.context=16,"
     "train.steps=6,train.batch=8,checkpoint.every=0,evaluate.every=0,evaluate.sequences=4,sample.tokens=8,"
-    "optimizer.warmup=2,optimizer.lr=0.01,train.trace_steps=0"
+    "optimizer.warmup=2,optimizer.lr=0.01,train.trace_steps=0,train.device=cpu"
 )
 
 

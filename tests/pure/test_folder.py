@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.launch.folder import job_folder, sweep
+from tilemesh.launch.folder import is_leaving, job_folder, sweep
 
 
 def test_the_folder_is_gone_afterwards_also_after_an_error(tmp_path: Path) -> None:
@@ -120,3 +120,12 @@ def test_what_was_killed_before_it_had_its_lock_goes_when_it_is_old(tmp_path: Pa
     os.utime(new, (1, 1))
     assert sweep(tmp_path) == [new]
     assert not new.exists()
+
+
+def test_a_process_that_is_being_ended_and_has_not_gone_yet(tmp_path: Path) -> None:
+    """Lines of /proc/PID/stat: a name may have spaces and brackets, the seventh field after it has the flags."""
+    for pid, (state, flags) in enumerate([("D", 0x4), ("R", 0x400104), ("S", 0x400100), ("Z", 0x40C)]):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python (rank) 3) {state} 1 1 1 0 -1 {flags} 0 0 0 0\n")
+    assert [is_leaving(pid, tmp_path) for pid in range(5)] == [True, True, False, False, False]
+    assert not is_leaving(os.getpid())

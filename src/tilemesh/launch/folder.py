@@ -26,6 +26,7 @@ _PREFIX = "tilemesh-job-"
 _NEW_PREFIX = ".tilemesh-new-"  # not locked yet
 _NEW_S = 600.0  # locking takes microseconds: one that is new for so long was left by a launcher that was killed
 _LOCK = "lock"
+_PF_EXITING = 0x4  # of a process's flags in /proc/PID/stat: include/linux/sched.h
 _ROOM_BYTES = 64 << 20  # the board and the pipes need next to nothing; the MPI library keeps its segments here too
 
 
@@ -102,3 +103,12 @@ def kill_processes_of(folder: Path) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
                 killed.append(pid)
     return killed
+
+
+def is_leaving(pid: int, processes: Path = Path("/proc")) -> bool:
+    """Whether a process is being ended and still has memory to give back (Linux); its parent cannot see that yet."""
+    try:
+        state, *fields = (processes / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return state != "Z" and bool(int(fields[5]) & _PF_EXITING)

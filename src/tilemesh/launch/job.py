@@ -29,7 +29,7 @@ from tilemesh.core.errors import Argument, UsageError
 from tilemesh.launch import start
 from tilemesh.launch.blame import GONE, LEFT, Death, Failure, blame, failure_of, last_words, mpi_deaths
 from tilemesh.launch.board import DONE, FAILED, INTERRUPTED, Board, Record
-from tilemesh.launch.folder import job_folder, kill_processes_of
+from tilemesh.launch.folder import is_leaving, job_folder, kill_processes_of
 from tilemesh.launch.output import Pipes, Sink, print_line
 from tilemesh.launch.rank import INTERRUPTED_CODE, die_with_parent, run_command
 
@@ -38,6 +38,7 @@ _TICK_S = 0.05
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEPT_BYTES = 1 << 16
 _SETTLE_S = 0.15  # after the first sign of a failure: time for the true cause to show beside its consequences
+_LEAVING_S = 5.0  # at most, for a rank that was killed and has yet to go: freeing a GPU's memory takes it a while
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Job:
         self._note_exits()
         if self.failed_since is None and self.has_failed():
             self.failed_since = now
-        if self.failed_since is not None and self.kill_at is None and now > self.failed_since + _SETTLE_S:
+        if self.failed_since is not None and self.kill_at is None and self._has_settled(now - self.failed_since):
             self.gone_first = [rank for rank in self.vanished if not self.board.read(rank).ended_ns]
             self._signal_ranks(signal.SIGTERM)
             self.kill_at = now + graces.failure_s
@@ -300,6 +301,12 @@ class Job:
         if any(self.codes.values()) or any(not self.board.read(rank).ended_ns for rank in self.vanished):
             return True
         return any(self.board.read(rank).state in (FAILED, INTERRUPTED) for rank in range(self.ranks))
+
+    def _has_settled(self, seconds: float) -> bool:
+        """Whether, so long after the first sign of a failure, no rank is about to end without a word."""
+        records = [self.board.read(rank) for rank in range(self.ranks)]
+        leaving = any(record.pid and not record.ended_ns and is_leaving(record.pid) for record in records)
+        return seconds > (_LEAVING_S if leaving else _SETTLE_S)
 
     def _interrupt(self, number: int, kill_at: float) -> None:
         if self.interrupted:

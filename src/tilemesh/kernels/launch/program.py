@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ _WIDE_SIZE = INT32_LIMIT - 4096
 # This is no state of a context: equal keys give equal kernels, nothing reads it but `compile_step`, and a kernel that
 # is loaded stays on the GPU until the process ends, so another context had better find it than load it again.
 KERNELS: dict[tuple[object, ...], CompiledKernel] = {}
+# Ranks may be threads of one process: while one loads a kernel, Triton shows it to others half loaded.
+_LOADING = threading.Lock()
 
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _KNOWN = ((3, 6), (3, 7))  # whose launchers take their arguments as written below
@@ -161,9 +164,10 @@ class _Prepared:
                 "this version of tilemesh knows: implementation='torch' works with any"
             )
         self.step = step
-        self.compiled = compile_step(step, operands)
         try:
-            self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
+            with _LOADING:
+                self.compiled = compile_step(step, operands)
+                self.launcher = self.compiled.run  # loads the binary; raises when the GPU cannot hold it
         except OutOfResources as error:
             raise FitError(
                 f"kernel {step.function}: {error.name} {error.required}, this GPU has {error.limit}"
