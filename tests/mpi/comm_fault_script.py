@@ -77,6 +77,8 @@ def main(behaviour: str, seed: int) -> None:
     elif behaviour == "sizes":
         wrong_sizes(comm, seed // 10, seed % 10)
     elif behaviour == "kill":
+        if not misbehaves:
+            time.sleep(0.5)  # rank 1 is to die before the others could have finished it without another word of it
         handle = comm.all_reduce(np.ones(100_000), algorithm="ring", wait=False)
         if misbehaves:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -241,14 +241,6 @@ def killed_and_gone_on(config: TrainConfig, folder: Path, onward: str, victim: i
     assert Started(then, folder, resume=True).wait().failure is None
 
 
-@NEEDS_MPI
-def test_a_pipeline_that_lost_a_rank_goes_on_in_another_layout(
-    config: TrainConfig, alone: dict[int, float], tmp_path: Path
-) -> None:
-    killed_and_gone_on(config, tmp_path / "run", "tp 2, ZeRO-1", victim=3, step=3, wait_s=0.0)
-    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-10)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @NEEDS_MPI
@@ -359,21 +351,6 @@ def test_killed_under_zero_in_a_pipeline_and_resumed_in_other_layouts(
             assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-10)
         else:
             assert found == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(20))
-def test_twenty_kills_at_seeded_moments_of_a_step(
-    shared: tuple[TrainConfig, dict[int, float]], tmp_path: Path, seed: int
-) -> None:
-    made, wanted = shared
-    draw = random.Random(seed)
-    transport = "torch" if find_mpiexec() is None or seed % 2 else "mpi"
-    killed(made, tmp_path / "run", draw.randrange(4), draw.randrange(2, 10), draw.random() * 0.2, transport)
-    found = resumed(tmp_path / "run", **OTHERS[seed // 2 % 2])
-    assert list(found) == list(wanted)
-    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-10)
 
 
 def _source() -> str:
