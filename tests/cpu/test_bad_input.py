@@ -392,6 +392,14 @@ FOREIGN = [
         "model.rotary_factor is None: expected a number, at least 1",  # of the second key, which is not passed over
     ),
     (LLAMA, {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "default"}}, "scaled by 'yarn'"),
+    (
+        LLAMA,
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+        "rope_scaling and rope_parameters scale positions differently",
+    ),
     (LLAMA, {"rope_parameters": [1]}, "rope_parameters is [1]: expected an object"),
     (LLAMA, {"rope_theta": "x"}, "model.rotary_base is 'x': expected a number"),
     (LLAMA, {"head_dim": "x"}, "head_dim is 'x': expected a whole number"),

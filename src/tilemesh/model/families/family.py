@@ -135,13 +135,17 @@ def read_rotary(
         made["rotary_base"] = rotary.get("rope_theta", made["rotary_base"])
         if "partial_rotary_factor" in rotary:
             made["rotary_fraction"] = rotary["partial_rotary_factor"]
-        if kind != "default":
-            made |= {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
+        if kind == "default":
+            continue
+        scaled = {"rotary_scaling": SCALINGS[kind], "rotary_factor": rotary.get("factor")}
         if kind == "llama3":
-            made |= {
+            scaled |= {
                 "rotary_low": rotary.get("low_freq_factor"), "rotary_high": rotary.get("high_freq_factor"),
                 "rotary_trained": rotary.get("original_max_position_embeddings"),
             }  # fmt: skip
+        if "rotary_scaling" in made and {**made, **scaled} != made:
+            raise UsageError(f"{source}: rope_scaling and rope_parameters scale positions differently: leave one away")
+        made |= scaled
     return made
 
 
