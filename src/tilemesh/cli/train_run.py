@@ -99,16 +99,7 @@ def show_preview(asked: Asked) -> int:
     """Print what would run; the exit code."""
     member = membership()
     config = with_fallback(configuration(asked, member), asked)
-    seen = preview(
-        config,
-        run=asked.run,
-        name=Path(asked.config or DEFAULT_PRESET).stem,
-        resume=asked.resume,
-        init=asked.init,
-        transport=asked.transport,
-        restarts=asked.restarts,
-        stop_after=asked.stop_after,
-    )
+    seen = preview(config, **_job(asked))
     if member is not None and member.rank:
         return 0
     console = Console(stderr=asked.json == "-", highlight=False, markup=False)
@@ -131,16 +122,23 @@ def with_fallback(config: TrainConfig, asked: Asked) -> TrainConfig:
     return dataclasses.replace(config, checkpoint=kept)
 
 
+def _job(asked: Asked) -> dict[str, Any]:
+    """What `fit` and `preview` are both told beside the configuration."""
+    return {
+        "run": asked.run,
+        "name": Path(asked.config or DEFAULT_PRESET).stem,
+        "resume": asked.resume,
+        "init": asked.init,
+        "transport": asked.transport,
+        "restarts": asked.restarts,
+        "stop_after": asked.stop_after,
+    }
+
+
 def fit_asked(asked: Asked, config: TrainConfig, shown: Shown) -> Result:
     return fit(
         with_fallback(config, asked),
-        run=asked.run,
-        name=Path(asked.config or DEFAULT_PRESET).stem,
-        resume=asked.resume,
-        init=asked.init,
-        transport=asked.transport,
-        restarts=asked.restarts,
-        stop_after=asked.stop_after,
+        **_job(asked),
         in_process=False,
         command=asked.typed or None,
         on_event=shown,

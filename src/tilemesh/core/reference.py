@@ -113,7 +113,7 @@ def allowed_words(hint: Any, numbers: Range | None) -> str:
     of_list = get_origin(hint) is tuple
     number = next((member for member in (hint, *members) if member in (int, float)), None)
     if number is None:
-        raise UsageError(f"{words}: has no number, and a range was given for it")
+        raise UsageError(f"{words}: a range was given for a field that is no number")
     kind = config.type_words(number)
     ranged = numbers.words.removeprefix("a number ")
     joint = " " if ranged.split()[0] in ("between", "above") else ", "

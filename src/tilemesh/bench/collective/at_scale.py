@@ -14,7 +14,7 @@ from tilemesh.core.units import format_bytes, format_rate, format_seconds
 TOPOLOGIES = ("flat", "ring", "two-level")
 AT_SCALE = ("ring", "tree", "hierarchical")  # what is simulated unless named
 
-# NVLink inside nodes of eight, InfiniBand between them: latency and bytes a second each way.
+# NVLink inside nodes of eight, InfiniBand between them: latency, and bytes per second in each direction.
 NVLINK, INFINIBAND = Wire(1e-6, 450e9), Wire(3e-6, 50e9)
 NODE = 8
 GPU = Memory(reduce_bytes_per_s=1e12, copy_bytes_per_s=1.5e12, sync_s=2e-6)
