@@ -52,8 +52,8 @@ from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.offload import HostOptimizer
-from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
+from tilemesh.train.offload import optimizer_for
+from tilemesh.train.optimizer import stored_dtype, warning
 from tilemesh.train.plain import suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
@@ -133,14 +133,13 @@ def train_here(
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
-    stepped_by = config.optimizer_kernels_on(device.type)
-    makes = HostOptimizer if "optimizer" in config.plan.offloads else Optimizer
-    optimizer = makes(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
+    optimizer = optimizer_for(config, laid, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
         keep=config.checkpoint.keep,
-        background=config.checkpoint.background,
+        # States that fill the host's memory have no room there for a copy of them.
+        background=config.checkpoint.background and "optimizer" not in config.plan.offloads,
         written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()},
         say=say,
         note=journal.add,
