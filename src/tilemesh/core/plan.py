@@ -205,6 +205,11 @@ class ParallelPlan(StepSettings, ModelPlacement):
         return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
 
     @property
+    def has_chunks(self) -> bool:
+        """Whether a step runs by its list of actions, chunk by chunk, and not by whole passes."""
+        return self.pp > 1 or self.zero == 3 or bool({"activations", "weights"} & {*self.offloads})
+
+    @property
     def chunks_words(self) -> str:
         """What makes so many chunks, in words."""
         if self.pp > 1 and self.schedule in IN_A_V:

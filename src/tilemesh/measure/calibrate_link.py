@@ -50,7 +50,7 @@ def _measure(way: str) -> FigureOutcome:
     """Copies in one direction, or in each of both, from the first one's start to the last one's end."""
     homes = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1) for _ in range(2)]
     places = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda").fill_(2) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
     seconds = []
     for round_number in range(ROUNDS + 1):
         torch.cuda.synchronize()

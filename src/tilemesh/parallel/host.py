@@ -75,10 +75,10 @@ class HostLink:
         self.memory = HostMemory(device.type == "cuda")
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if device.type == "cuda":
-            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
-    def out(self, pairs: Iterable[tuple[Tensor, Tensor]], *, keeps: bool = False) -> Mark:
-        """Begin to copy (tensor, memory on the host) after all that was begun on the device so far.
+    def out(self, pairs: Iterable[tuple[Tensor, Tensor]], *after: Mark, keeps: bool = False) -> Mark:
+        """Begin to copy (tensor, memory on the host) after these marks and all that was begun on the device so far.
 
         `keeps`: the tensors' memory stays what it is until the copies are over. Otherwise it may be given back at once:
         the device does not use it for anything else before.
@@ -88,7 +88,7 @@ class HostLink:
                 home.copy_(tensor)
             return None
         stream, _ = self._streams
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._begin(stream, after)
         with torch.cuda.stream(stream):
             for tensor, home in pairs:
                 home.copy_(tensor, non_blocking=True)
@@ -106,14 +106,16 @@ class HostLink:
                 tensor.copy_(home)
             return None
         _, stream = self._streams
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        for mark in after:
-            if mark is not None:
-                stream.wait_event(mark)
+        self._begin(stream, after)
         with torch.cuda.stream(stream):
             for tensor, home in pairs:
                 tensor.copy_(home, non_blocking=True)
         return stream.record_event()
+
+    def _begin(self, stream: torch.cuda.Stream, after: Iterable[Mark]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for mark in set(after) - {None}:
+            stream.wait_event(mark)
 
     def wait(self, mark: Mark) -> None:
         """What is begun on the device from now on comes after these copies."""

@@ -105,8 +105,10 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
         )
-    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
-        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
+    if plan.has_chunks and made.train.compile:
+        given = (
+            f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"
+        )
         raise UsageError(
             f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
             "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"

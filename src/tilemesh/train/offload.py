@@ -82,7 +82,8 @@ class HostOptimizer(Optimizer):
 
     @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
-        slots, gone = self._slots(OFFLOAD_PARTS), []
+        slots = self._slots(OFFLOAD_PARTS)
+        gone: list[Mark] = []
         ready = [self._in(self.parts[0], slots[0])]
         for number, part in enumerate(self.parts):
             after = number + 1
