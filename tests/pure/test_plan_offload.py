@@ -12,7 +12,7 @@ from tilemesh.core.plan import OFFLOAD_PART_BYTES, ParallelPlan
 from tilemesh.model.config import preset
 from tilemesh.model.work.weights import count_parameters, shard_parameters
 from tilemesh.plan.choose import search
-from tilemesh.plan.offload import HostRates, MovedBytes, PassTimes, host_rates, offload_s
+from tilemesh.plan.offload import HostRates, MovedBytes, RankPassTimes, host_rates, offload_s
 from tilemesh.plan.space import Pins
 from tilemesh.plan.step import predict
 from tilemesh.plan.why import why
@@ -46,7 +46,7 @@ def test_a_measured_link_counts_and_not_its_datasheet() -> None:
 def test_what_travels_beside_passes_costs_what_they_do_not_cover() -> None:
     plan = dataclasses.replace(PLAN, offload="activations,weights")
     rates = HostRates(10, 10, 8)  # bytes per second
-    times = PassTimes(2.0, 2.5, 0.0)
+    times = RankPassTimes(2.0, 2.5, 0.0)
     assert offload_s(plan, rates, MovedBytes(0, 10, 0), times) == 0.0
     # Three seconds of activations beside passes of two and two and a half, four times.
     assert offload_s(plan, rates, MovedBytes(0, 30, 0), times) == pytest.approx(4 * 1.5)
@@ -55,7 +55,7 @@ def test_what_travels_beside_passes_costs_what_they_do_not_cover() -> None:
     # Both: out together first, then one comes while the other goes.
     both = offload_s(plan, rates, MovedBytes(0, 20, 20), times)
     assert both == pytest.approx((4 - 2) + 3 * (2.5 - 2) + 4 * (4 - 2.5))
-    assert offload_s(PLAN, rates, MovedBytes(10, 10, 10), PassTimes(0.0, 0.0, 0.0)) == 0.0
+    assert offload_s(PLAN, rates, MovedBytes(10, 10, 10), RankPassTimes(0.0, 0.0, 0.0)) == 0.0
 
 
 def test_whether_it_pays_is_said() -> None:

@@ -22,7 +22,7 @@ from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.parallel.laid import Laid, StepPiece
-from tilemesh.parallel.offload import Entry, HostActivations
+from tilemesh.parallel.offload import ChunkEntry, HostActivations
 from tilemesh.parallel.slices import SliceCache
 
 
@@ -99,7 +99,7 @@ class ModelChunk:
         if x is not None and keeps and self.activations is not None:
             taken = []
             anchor = torch.empty(0, requires_grad=True, device=x.device)
-            options["x_BTD"], x = Entry.apply(anchor, x, taken), None  # type: ignore[no-untyped-call]
+            options["x_BTD"], x = ChunkEntry.apply(anchor, x, taken), None  # type: ignore[no-untyped-call]
         elif x is not None:
             x.requires_grad_(keeps)
         with torch.set_grad_enabled(keeps), self._keeping(place, keeps):

@@ -36,7 +36,7 @@ class HostActivations:
     def __init__(self, link: HostLink, stays: Iterable[Tensor]) -> None:
         self.link = link
         self._stays = {_key(tensor) for tensor in stays}
-        self._kept: dict[Place, list[weakref.ref[_Kept]]] = {}
+        self._kept: dict[Place, list[weakref.ref[_KeptTensor]]] = {}
         self._away: dict[Place, list[_MovedStorage]] = {}
         self._marks: dict[Place, Mark] = {}
         self._spare: dict[int, list[tuple[Tensor, Mark]]] = {}
@@ -46,10 +46,10 @@ class HostActivations:
         """Inside `with`, what autograd keeps is of this place."""
         holders = self._kept[place] = []
 
-        def pack(tensor: Tensor) -> Tensor | _Kept:
+        def pack(tensor: Tensor) -> Tensor | _KeptTensor:
             if _key(tensor) in self._stays:
                 return tensor
-            holder = _Kept(place, tensor)
+            holder = _KeptTensor(place, tensor)
             holders.append(weakref.ref(holder))
             return holder
 
@@ -99,7 +99,7 @@ class HostActivations:
                 if holder.tensor is not None:
                     yield holder.tensor
 
-    def _holders(self, place: Place) -> Iterator[_Kept]:
+    def _holders(self, place: Place) -> Iterator[_KeptTensor]:
         for found in self._kept.get(place, ()):
             holder = found()
             if holder is not None:
@@ -113,7 +113,7 @@ class HostActivations:
         return self.link.memory.like([like])[0], None
 
 
-class _Kept:
+class _KeptTensor:
     """A tensor in autograd's hands: while it is on the host there is none."""
 
     __slots__ = ("__weakref__", "place", "tensor")
@@ -123,7 +123,7 @@ class _Kept:
         self.tensor: Tensor | None = tensor
 
 
-def _given(kept: Tensor | _Kept) -> Tensor:
+def _given(kept: Tensor | _KeptTensor) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     if kept.tensor is None:
@@ -138,7 +138,7 @@ def _given(kept: Tensor | _Kept) -> Tensor:
 class _View:
     """What a holder's tensor is of its memory."""
 
-    def __init__(self, holder: _Kept) -> None:
+    def __init__(self, holder: _KeptTensor) -> None:
         assert holder.tensor is not None
         tensor = holder.tensor
         self.holder = weakref.ref(holder)
@@ -161,7 +161,7 @@ class _MovedStorage:
         self.views: list[_View] = []
 
 
-class Entry(torch.autograd.Function):
+class ChunkEntry(torch.autograd.Function):
     """Where a chunk's graph begins: the input, of which autograd then holds only what the chunk's operations keep.
 
     A leaf that waits for its gradient would be held, and its memory with it. `taken` gets the gradient.

@@ -24,7 +24,7 @@ class MovedBytes(NamedTuple):
     weights: int
 
 
-class PassTimes(NamedTuple):
+class RankPassTimes(NamedTuple):
     """Of one microbatch through all of a rank's layers, and of the step's update."""
 
     forward_s: float
@@ -59,7 +59,7 @@ def optimizer_on_device(optimizer: int, largest: int) -> int:
     return min(optimizer, OFFLOAD_PARTS * max(OFFLOAD_PART_BYTES, largest))
 
 
-def offload_s(plan: ParallelPlan, rates: HostRates, moved: MovedBytes, times: PassTimes) -> float:
+def offload_s(plan: ParallelPlan, rates: HostRates, moved: MovedBytes, times: RankPassTimes) -> float:
     """Seconds that a step takes longer."""
     if not plan.offloads:
         return 0.0
