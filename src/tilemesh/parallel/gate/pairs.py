@@ -80,7 +80,7 @@ def _possible(ranks: int) -> Iterator[_Combination]:
             for group, again, moved, count in itertools.product(groups, RECOMPUTED, OFFLOADED, turns):
                 if count > ROWS // dp:
                     continue
-                for ahead in (1, 0, 2) if zero == 3 or moved else (1,):
+                for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
                     found = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
                     if not any(lacks(_layout(found).plan("fp64"))):
                         for model in MODELS:
