@@ -24,7 +24,7 @@ from tilemesh.model.kernels import PLAIN
 from tilemesh.model.part import cut_parts
 from tilemesh.model.transformer import Transformer
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.optimizer import decays
+from tilemesh.train.rules import decays
 from tilemesh.train.schedule import rate
 
 SCHEDULES = {
