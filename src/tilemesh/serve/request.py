@@ -150,5 +150,10 @@ class ServeRequest:
         return len(self.tokens) - self.computed
 
     @property
+    def complete(self) -> bool:
+        """Whether it has as many tokens as it may, of which the last is not known yet."""
+        return len(self.tokens) - self.prompt >= self.max_tokens
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt :]
