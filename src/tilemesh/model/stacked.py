@@ -21,7 +21,7 @@ class StackedProduct:
 
     weight: Tensor
     bias: Tensor | None
-    widths: tuple[int, ...]
+    widths: list[int]
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -30,10 +30,10 @@ class StackedProduct:
 @torch.no_grad()
 def stack(projections: Sequence[nn.Linear]) -> StackedProduct:
     """Lay their weights side by side in new memory, and let theirs be parts of it."""
-    widths = tuple(one.weight.shape[0] for one in projections)
+    widths = [one.weight.shape[0] for one in projections]
     weight = torch.cat([one.weight.detach() for one in projections])
-    biases = [one.bias for one in projections]
-    bias = None if any(one is None for one in biases) else torch.cat(biases)
+    biases: list[Tensor] = [one.bias for one in projections if one.bias is not None]
+    bias = torch.cat(biases) if len(biases) == len(projections) else None
     begin = 0
     for one, width in zip(projections, widths, strict=True):
         one.weight.data = weight[begin : begin + width]

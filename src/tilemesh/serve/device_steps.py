@@ -35,7 +35,7 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
-class StepGraphs(Protocol):
+class ServeGraphs(Protocol):
     """What captures a step: `measure.gpu.CudaGraphs`, or `PlainCalls`."""
 
     def warm(self, body: Callable[[], object]) -> None: ...
@@ -103,7 +103,7 @@ class DeviceSteps:
         limits: ServeLimits,
         vocabulary: int,
         tile_sizes: TileSizes,
-        graphs: StepGraphs,
+        graphs: ServeGraphs,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._forward, self._cache, self._limits, self._vocabulary = forward, cache, limits, vocabulary
@@ -247,7 +247,7 @@ class DeviceSteps:
 
 
 def _floats_of(drawings: Sequence[TokenDraw]) -> list[tuple[float, ...]]:
-    made = []
+    made: list[tuple[float, ...]] = []
     for drawing in drawings:
         sampling, uniform = drawing.sampling, 0.0
         if sampling.temperature > 0:

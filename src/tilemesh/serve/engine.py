@@ -23,7 +23,7 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
-from tilemesh.serve.device_steps import PlainCalls, StepGraphs
+from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
@@ -148,7 +148,7 @@ class Engine:
         self._guesser = NgramGuesser(speculate) if speculate else None
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
         on_gpu = place.type == "cuda"
-        graphs: StepGraphs | None = None
+        graphs: ServeGraphs | None = None
         if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
             graphs = CudaGraphs(place) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"

@@ -20,7 +20,7 @@ from tilemesh.model.stacked import stack_products
 from tilemesh.model.transformer import Linear, ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
 from tilemesh.serve.batch import Batch, cut, make_batch, token_span
-from tilemesh.serve.device_steps import DeviceSteps, StepGraphs
+from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
@@ -44,7 +44,7 @@ class Runner:
         device: torch.device | str = "cpu",
         invariant: bool = False,
         implementation: str = "auto",
-        graphs: StepGraphs | None = None,
+        graphs: ServeGraphs | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`implementation`: of the kernels of attention, see `PagedKeyValues`. `graphs`: what captures steps that are
