@@ -5,8 +5,8 @@
 Three times per case. *device*: a captured step replayed, by CUDA events; no host is in it. *step*: an engine that
 decodes, planning and launching ahead; one less device/step is the share in which the GPU waits for the host. *eager*:
 the same engine with every kernel launched by itself and every token waited for. The limit is the weights and the keys
-and values that a step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens
-each way against the larger of bytes and FLOPs, step by step.
+and values that a step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024
+tokens each way against the larger of bytes and FLOPs, step by step.
 """
 
 from __future__ import annotations
@@ -155,9 +155,12 @@ def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], w
     if row["device_ms"]:
         row["device_share"] = row["limit_ms"] / row["device_ms"]
         row["waits"] = max(0.0, 1 - row["device_ms"] / best)
-    print(
-        " | ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-    )
+    return shown(row)
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    words = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    print(" | ".join(words), flush=True)
     return row
 
 
@@ -180,10 +183,7 @@ def serve_many(model: Transformer, told: dict[str, Any], count: int = 256) -> di
     produced, limit = sum(output for _, output in sizes), sum(watched.limits)
     row = {**told, "requests": count, "seconds": took, "limit_s": limit, "share": limit / took}
     row["tokens_per_s"] = produced / took
-    print(
-        " | ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-    )
-    return row
+    return shown(row)
 
 
 def main() -> None:
