@@ -267,7 +267,7 @@ class Naive(Exchanging):
 
 
 def _norms(tensors: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
-    """The norm of each. Tensors of one dtype take a few launches; of several at once torch would launch one for each."""
+    """The norm of each. Tensors of one dtype take a few launches; of several, torch would launch one for each."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]

@@ -24,7 +24,7 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
 def product_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that products alone read: autocast computes with their 16-bit values and no others.
 
-    A table that is looked up is none of them, also where it is the output projection; nor are gains and biases of norms.
+    A table that is looked up is none of them, also where it is the output projection; nor are those of norms.
     """
     return {
         f"{module_name}.{name}"

@@ -30,8 +30,8 @@ def is_stepped_by_kernels(kernels: str, config: OptimizerConfig, stepped: Parame
 class KernelUpdate:
     """By `tilemesh.kernels.AdamW`: one launch for all parameters of a combination of dtypes, which also divides.
 
-    16-bit gradients are read as they are, and a 16-bit parameter is written beside its master. The number of steps is on the device, so that a captured step
-    counts by itself.
+    16-bit gradients are read as they are, and a 16-bit parameter is written beside its master. The number of steps is
+    on the device, so that a captured step counts by itself.
     """
 
     def __init__(

@@ -48,7 +48,9 @@ class AdamW:
         _check_numbers(betas, eps, decays, count)
         masters = [None] * count if masters is None else masters
         if len(masters) != count:
-            raise UsageError(f"{len(masters)} masters for {count} parameters: expected as many, None where there is none")
+            raise UsageError(
+                f"{len(masters)} masters for {count} parameters: expected as many, None where there is none"
+            )
         wide = [value if master is None else master for master, value in zip(masters, parameters, strict=True)]
         lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": wide}
         _check_lists(lists)
@@ -104,9 +106,7 @@ class AdamW:
             columns = [parameters, *of_group, masters if group.has_masters else parameters]
             given = {"table": group.table.rows(columns), "owners": group.table.owners}
             given |= {"scalars": scalars} | group.likes(parameters[0].dtype)
-            launch(
-                kernel.update_plan, given, written=(), masters=group.has_masters, aligned=group.aligned, **constants
-            )
+            launch(kernel.update_plan, given, written=(), masters=group.has_masters, aligned=group.aligned, **constants)
             for parameter, made in zip(written, parameters, strict=True):
                 if made.dtype != parameter.dtype:
                     parameter.copy_(made)
