@@ -96,6 +96,21 @@ def test_one_in_several_repeated_calls_stands_for_all_of_them() -> None:
     run_threads(2, main, timeout_s=TIMEOUT_S)
 
 
+def test_how_many_calls_one_stands_for_can_change() -> None:
+    def main(comm: Communicator) -> None:
+        record, x, every = Record(), np.ones(8), 1
+        comm.observe(record, every=lambda: every)
+        for _ in range(100):
+            comm.all_reduce(x)
+        assert record.told == 100
+        every = 5
+        for _ in range(11):  # one more that is timed for itself, then one in five
+            comm.all_reduce(x)
+        assert (record.told, record.calls.total()) == (103, 111)
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
 def test_who_is_not_interested_leaves_the_ready_call_as_it_is() -> None:
     def main(comm: Communicator) -> None:
         x = np.ones(8)
@@ -268,7 +283,7 @@ def test_groups_keep_to_the_same_table_whatever_their_color() -> None:
     assert [list(table) for table in run_threads(4, main, timeout_s=TIMEOUT_S)] == [keys] * 4
 
 
-@pytest.mark.parametrize("ending", ["detach", "close", "another observer", "keep_to"])
+@pytest.mark.parametrize("ending", ["detach", "close", "another observer", "keep_to", "tell_observers"])
 def test_no_repeated_call_stays_untold(ending: str) -> None:
     def main(comm: Communicator) -> None:
         group = comm.duplicate()
@@ -284,8 +299,11 @@ def test_no_repeated_call_stays_untold(ending: str) -> None:
             group.close()
         elif ending == "another observer":
             group.observe(Record())
-        else:
+        elif ending == "keep_to":
             group.keep_to(Choices())
+        else:
+            comm.tell_observers()  # of groups that were split from it, too
+            comm.tell_observers()
         assert record.of("all_reduce") == {(CALL, 1024): 64 + 16 + 7}
         if ending == "detach":
             group.all_reduce(x, out=out)

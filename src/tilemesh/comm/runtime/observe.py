@@ -9,8 +9,9 @@ Collectives, messages and the making of groups are seen; groups that are split f
 observed too, under labels of their own. The one idea: an observer is asked once per *kind* of call, not once per call,
 so that a call which is kept ready is wrapped once, when it is made ready. Reading the clock twice and telling of it
 costs such a call 0.5 µs, which for one of 4 µs is a lot. So of calls that come again and again (beyond the first 64 of
-a kind) only one in `every` is timed and told of, together with how many it stands for: 0.15 µs. `every=1` times all of
-them. A communicator without an observer runs the very same functions as if there were no such thing.
+a kind) only one in `every` is timed and told of, together with how many it stands for: 0.15 µs. Calls are all counted;
+`comm.tell_observers()` tells of those that were counted and not told of yet. `every=1` times all of them.
+A communicator without an observer runs the very same functions as if there were no such thing.
 
 The watchdog is not an observer. It must know of a call that never ends, which an observer is told of too late, and
 telling it at the beginning of every call would cost each of them as much as an observer does; see `watch.py`.
@@ -22,12 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 from tilemesh.comm.runtime.transport import ReadyCall
 
 # Phases: a blocking call is seen once, as a whole; of one that is not, each stretch in which it had the rank is seen.
 CALL, BEGIN, TEST, WAIT = "call", "begin", "test", "wait"
 
+EVERY = 17  # calls of which one is timed: a prime, or of 8 or 16 calls in a program's step it might always be the same
 _MOST_KINDS = 4096  # of calls that are remembered
 _EACH = 64  # ready calls of a kind that are timed one by one before only one in `every` is
 
@@ -56,22 +59,26 @@ class Seen(NamedTuple):
 
 Note: TypeAlias = Callable[[float, float, int], object]  # (began_s, ended_s) of a call, and how many it stands for
 Observer: TypeAlias = Callable[[Seen], Note | None]
+Every: TypeAlias = Callable[[], int]  # how many repeated calls one is timed of, asked whenever one was
+Attached: TypeAlias = tuple[Observer, int | Every]
 
 
 class Observers:
     """The observers of one communicator. It is false while there are none."""
 
-    def __init__(self, label: str, attached: Iterable[tuple[Observer, int]] = ()) -> None:
-        """`attached`: observers, and of how many repeated calls each is told once."""
+    def __init__(self, label: str, attached: Iterable[Attached] = (), parent: Observers | None = None) -> None:
+        """`attached`: observers, and of how many repeated calls each is told once. `parent`: of what it was split."""
         self.label = label
         self.attached = list(attached)
+        self._family: WeakSet[Observers] = WeakSet() if parent is None else parent._family
+        self._family.add(self)
         self._notes: dict[Seen, Note | None] = {}
         self._untold: list[Callable[[], None]] = []  # what tells of counted calls, for each that is kept ready
 
     def __bool__(self) -> bool:
         return bool(self.attached)
 
-    def attach(self, observer: Observer, every: int) -> None:
+    def attach(self, observer: Observer, every: int | Every) -> None:
         self.flush()
         self.attached.append((observer, every))
         self._notes.clear()
@@ -81,11 +88,17 @@ class Observers:
         self.attached = [one for one in self.attached if one[0] is not observer]
         self._notes.clear()
 
-    def flush(self) -> None:
+    def tell_counted(self) -> None:
         """Tell of the repeated calls that were counted and not told of, as if they had taken as long as the last timed.
 
-        Calls that are kept ready after this must be wrapped anew.
+        Of this communicator and all that have a common origin with it.
         """
+        for observers in list(self._family):
+            for tell in observers._untold:
+                tell()
+
+    def flush(self) -> None:
+        """The same, of this communicator alone, for good: calls that are kept ready must be wrapped anew after it."""
         for tell in self._untold:
             tell()
         self._untold.clear()
@@ -113,10 +126,10 @@ class Observers:
         note = self.note_of(operation, CALL, nbytes, algorithm)
         if note is None:
             return ready
-        every = min(every for _, every in self.attached)
-        if every == 1:
+        every = [every for _, every in self.attached]
+        if 1 in every:
             return _every_one(ready, note)
-        observed, tell = _one_in(every, ready, note)
+        observed, tell = _one_in(lambda: min(n if isinstance(n, int) else n() for n in every), ready, note)
         if len(self._untold) >= _MOST_KINDS:  # the oldest is of a ready call that was given up long ago
             self._untold.pop(0)()
         self._untold.append(tell)
@@ -155,7 +168,7 @@ def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
     return observed
 
 
-def _one_in(every: int, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
+def _one_in(every: Every, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
     """Of each so many the last is timed, and stands for all of them; of the first few, every one.
 
     Also returns what tells of those that were counted since: they are taken to be like the last one that was timed.
@@ -179,9 +192,8 @@ def _one_in(every: int, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callab
         began_s, ended_s = start_s, read()
         note(began_s, ended_s, calls)
         calls = 0
-        if each:
-            each -= 1
-            stands_for = 1 if each else every
+        each -= each > 0
+        stands_for = 1 if each else every()
         return result
 
     def tell() -> None:
