@@ -9,8 +9,9 @@ Collectives, messages and the making of groups are seen; groups that are split f
 observed too, under labels of their own. The one idea: an observer is asked once per *kind* of call, not once per call,
 so that a call which is kept ready is wrapped once, when it is made ready. Reading the clock twice and telling of it
 costs such a call 0.5 µs, which for one of 4 µs is a lot. So of calls that come again and again (beyond the first 64 of
-a kind) only one in `every` is timed and told of, together with how many it stands for: 0.15 µs. Calls are all counted;
-`comm.tell_observers()` tells of those that were counted and not told of yet. `every=1` times all of them.
+a kind) and take less than 10 µs only one in `every` is timed and told of, together with how many it stands for: 0.15
+to 0.2 µs. All are counted; `comm.tell_observers()` tells of those that were counted and not told of yet. `every=1`
+times all of them.
 A communicator without an observer runs the very same functions as if there were no such thing.
 
 The watchdog is not an observer. It must know of a call that never ends, which an observer is told of too late, and
@@ -30,7 +31,8 @@ from tilemesh.comm.runtime.transport import ReadyCall
 # Phases: a blocking call is seen once, as a whole; of one that is not, each stretch in which it had the rank is seen.
 CALL, BEGIN, TEST, WAIT = "call", "begin", "test", "wait"
 
-EVERY = 17  # calls of which one is timed: a prime, or of 8 or 16 calls in a program's step it might always be the same
+EVERY = 61  # short calls of which one is timed: a prime, or of 20 calls in a program's step it might always be the same
+SHORT_S = 10e-6  # a call that takes longer is timed each time: telling of it costs it less than a twentieth
 _MOST_KINDS = 4096  # of calls that are remembered
 _EACH = 64  # ready calls of a kind that are timed one by one before only one in `every` is
 
@@ -129,7 +131,7 @@ class Observers:
         every = [every for _, every in self.attached]
         if 1 in every:
             return _every_one(ready, note)
-        observed, tell = _one_in(lambda: min(n if isinstance(n, int) else n() for n in every), ready, note)
+        observed, tell = _one_in(_fewest(every), ready, note)
         if len(self._untold) >= _MOST_KINDS:  # the oldest is of a ready call that was given up long ago
             self._untold.pop(0)()
         self._untold.append(tell)
@@ -168,39 +170,50 @@ def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
     return observed
 
 
+def _fewest(every: list[int | Every]) -> Every:
+    """Of all observers the one that is told most often decides."""
+    fixed = min((number for number in every if isinstance(number, int)), default=None)
+    asked = [number for number in every if not isinstance(number, int)]
+    if not asked:
+        return lambda: fixed or 1
+    if fixed is None and len(asked) == 1:
+        return asked[0]
+    return lambda: min(*(number() for number in asked), *([] if fixed is None else [fixed]))
+
+
 def _one_in(every: Every, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
-    """Of each so many the last is timed, and stands for all of them; of the first few, every one.
+    """Of each so many the last is timed, and stands for all of them; of the first few, and of long ones, every one.
 
     Also returns what tells of those that were counted since: they are taken to be like the last one that was timed.
     """
-    calls, stands_for, each, read = 0, 1, _EACH, clock
+    planned = left = 0  # calls before the next one that is timed: when that was decided (or they were told of), and now
+    each, read = _EACH, clock
     began_s = ended_s = 0.0
 
     def observed(x: Any, out: Any) -> Any:
-        nonlocal calls, stands_for, each, began_s, ended_s
-        calls += 1
-        if calls < stands_for:
+        nonlocal planned, left, each, began_s, ended_s
+        if left:
+            left -= 1
             result = ready(x, out)
-            if result is NotImplemented:
-                calls -= 1
+            if result is not NotImplemented:
+                return result
+            left += 1
             return result
         start_s = read()
         result = ready(x, out)
         if result is NotImplemented:
-            calls -= 1
             return result
         began_s, ended_s = start_s, read()
-        note(began_s, ended_s, calls)
-        calls = 0
+        note(began_s, ended_s, planned + 1)
         each -= each > 0
-        stands_for = 1 if each else every()
+        planned = left = 0 if each or ended_s - began_s > SHORT_S else every() - 1
         return result
 
     def tell() -> None:
-        nonlocal calls
-        if calls:
-            note(began_s, ended_s, calls)
-            calls = 0
+        nonlocal planned
+        counted, planned = planned - left, left
+        if counted:
+            note(began_s, ended_s, counted)
 
     return observed, tell
 
