@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tilemesh.core import config
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
+from tilemesh.model.adapter import LoraConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
@@ -175,6 +176,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(precision="fp32"))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
@@ -221,6 +223,12 @@ class TrainConfig:
         able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
         able = able and "optimizer" not in self.plan.offloads  # states that go and come have no fixed place
         return able and self.train.device != "cpu" and self.train.graph is not False
+
+    def with_base(self, init: str | Path | None) -> TrainConfig:
+        """With the folder to begin from as what adapters are added to, where there are adapters."""
+        if init is None or not self.lora.rank:
+            return self
+        return dataclasses.replace(self, lora=dataclasses.replace(self.lora, base=Path(init).resolve()))
 
     def to_toml(self) -> str:
         return config.dump_toml(self)

@@ -33,6 +33,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.lora import attach
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
@@ -213,6 +214,8 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
+    if config.lora.rank:
+        attach(model, config.lora, config.train.seed)
     if late is None:
         late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
