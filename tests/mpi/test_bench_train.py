@@ -74,7 +74,7 @@ def test_a_peer_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     mine.losses, theirs.losses = [5.0, 4.0, 3.0], [5.0, 4.0, 3.00001]
     require_same_losses(theirs, mine, made(tmp_path))
     theirs.losses = [5.0, 4.0, 3.0001]
-    with pytest.raises(RunError, match="at step 3 is 3.0001 and ours 3: it computes something else"):
+    with pytest.raises(RunError, match=r"at step 3 is 3\.0001 and ours 3: it computes something else"):
         require_same_losses(theirs, mine, made(tmp_path))
     theirs.losses = [5.0, float("nan"), 3.0]
     with pytest.raises(RunError, match="at step 2"):
