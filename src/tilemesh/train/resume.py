@@ -61,17 +61,18 @@ def restore(loop: Loop, reader: Reader) -> None:
     more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
-    kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
     tensors = {
         (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
-        for kind in kinds
         for name in loop.optimizer.stepped
+        for kind in (WEIGHT, *(loop.optimizer.kinds[name] if values["optimizer_steps"] else ()))
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
     loop.laid.gradients.updated()
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
+    loop.progress.load_best(values.get("best"))
+    loop.writer.best = loop.progress.best_step if loop.config.checkpoint.keep_best else None
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step

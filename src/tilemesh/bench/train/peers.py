@@ -19,7 +19,8 @@ from tilemesh.core.errors import RunError
 from tilemesh.model.kernels import PLAIN
 from tilemesh.model.transformer import Dropout, Pass, Transformer
 from tilemesh.train.config import TrainConfig
-from tilemesh.train.optimizer import autocast_dtype, decays, stored_dtype
+from tilemesh.train.optimizer import autocast_dtype, stored_dtype
+from tilemesh.train.rules import decays
 from tilemesh.train.schedule import rate
 
 
