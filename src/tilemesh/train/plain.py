@@ -31,5 +31,5 @@ def product_parameters(model: nn.Module) -> set[str]:
         for module_name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
+        if name in ("weight", "bias") and parameter.requires_grad
     }
