@@ -21,6 +21,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
+from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
@@ -143,6 +144,7 @@ class Engine:
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
+        self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed = seed
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -218,7 +220,8 @@ class Engine:
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            job = PromptJob(list(prompt), sampling, seed, self._counting(tell))
+            constraint = self._constraints.get(sampling.regex, sampling.json_schema)
+            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint)
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn))
             self._lock.notify()
         return job
@@ -249,6 +252,7 @@ class Engine:
             )
         if sampling.n > self.limits.waiting + self.limits.running:
             raise UsageError(f"n is {sampling.n}: expected at most {self.limits.waiting + self.limits.running}")
+        self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
     # ---- how it stands -----------------------------------------------------------------------------------------
