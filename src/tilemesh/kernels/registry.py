@@ -80,6 +80,7 @@ _OPERATORS = (
         cost=f"{_ATTENTION}.cost:cost",
         form=f"{_ATTENTION}.cost:FORM",
     ),
+    folder("paged_attention"),
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),

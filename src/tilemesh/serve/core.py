@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.serve.constrain.mask import Constraint, Cursor
-from tilemesh.serve.request import FinishReason, Sampling, ServeRequest
+from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
 from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
@@ -80,13 +81,21 @@ class EngineCore:
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Hears the name of each request that has ended."""
+        self.history: ServeHistory | None = None
+        """Where all that happens is written down, if anyone wants it."""
+        self.now_ns = 0
+        """When the last orders were taken: the next step begins then."""
+        self._last: tuple[StepPlan, Mapping[str, Sequence[int]], list[str], int] | None = None
 
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
 
-    def add(self, job: PromptJob, max_tokens: int, priority: int = 0, drawn: int = 0) -> None:
-        """Begin the answers to a prompt. `drawn`: how many tokens of the same answers there were before."""
+    def add(
+        self, job: PromptJob, max_tokens: int, priority: int = 0, drawn: int = 0, asked_ns: int | None = None
+    ) -> None:
+        """Begin the answers to a prompt. `drawn`: how many tokens of the same answers there were before; `asked_ns`:
+        when it was asked for."""
         self._numbers += 1
         sampling = job.sampling
         for number in range(sampling.n):
@@ -103,6 +112,8 @@ class EngineCore:
             job.answers.append(answer)
             self._live[request.name] = answer
             self.scheduler.add(request)
+            if self.history is not None:
+                self.history.added(request, self.now_ns if asked_ns is None else asked_ns, self.now_ns)
 
     def abort(self, job: PromptJob) -> None:
         """End what is left of a job; its pages are free when this returns."""
@@ -120,6 +131,8 @@ class EngineCore:
 
     def step(self) -> None:
         plan = self.scheduler.plan()
+        sampled: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         try:
             logits = self.runner.run(plan, self._wants_all)
             sampled, logprobs = self._draw(plan, logits)
@@ -127,10 +140,19 @@ class EngineCore:
             # Whatever it was (no memory, most likely), the requests of this step cannot go on, and the others can.
             for entry in plan.entries:
                 self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
-            return
+        failed = [entry.request.name for entry in plan.entries if entry.request.state is RequestState.DONE]
+        self._last = (plan, sampled, failed, self.now_ns) if self.history is not None else None
         for progressed in self.scheduler.commit(plan, sampled):
             self._tell(progressed, logprobs.get(progressed.request.name, ()))
         self.on_step(plan.tokens, len(plan.preempted))
+
+    def take_time(self, now_ns: int) -> None:
+        """Say what time it is: the last step has ended by now."""
+        self.now_ns = now_ns
+        if self._last is not None and self.history is not None:
+            plan, sampled, failed, began_ns = self._last
+            self.history.stepped(self.scheduler, plan, sampled, failed, began_ns, now_ns)
+            self._last = None
 
     def _wants_all(self, request: ServeRequest) -> bool:
         """Whether the logits of all of a prompt's tokens are wanted, and not there yet."""
@@ -263,5 +285,7 @@ class EngineCore:
     def _end(self, answer: LiveAnswer, reason: FinishReason, error: str | None = None) -> None:
         if self._live.pop(answer.request.name, None) is not None:
             self.scheduler.finish(answer.request, reason)
+            if reason is FinishReason.ABORT and self.history is not None:
+                self.history.aborted(answer.request.name, self.now_ns)
             self.on_end(answer.request.name)
             answer.job.tell(AnswerPart(answer.number, answer.text.add([], last=True), (), (), reason, None, error))

@@ -23,6 +23,7 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.request import FinishReason, Sampling
@@ -105,12 +106,14 @@ class Engine:
         device: str = "cpu",
         seed: int = 0,
         step: int | None = None,
+        history: ServeHistory | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
 
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
         own text repeats; answers stay what they are. `seed`: of requests that bring none. `step`: which checkpoint.
+        `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")
@@ -154,6 +157,7 @@ class Engine:
         self._ended: deque[float] = deque(maxlen=64)  # when the last answers did
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
+        self._core.history = history
         if self._guesser is not None:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
@@ -209,6 +213,7 @@ class Engine:
         Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn.
         """
         max_tokens = self.check(prompt, sampling)
+        constraint = self._constraints.get(sampling.regex, sampling.json_schema)
         with self._lock:
             if self._closing:
                 raise RunError("the engine is closed, or closing: it takes no more requests")
@@ -220,9 +225,9 @@ class Engine:
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            constraint = self._constraints.get(sampling.regex, sampling.json_schema)
             job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint)
-            self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn))
+            asked_ns = time.monotonic_ns()
+            self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
             self._lock.notify()
         return job
 
@@ -373,8 +378,10 @@ class Engine:
     def _take_steps(self) -> None:
         while True:
             with self._lock:
+                self._core.take_time(time.monotonic_ns())
                 while not self._inbox and not self._core.busy and not self._closing:
                     self._lock.wait()
+                    self._core.take_time(time.monotonic_ns())
                 if self._closing and not self._inbox and not self._core.busy:
                     return
                 orders = list(self._inbox)

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import RunError
-from tilemesh.model.sampling import keyed_uniform, pick, shares
+from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
-
-_CANDIDATES = 1024
-"""Top-p looks at so many of the likeliest first; all are sorted only where those do not reach p."""
 
 
 @dataclass(frozen=True)
@@ -122,27 +119,10 @@ def _draw(rows_NV: Tensor, drawings: Sequence[TokenDraw]) -> Tensor:
     shares_NV = shares(rows_NV, temperature_N.to(rows_NV.device))
     filtered = [index for index, sampling in enumerate(samplings) if _filters(sampling, rows_NV.shape[1])]
     for index in filtered:
-        _filter(shares_NV[index], samplings[index])
+        sampling = samplings[index]
+        keep_likeliest(shares_NV[index], sampling.top_k, sampling.top_p, sampling.min_p)
     return pick(shares_NV, uniform_N.to(rows_NV.device))
 
 
 def _filters(sampling: Sampling, vocabulary: int) -> bool:
     return sampling.min_p > 0 or 0 < sampling.top_k < vocabulary or sampling.top_p < 1
-
-
-def _filter(shares_V: Tensor, sampling: Sampling) -> None:
-    """Set the shares of the tokens that may not be drawn to 0."""
-    if sampling.min_p > 0:
-        shares_V[shares_V < sampling.min_p * shares_V.max()] = 0
-    if 0 < sampling.top_k < len(shares_V):
-        shares_V[shares_V < shares_V.topk(sampling.top_k).values[-1]] = 0
-    if sampling.top_p < 1:
-        wanted = sampling.top_p * float(shares_V.sum(dtype=torch.float64))
-        for most in (min(_CANDIDATES, len(shares_V)), len(shares_V)):
-            likeliest = shares_V.topk(most).values
-            reached = likeliest.cumsum(0, dtype=torch.float64)
-            # The first token that reaches the share is kept as well, and with it all that are as likely.
-            last = int((reached < wanted).sum())
-            if last < most:
-                shares_V[shares_V < likeliest[last]] = 0
-                return

@@ -1,4 +1,4 @@
-"""AdamW and SGD over named shards of parameters, with their state by the same names, and the precisions.
+"""AdamW, SGD, Lion and Muon over named shards of parameters, with their state by the same names, and the precisions.
 
 The one idea: what an optimiser remembers of a parameter has the parameter's shape and is cut like it (its shard says
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
@@ -10,7 +10,7 @@ copy of each is what is stepped; torch steps one parameter at a time then, witho
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.shard import Held
 from tilemesh.runs.manifest import WEIGHT
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.rules import decay_of, kinds_of, rule_of
 from tilemesh.train.stepping import KernelUpdate, is_stepped_by_kernels
 from tilemesh.train.update import UpdateGroup
 
-_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16, "fp16": torch.float16}
 STORED = {"bf16-master": torch.bfloat16, "fp64": torch.float64}
 
@@ -63,7 +63,8 @@ class Optimizer:
         """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator."""
         self.config = config
         self.shards = {name: shard for name, (_, shard) in held.items()}
-        self.kinds = _KINDS[config.name] if config.name == "adamw" or config.momentum else ()
+        self.kinds = {name: kinds_of(config, name, shard.whole) for name, shard in self.shards.items()}
+        """What is remembered of each parameter."""
         self.parameters = {name: tensor for name, (tensor, _) in held.items()}
         self.has_masters = precision == "bf16-master"
         self.stepped: dict[str, nn.Parameter] = self.parameters
@@ -74,22 +75,21 @@ class Optimizer:
         if is_fused is None:
             is_fused = all(value.device.type in ("cpu", "cuda") for value in self.stepped.values())
 
-        def group(parameters: dict[str, nn.Parameter], has_decay: bool) -> UpdateGroup:
-            return UpdateGroup(config, parameters, config.weight_decay if has_decay else 0.0, is_fused)
-
-        ways = {name: decays(self.shards[name].whole) for name in self.stepped}
+        decay = {name: decay_of(config, name, self.shards[name].whole) for name in self.stepped}
+        rule = {name: rule_of(config, name, self.shards[name].whole) for name in self.stepped}
         self._groups: list[UpdateGroup] = []
         self._kernels: KernelUpdate | None = None
         if is_stepped_by_kernels(kernels, config, self.stepped):
-            decay = {name: config.weight_decay if has_decay else 0.0 for name, has_decay in ways.items()}
             self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
-        elif self.has_masters:
-            # One group per parameter: its float32 gradient lives only while it is stepped.
-            self._groups = [group({name: value}, ways[name]) for name, value in self.stepped.items()]
         else:
-            sorted_out = [{name: self.stepped[name] for name in ways if ways[name] is way} for way in (True, False)]
-            self._groups = [group(found, way) for found, way in zip(sorted_out, (True, False), strict=True) if found]
-        self._group_of = {name: found for found in self._groups for name in found.parameters}
+            # With masters one group per parameter: its float32 gradient lives only while it is stepped.
+            groups: dict[object, list[str]] = {}
+            for name in self.stepped:
+                groups.setdefault(name if self.has_masters else (rule[name], decay[name]), []).append(name)
+            for names in groups.values():
+                parameters = {name: self.stepped[name] for name in names}
+                self._groups.append(UpdateGroup(config, parameters, decay[names[0]], is_fused, rule=rule[names[0]]))
+        self._group_of = {name: group for group in self._groups for name in group.parameters}
 
     @property
     def is_ours(self) -> bool:
@@ -142,9 +142,10 @@ class Optimizer:
         for name, value in self.stepped.items():
             yield f"{WEIGHT}:{name}", self.shards[name], value.detach()
         if self.steps:
-            for kind in self.kinds:
+            for kind in sorted({kind for kinds in self.kinds.values() for kind in kinds}):
                 for name in self.stepped:
-                    yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
+                    if kind in self.kinds[name]:
+                        yield f"{kind}:{name}", self.shards[name], self._state(name)[kind]
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
@@ -173,7 +174,7 @@ class Optimizer:
             return
         states = {}
         for name, value in self.stepped.items():
-            states[name] = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds}
+            states[name] = {kind: tensors[kind, name].to(value.device, value.dtype) for kind in self.kinds[name]}
             for kind, found in states[name].items():
                 if found.shape != value.shape:
                     raise RunError(f"{kind} of {name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
@@ -182,18 +183,13 @@ class Optimizer:
             return
         for name, state in states.items():
             group = self._group_of[name]
-            if self.config.name == "adamw":
+            if group.rule == "adamw":
                 device = group.step_device(self.stepped[name])
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
             group.state[name] = state
 
     def _state(self, name: str) -> dict[str, Tensor]:
         return self._group_of[name].state[name] if self._kernels is None else self._kernels.state(name)
-
-
-def decays(whole: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter of this whole shape: to matrices, not to biases and norms."""
-    return len(whole) >= 2
 
 
 class LossScale:
