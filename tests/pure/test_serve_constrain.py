@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Bytes, Unknown
 from tilemesh.serve.constrain import machine as machines
-from tilemesh.serve.constrain.machine import DEAD, Machine
+from tilemesh.serve.constrain.machine import DEAD, ByteMachine
 from tilemesh.serve.constrain.mask import Constraint, Constraints, Cursor, TokenTree
 from tilemesh.serve.constrain.pattern import Grammar, merged, others, utf8_ranges
 from tilemesh.serve.constrain.regex import parse_regex
@@ -134,7 +134,7 @@ def _sound(source: str) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(REGEXES, st.lists(st.text("abc1é€A.\n{x_", max_size=6), max_size=8), st.integers(0, 2**32))
 def test_a_regex_is_what_re_says_it_is(source: str, texts: list[str], seed: int) -> None:
-    machine = Machine(Grammar(parse_regex(source), {}))
+    machine = ByteMachine(Grammar(parse_regex(source), {}))
     for text in texts:
         state = machine.after(machine.start, text.encode())
         assert (state != DEAD and machine.accepts(state)) == bool(re.fullmatch(source, text, re.ASCII))
@@ -201,7 +201,7 @@ def test_states_that_are_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatc
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=4), min_size=1, max_size=60), REGEXES)
 def test_a_mask_is_each_tokens_own_bytes(words: list[bytes], source: str) -> None:
-    machine = Machine(Grammar(parse_regex(source), {}))
+    machine = ByteMachine(Grammar(parse_regex(source), {}))
     found = TokenTree([None, *words]).allowed(machine, machine.start)
     assert [bool(one) for one in found] == [False, *(machine.after(machine.start, word) != DEAD for word in words)]
 
@@ -395,7 +395,7 @@ TREE = {
     ],
 )
 def test_a_schema_accepts_what_it_should(schema: Any, good: list[str], bad: list[str]) -> None:
-    machine = Machine(parse_schema(schema))
+    machine = ByteMachine(parse_schema(schema))
     for text, wanted in [*((one, True) for one in good), *((one, False) for one in bad)]:
         state = machine.after(machine.start, text.encode())
         assert (state != DEAD and machine.accepts(state)) == wanted, text

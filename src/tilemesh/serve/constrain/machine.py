@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.serve.constrain.pattern import Chars, Choice, Grammar, Pattern, Row, Rule, utf8_ranges
+from tilemesh.serve.constrain.pattern import Chars, Grammar, OneOf, Pattern, RuleName, Sequel, utf8_ranges
 
 MOST_NODES = 30_000
 MOST_STATES = 8192
@@ -53,17 +53,17 @@ class _Graph:
         """Lay the pattern out behind a node; returns the node at its end."""
         if isinstance(pattern, Chars):
             return self._add_chars(pattern, begin)
-        if isinstance(pattern, Row):
+        if isinstance(pattern, Sequel):
             for part in pattern.parts:
                 begin = self.add(part, begin)
             return begin
         end = self.node()
-        if isinstance(pattern, Choice):
+        if isinstance(pattern, OneOf):
             for part in pattern.parts:
                 first = self.node()
                 self.free[begin].append(first)
                 self.free[self.add(part, first)].append(end)
-        elif isinstance(pattern, Rule):
+        elif isinstance(pattern, RuleName):
             first = self.node()
             self.free[begin].append(first)
             self.calls[first] = (pattern.name, end)
@@ -100,7 +100,7 @@ def _bits(span: tuple[int, int]) -> int:
     return (1 << last + 1) - (1 << first)
 
 
-class Machine:
+class ByteMachine:
     """A grammar's states. One thread at a time."""
 
     def __init__(self, grammar: Grammar) -> None:

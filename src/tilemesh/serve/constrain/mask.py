@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
 from tilemesh.data.tokenizer import Tokenizer
-from tilemesh.serve.constrain.machine import DEAD, MOST_STATES, Machine
+from tilemesh.serve.constrain.machine import DEAD, MOST_STATES, ByteMachine
 from tilemesh.serve.constrain.pattern import Grammar
 from tilemesh.serve.constrain.regex import parse_regex
 from tilemesh.serve.constrain.schema import parse_schema
@@ -55,7 +55,7 @@ class TokenTree:
             done = lengths == depth + 1
             self.ends[tokens[done]] = at[done]
 
-    def allowed(self, machine: Machine, state: int) -> NDArray[np.bool_]:
+    def allowed(self, machine: ByteMachine, state: int) -> NDArray[np.bool_]:
         reached = np.full(self.size, DEAD, np.int32)
         reached[0] = state
         for first, before, byte in self.levels:
@@ -75,7 +75,7 @@ class Constraint:
     """A machine with the masks of its states."""
 
     def __init__(self, grammar: Grammar, first: TokenTree, later: TokenTree) -> None:
-        self.machine = Machine(grammar)
+        self.machine = ByteMachine(grammar)
         self.trees = (first, later)
         self.epoch = 0
         self._masks: OrderedDict[tuple[int, bool], NDArray[np.bool_]] = OrderedDict()

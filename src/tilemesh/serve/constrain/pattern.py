@@ -23,14 +23,14 @@ class Chars:
 
 
 @dataclass(frozen=True)
-class Row:
+class Sequel:
     """All of these, one after the other."""
 
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class OneOf:
     """One of these; of none there is nothing that matches."""
 
     parts: tuple[Pattern, ...]
@@ -46,14 +46,14 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RuleName:
     """What the grammar says under this name."""
 
     name: str
 
 
-Pattern = Chars | Row | Choice | Repeat | Rule
-EMPTY, NOTHING = Row(()), Choice(())
+Pattern = Chars | Sequel | OneOf | Repeat | RuleName
+EMPTY, NOTHING = Sequel(()), OneOf(())
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,17 @@ def chars(text: str) -> Chars:
     return Chars(merged((ord(char), ord(char)) for char in text))
 
 
-def text(content: str) -> Row:
+def text(content: str) -> Sequel:
     """Exactly this."""
-    return Row(tuple(chars(char) for char in content))
+    return Sequel(tuple(chars(char) for char in content))
 
 
-def row(*parts: Pattern | str) -> Row:
-    return Row(tuple(text(part) if isinstance(part, str) else part for part in parts))
+def row(*parts: Pattern | str) -> Sequel:
+    return Sequel(tuple(text(part) if isinstance(part, str) else part for part in parts))
 
 
-def choice(*parts: Pattern | str) -> Choice:
-    return Choice(tuple(text(part) if isinstance(part, str) else part for part in parts))
+def choice(*parts: Pattern | str) -> OneOf:
+    return OneOf(tuple(text(part) if isinstance(part, str) else part for part in parts))
 
 
 def maybe(part: Pattern | str) -> Repeat:

@@ -6,7 +6,7 @@ Classes such as \\d and \\w are those of ASCII, as in JSON schemas and in Python
 from __future__ import annotations
 
 from tilemesh.core.errors import UsageError
-from tilemesh.serve.constrain.pattern import Chars, Choice, Pattern, Ranges, Repeat, Row, chars, merged, others
+from tilemesh.serve.constrain.pattern import Chars, OneOf, Pattern, Ranges, Repeat, Sequel, chars, merged, others
 
 _MOST_TIMES = 10_000
 _MOST_DEPTH = 64
@@ -39,12 +39,12 @@ class _Parser:
             part = self._row()
             ends = self._taken("$") or self._taken("\\Z")
             loose = [*([] if begins else [any_text]), part, *([] if ends else [any_text])]
-            branches.append(Row(tuple(loose)) if search else part)
+            branches.append(Sequel(tuple(loose)) if search else part)
             if not self._taken("|"):
                 break
         if self.at < len(self.source):
             self._refuse("a group that nobody opened ends" if self._next() == ")" else "an end in the middle")
-        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+        return branches[0] if len(branches) == 1 else OneOf(tuple(branches))
 
     def _refuse(self, what: str) -> None:
         raise UsageError(
@@ -69,7 +69,7 @@ class _Parser:
         while self._taken("|"):
             parts.append(self._row())
         self.depth -= 1
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else OneOf(tuple(parts))
 
     def _row(self) -> Pattern:
         parts: list[Pattern] = []
@@ -77,7 +77,7 @@ class _Parser:
             if self._next() == "$" or self.source.startswith("\\Z", self.at):
                 break  # an end, if this is one: whoever called looks
             parts.append(self._repeated(self._one()))
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Sequel(tuple(parts))
 
     def _one(self) -> Pattern:
         char = self._next()

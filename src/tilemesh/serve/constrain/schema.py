@@ -17,12 +17,12 @@ from tilemesh.serve.constrain.pattern import (
     EMPTY,
     NOTHING,
     Chars,
-    Choice,
     Grammar,
+    OneOf,
     Pattern,
     Repeat,
-    Row,
-    Rule,
+    RuleName,
+    Sequel,
     chars,
     choice,
     maybe,
@@ -118,13 +118,13 @@ class _Schemas:
     def _any(self) -> Pattern:
         if _ANY not in self.rules:
             self.rules[_ANY] = NOTHING  # the rule uses itself
-            value = Rule(_ANY)
+            value = RuleName(_ANY)
             self.rules[_ANY] = choice(
                 _container("{", row(_STRING, _COLON, value), 0, None, "}"),
                 _container("[", value, 0, None, "]"),
                 _STRING, _NUMBER, "true", "false", "null",
             )  # fmt: skip
-        return Rule(_ANY)
+        return RuleName(_ANY)
 
     def _reference(self, pointer: Any, where: str, depth: int) -> Pattern:
         if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
@@ -141,7 +141,7 @@ class _Schemas:
                     raise UsageError(f"json_schema: {where[:200]} is {shown(pointer)}, which is not in this schema")
             self.rules[pointer] = NOTHING  # while it is made, so that it may refer to itself
             self.rules[pointer] = self.pattern(found, pointer, depth)
-        return Rule(pointer)
+        return RuleName(pointer)
 
     def _any_of(self, schemas: Any, where: str, depth: int) -> Pattern:
         if not isinstance(schemas, list) or not schemas:
@@ -181,7 +181,7 @@ class _Schemas:
             extra = row(_not_quoted(list(named)), _COLON, value)
         # What may come from each property on, after one that was written: a rule each, or n optional ones are n² nodes.
         self.objects += 1
-        rest = [Rule(f"object {self.objects} from {number}") for number in range(len(pairs) + 1)]
+        rest = [RuleName(f"object {self.objects} from {number}") for number in range(len(pairs) + 1)]
         self.rules[rest[-1].name] = Repeat(row(_COMMA, extra), 0, None)
         openings: list[Pattern] = []
         for number, (name, pair) in enumerate(zip(named, pairs, strict=True)):
@@ -209,7 +209,7 @@ class _Schemas:
         heads = [self.pattern(one, f"{where}/prefixItems/{index}", depth + 1) for index, one in enumerate(first)]
         joined = row(*(part for head in heads for part in (_COMMA, head)))
         rest = Repeat(row(_COMMA, item), max(0, least - len(first)), None if most is None else most - len(first))
-        return row("[", _SPACE, Row(joined.parts[1:]), rest, _SPACE, "]")
+        return row("[", _SPACE, Sequel(joined.parts[1:]), rest, _SPACE, "]")
 
 
 def _only(given: Mapping[str, Any], served: set[str], where: str) -> None:
@@ -287,7 +287,7 @@ def _quoted(pattern: Pattern) -> Pattern:
         return choice(plain, *escaped) if escaped else plain
     if isinstance(pattern, Repeat):
         return Repeat(_quoted(pattern.part), pattern.least, pattern.most)
-    if isinstance(pattern, Row | Choice):
+    if isinstance(pattern, Sequel | OneOf):
         return type(pattern)(tuple(_quoted(part) for part in pattern.parts))
     return pattern
 
