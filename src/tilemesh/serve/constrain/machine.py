@@ -27,7 +27,7 @@ State = frozenset[Place]
 
 
 @dataclass
-class _Graph:
+class _NodeGraph:
     """Nodes 0, 1, ...: what leads from each to others. A rule is a part of it with one entry and one exit."""
 
     edges: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class ByteMachine:
     """A grammar's states. One thread at a time."""
 
     def __init__(self, grammar: Grammar) -> None:
-        graph = _Graph()
+        graph = _NodeGraph()
         for name, pattern in [("", grammar.start), *grammar.rules.items()]:
             graph.entries[name] = graph.node()
             graph.exits[name] = graph.add(pattern, graph.entries[name])
@@ -207,7 +207,7 @@ class ByteMachine:
         return number
 
 
-def _byte_classes(graph: _Graph) -> list[tuple[int, NDArray[np.int64]]]:
+def _byte_classes(graph: _NodeGraph) -> list[tuple[int, NDArray[np.int64]]]:
     """Bytes that no edge tells apart, as (one of them, all of them)."""
     distinct = sorted({bits for edges in graph.edges for bits, _ in edges})
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -216,7 +216,7 @@ def _byte_classes(graph: _Graph) -> list[tuple[int, NDArray[np.int64]]]:
     return [(members[0], np.array(members)) for members in alike.values()]
 
 
-def _useful(graph: _Graph) -> set[int]:
+def _useful(graph: _NodeGraph) -> set[int]:
     """Nodes from which their rule's exit can be reached. A call counts once its rule is known to be passable."""
     before: list[list[int]] = [[] for _ in graph.edges]
     waiting: dict[str, list[tuple[int, int]]] = {}
@@ -241,7 +241,7 @@ def _useful(graph: _Graph) -> set[int]:
     return found
 
 
-def _check_calls(graph: _Graph) -> None:
+def _check_calls(graph: _NodeGraph) -> None:
     """Refuse rules that begin with themselves: no byte would ever end the search for the first one."""
     passable: set[str] = set()
     while True:  # rules that the empty text matches, until no more are found
@@ -269,7 +269,7 @@ def _check_calls(graph: _Graph) -> None:
                 path.append((following, sorted(first_calls[following])))
 
 
-def _free_reach(graph: _Graph, entry: int, passable: set[str]) -> tuple[set[int], set[str]]:
+def _free_reach(graph: _NodeGraph, entry: int, passable: set[str]) -> tuple[set[int], set[str]]:
     """The nodes that an entry leads to without a byte, and the rules that are called on the way."""
     seen, left, calls = {entry}, [entry], set[str]()
     while left:
