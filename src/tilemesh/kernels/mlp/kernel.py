@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.call import Place, place_of
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.matmul import gradient
@@ -24,7 +24,7 @@ from tilemesh.kernels.matmul.config import default, refusal
 from tilemesh.kernels.matmul.op import product_and_sum
 from tilemesh.kernels.matmul.plan import tiles_plan
 from tilemesh.kernels.matmul.problem import Problem
-from tilemesh.kernels.matmul.run import matrix_at, matrix_of
+from tilemesh.kernels.matmul.run import matrix_at
 from tilemesh.kernels.rows import by_rows
 
 _ROWS, _COLUMNS, _WARPS = 32, 128, 4  # of a block that adds up columns: 32 elements per thread
@@ -80,14 +80,14 @@ def sum_columns(launch: Any, x: Tensor) -> Tensor:
     return out
 
 
-def slope_problem(a: Any, b: Any, c: Any, d: Any, dtype: str, activation: str) -> Problem:
+def slope_problem(places: Mapping[str, Place], activation: str) -> Problem:
     """D = (A @ B) act'(C), of matrices that lie like these."""
-    return Problem(a, b, c, d, "full", dtype, activation, slope=True)
+    a, b, c, d = (matrix_at(places[name]) for name in "abcd")
+    return Problem(a, b, c, d, "full", places["a"].dtype, activation, slope=True)
 
 
 def slope_plan(places: Mapping[str, Place], *, activation: str, multiprocessors: int) -> LaunchPlan:
-    matrices = [matrix_at(places[name]) for name in "abcd"]
-    problem = slope_problem(*matrices, places["a"].dtype, activation)
+    problem = slope_problem(places, activation)
     return tiles_plan(problem, default("pingpong", problem), multiprocessors)
 
 
@@ -98,10 +98,9 @@ def slope_product(launch: Any, a: Tensor, b: Tensor, before: Tensor, activation:
     if a.is_cuda:
         gpu = gpu_of(device_index(a.device))
         out = torch.empty(before.shape, dtype=a.dtype, device=a.device)
-        dtype = str(a.dtype).removeprefix("torch.")
-        problem = slope_problem(*map(matrix_of, (a, b, before, out)), dtype, activation)
+        given = {"a": a, "b": b, "c": before, "d": out}
+        problem = slope_problem({name: place_of(tensor) for name, tensor in given.items()}, activation)
         if gpu.hopper and refusal(default("pingpong", problem), problem, shared_limit=gpu.shared_bytes) is None:
-            given = {"a": a, "b": b, "c": before, "d": out}
             launch(slope_plan, given, written=("d",), activation=activation, multiprocessors=gpu.multiprocessors)
             return out
     how = "torch" if a.dtype == torch.float64 else "triton" if a.is_cuda else "interpret"
