@@ -76,7 +76,11 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     if not bool(torch.isfinite(logits_NV).all()):
         raise RunError("the model's logits are NaN or infinite, so there is no token to draw: are its weights sound?")
     rows_NV = logits_NV
-    changed = [index for index, drawing in enumerate(drawings) if changes_logits(drawing)]
+    changed = [
+        index
+        for index, drawing in enumerate(drawings)
+        if drawing.sampling.changes_logits or drawing.allowed_V is not None
+    ]
     if changed:
         rows_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
         for index in changed:
@@ -145,17 +149,11 @@ def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[Toke
     ]
 
 
-def changes_logits(drawing: TokenDraw) -> bool:
-    sampling = drawing.sampling
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return bool(sampling.logit_bias) or penalties != (1, 0, 0) or drawing.allowed_V is not None
-
-
 def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:
     """Bias and penalties, from the tokens alone: nothing is kept between steps that a preemption could lose."""
     sampling = drawing.sampling
     if drawing.allowed_V is not None:
-        row_V.masked_fill_(~drawing.allowed_V, -torch.inf)
+        row_V.masked_fill_(~drawing.allowed_V.to(row_V.device), -torch.inf)
     if sampling.logit_bias:
         ids, values = _columns(sampling.logit_bias, row_V)
         row_V[ids] += values
