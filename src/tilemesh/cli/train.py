@@ -96,12 +96,13 @@ def export(
     step: Annotated[
         str | None, typer.Option(metavar="N|best", help="Which checkpoint; the newest, if not given.")
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, as PEFT reads it.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
+    """Write a checkpoint as a Hugging Face folder that `transformers` reads; adapters (LoRA) are merged."""
     from tilemesh.runs.reader import read_step
     from tilemesh.train.export import export as write
 
-    print(f"step {write(run, folder, read_step(run, step), _tell)} of {run}: {folder}")
+    print(f"step {write(run, folder, read_step(run, step), _tell, adapter=adapter)} of {run}: {folder}")
 
 
 def _tell(text: str) -> None:

@@ -25,6 +25,8 @@ from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
+from tilemesh.kernels.mlp.reference import mlp
+from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.rotary.table import cosines_and_sines
 from tilemesh.model.cache import KeyValueCache
 from tilemesh.model.config import ModelConfig
@@ -33,7 +35,7 @@ from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
 from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
-from tilemesh.model.projection import make_projection
+from tilemesh.model.projection import PlainLinear, make_projection
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -210,13 +212,26 @@ class Mlp(nn.Module):
         first = _FIRST_ACTIVATION[config.activation]
         self.fc_in = make_projection(width, hidden, biases, first, kernels.projections, dtype)
         self.fc_out = Linear(hidden, width, biases, device="meta", dtype=dtype)
+        self.implementation, self.activation = kernels.mlp, first
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.implementation != TORCH and self._is_whole():
+            made_BTD: Tensor = mlp(
+                x_BTD, self.fc_in.weight, self.fc_in.bias, self.fc_out.weight, self.fc_out.bias,
+                activation=self.activation, implementation=self.implementation,
+            )  # fmt: skip
+            return made_BTD
         h_BTF = self.fc_in(x_BTD)
         if self.fc_gate is not None:
             h_BTF = self.fc_gate(x_BTD) * h_BTF
         y_BTD: Tensor = self.fc_out(h_BTF)
         return y_BTD
+
+    def _is_whole(self) -> bool:
+        """Whether nothing is between the two products but the activation, and nobody has replaced one of them."""
+        firsts, deferral = (PlainLinear, FusedLinear), getattr(self.fc_in, "deferral", None)
+        are_plain = self.fc_gate is None and type(self.fc_in) in firsts and type(self.fc_out) is Linear
+        return are_plain and deferral is None and self.fc_out.deferral is None
 
 
 class Layer(nn.Module):

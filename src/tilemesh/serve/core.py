@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tilemesh.serve.constrain.mask import Constraint, Cursor
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
@@ -44,6 +45,8 @@ class PromptJob:
     sampling: Sampling
     seed: int
     tell: Callable[[AnswerPart], None]
+    constraint: Constraint | None = None
+    """What the answers must match."""
     answers: list[LiveAnswer] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position, from 1: complete when the first part of answer 0 comes."""
@@ -62,6 +65,8 @@ class LiveAnswer:
     text: TextStream
     drawn: int = 0
     """Tokens that were drawn for the same answer before this request."""
+    cursor: Cursor | None = None
+    """Where it stands in what it must match."""
 
 
 class EngineCore:
@@ -102,7 +107,8 @@ class EngineCore:
                 priority,
                 shares=number > 0 or sampling.prompt_logprobs is None,
             )
-            answer = LiveAnswer(job, number, request, TextStream(self.decoder, sampling.stop), drawn)
+            cursor = None if job.constraint is None else Cursor(job.constraint)
+            answer = LiveAnswer(job, number, request, TextStream(self.decoder, sampling.stop), drawn, cursor)
             job.answers.append(answer)
             self._live[request.name] = answer
             self.scheduler.add(request)
@@ -172,9 +178,14 @@ class EngineCore:
                     why = "the model's logits are NaN or infinite: are its weights sound?"
                     self._end(self._live[entry.request.name], FinishReason.ERROR, why)
                     continue
+                allowed = self._allowed(entry)
+                if allowed and allowed[0] is not None and not bool(allowed[0].any()):
+                    why = "no token of this vocabulary goes on as the regex or json_schema wants it"
+                    self._end(self._live[entry.request.name], FinishReason.ERROR, why)
+                    continue
                 entries.append(entry)
                 rows.append(own_NV)
-                drawings += self._drawings(entry)
+                drawings += self._drawings(entry, allowed)
         if not entries:
             return {}, {}
         sampled, logprobs = {}, {}
@@ -199,7 +210,21 @@ class EngineCore:
             return [draw_tokens(row, [one])[0] for row, one in zip(each, drawings, strict=True)]
         return draw_tokens(rows[0] if len(rows) == 1 else torch.cat(list(rows)), drawings)
 
-    def _drawings(self, entry: Scheduled) -> list[TokenDraw]:
+    def _allowed(self, entry: Scheduled) -> list[Tensor | None]:
+        """The tokens that a constraint allows after the last token and after each draft; nothing without one."""
+        cursor, ends = self._live[entry.request.name].cursor, list(entry.request.ends)
+        if cursor is None:
+            return []
+        masks: list[Tensor | None] = []
+        for after in cursor.ahead(entry.drafts):
+            mask_V = None if after is None else torch.zeros(self.vocabulary, dtype=torch.bool)
+            if after is not None and mask_V is not None:
+                mask_V[: len(after.mask_V)] = torch.from_numpy(after.mask_V)
+                mask_V[ends] = after.may_end  # a token that ends the answer is no part of it
+            masks.append(mask_V)
+        return masks
+
+    def _drawings(self, entry: Scheduled, allowed: Sequence[Tensor | None]) -> list[TokenDraw]:
         answer, request = self._live[entry.request.name], entry.request
         job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
         return [
@@ -210,6 +235,7 @@ class EngineCore:
                 done + guessed,
                 [*request.tokens, *entry.drafts[:guessed]] if guessed else request.tokens,
                 request.prompt,
+                allowed[guessed] if allowed else None,
             )
             for guessed in range(len(entry.drafts) + 1)
         ]
@@ -230,7 +256,7 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
-        text, kept = "", 0
+        text, kept, complete = "", 0, False
         stopped_by: str | int | None = None
         for token in progressed.tokens:
             kept += 1
@@ -238,15 +264,18 @@ class EngineCore:
                 stopped_by = token  # it is no text
                 break
             text += answer.text.add([token])
-            if answer.text.stopped is not None:
+            complete = answer.cursor is not None and answer.cursor.add(token)
+            if complete or answer.text.stopped is not None:
                 break
+        if complete:
+            reason = FinishReason.STOP
         if answer.text.stopped is None and reason is not None:
             text += answer.text.add([], last=True)
         if answer.text.stopped is not None:
             reason, stopped_by = FinishReason.STOP, answer.text.stopped
-            # What was drawn after the stop string in the same step would not have been drawn one by one.
-            del request.tokens[len(request.tokens) - (len(progressed.tokens) - kept) :]
         if reason is not None:
+            # What was drawn after a stop string in the same step would not have been drawn one by one.
+            del request.tokens[len(request.tokens) - (len(progressed.tokens) - kept) :]
             self.scheduler.finish(request, reason)
             del self._live[request.name]
             self.on_end(request.name)

@@ -21,6 +21,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.model.config import ModelConfig
+from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
@@ -146,6 +147,7 @@ class Engine:
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
+        self._constraints = Constraints(self.served.tokenizer, self.served.ends)
         self._seed = seed
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -211,6 +213,7 @@ class Engine:
         Raises QueueFullError where too many are under way. `drawn`: how many tokens of this answer others have drawn.
         """
         max_tokens = self.check(prompt, sampling)
+        constraint = self._constraints.get(sampling.regex, sampling.json_schema)
         with self._lock:
             if self._closing:
                 raise RunError("the engine is closed, or closing: it takes no more requests")
@@ -222,7 +225,7 @@ class Engine:
             self._unfinished += sampling.n
             self._asked += 1
             seed = (self._seed + self._asked) & LARGEST_WHOLE if sampling.seed is None else sampling.seed
-            job = PromptJob(list(prompt), sampling, seed, self._counting(tell))
+            job = PromptJob(list(prompt), sampling, seed, self._counting(tell), constraint)
             asked_ns = time.monotonic_ns()
             self._inbox.append(lambda: self._core.add(job, max_tokens, priority, drawn, asked_ns))
             self._lock.notify()
@@ -254,6 +257,7 @@ class Engine:
             )
         if sampling.n > self.limits.waiting + self.limits.running:
             raise UsageError(f"n is {sampling.n}: expected at most {self.limits.waiting + self.limits.running}")
+        self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
     # ---- how it stands -----------------------------------------------------------------------------------------

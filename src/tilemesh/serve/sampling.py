@@ -90,7 +90,7 @@ def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:
     """Bias and penalties, from the tokens alone: nothing is kept between steps that a preemption could lose."""
     sampling = drawing.sampling
     if drawing.allowed_V is not None:
-        row_V.masked_fill_(~drawing.allowed_V, -torch.inf)
+        row_V.masked_fill_(~drawing.allowed_V.to(row_V.device), -torch.inf)
     if sampling.logit_bias:
         ids, values = _columns(sampling.logit_bias, row_V)
         row_V[ids] += values

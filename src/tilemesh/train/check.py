@@ -24,6 +24,7 @@ from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards,
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
+from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import shard_parameters, why_not
@@ -97,6 +98,7 @@ def check_values(made: TrainConfig) -> None:
         raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
     _check_plan(made)
     _check_optimizer(made)
+    _check_lora(made)
     _check_held_out(made)
     if made.train.graph and not made.may_replay:
         raise UsageError(NO_GRAPH)
@@ -133,6 +135,26 @@ def _check_optimizer(made: TrainConfig) -> None:
         )
 
 
+def _check_lora(made: TrainConfig) -> None:
+    if not made.lora.rank:
+        return
+    adapted_modules(made.model, made.lora)
+    if made.lora.base is None:
+        raise UsageError(
+            f"lora.rank is {made.lora.rank} and there are no weights to add adapters to: name a Hugging Face folder: ",
+            Argument("init"),
+        )
+    plan = made.plan
+    layouts = {
+        "plan.tp=1": (plan.tp > 1, f"plan.tp {plan.tp} cuts the matrices that adapters are added to"),
+        "plan.pp=1": (plan.pp > 1, f"plan.pp {plan.pp} makes each stage's layers anew, without adapters"),
+        "plan.zero=2": (plan.zero == 3, "plan.zero 3 gathers weights for an update, and frozen ones have none"),
+    }
+    for instead, (is_so, why) in layouts.items():
+        if is_so:
+            raise UsageError(f"lora.rank is {made.lora.rank} and {why}: set {instead}; replicas (plan.dp) work")
+
+
 def _check_held_out(made: TrainConfig) -> None:
     """Refuse what waits for a held-out loss that is never measured."""
     for key, on in (("evaluate.patience", made.evaluate.patience), ("checkpoint.keep_best", made.checkpoint.keep_best)):
@@ -165,6 +187,8 @@ def check_machine(made: TrainConfig) -> None:
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
         raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
     check_loggers(made.log)
+    if made.lora.rank:
+        check_init(made.lora.base, made)
     _check_host_memory(made)
     check_source(made.data)
     _check_length(made)
@@ -230,6 +254,10 @@ def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
     different = [f"model.{words}" for words in unlike(config.to_dict(before.model), made.model)]
     if before.optimizer.name != made.optimizer.name:
         different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    for name in ("rank", "alpha", "targets"):
+        there, here = getattr(before.lora, name), getattr(made.lora, name)
+        if there != here and (before.lora.rank or made.lora.rank):
+            different.append(f"lora.{name} is {there} there and {here} here")
     if different:
         told = "; ".join(different)
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")

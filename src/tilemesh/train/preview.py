@@ -16,6 +16,7 @@ from tilemesh.data.config import STDLIB
 from tilemesh.launch.start import choose_transport
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import Row
+from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.weights import count_parameters, embedding_weights, head_weights, layer_weights
 from tilemesh.runs import folder as folders
@@ -216,6 +217,9 @@ def model_words(model: ModelConfig) -> str:
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Of one checkpoint, whatever the layout: every weight as it is stepped, and what the optimizer keeps of it."""
     number = 8 if config.plan.precision == "fp64" else 4
+    if config.lora.rank:
+        states = len(kinds_of(config.optimizer, "layers.0.lora_a", (config.lora.rank, config.model.width)))
+        return adapter_parameters(config.model, config.lora) * number * (1 + states)
     model, total = config.model, 0
     parts = ((1, embedding_weights(model)), (model.layers, layer_weights(model)), (1, head_weights(model)))
     for times, weights in parts:

@@ -71,6 +71,7 @@ def gather(
         "step": loop.progress.step,
         "loss": loop.progress.loss,
         "held_out": loop.progress.held_out,
+        "lora": to_dict(config.lora) if config.lora.rank else None,
         "bits_per_byte": _bits_per_byte(loop),
         "best": None
         if loop.progress.best_step is None
