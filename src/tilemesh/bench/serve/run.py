@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
 from tilemesh.serve.history import ServeHistory
 
 Clock = Callable[[Sequence[SequencePart]], float]
+_WARM_TOKENS = 16
 
 
 @dataclass
@@ -111,9 +112,11 @@ class ServeBench:
     def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
         guess = self._predicted(load)
-        history = run_load(self.engine, load)  # warms up; the peers get one too
+        # Everyone warms up with the same prompts and the beginnings of their answers.
+        short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
+        history = run_load(self.engine, short)
         for peer in peers:
-            peer.run(load)
+            peer.run(short)
         ours: list[float] = []
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
