@@ -64,7 +64,8 @@ def test_a_trace_is_read_from_its_first_request_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     ["", "x", "[]", '{"at": 1, "prompt": 2}', '{"at": -1, "prompt": 2, "output": 2}',
-     '{"at": 1, "prompt": 0, "output": 2}', '{"at": 1, "prompt": [999], "output": 2}', '{"at": 1, "prompt": 2, "output": true}'],
+     '{"at": 1, "prompt": 0, "output": 2}', '{"at": 1, "prompt": [999], "output": 2}',
+     '{"at": 1, "prompt": 2, "output": true}'],
 )  # fmt: skip
 def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
