@@ -302,6 +302,21 @@ class Engine:
         per_s = (len(ended) - 1) / max(1e-3, time.monotonic() - ended[0])
         return max(1, min(600, math.ceil((self._unfinished - self.limits.running) / per_s)))
 
+    def watch(self, history: ServeHistory | None) -> None:
+        """From the next step on write everything down there, or nowhere; what came before it stays where it is."""
+        taken = threading.Event()
+
+        def order() -> None:
+            self._core.history = history
+            taken.set()
+
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine is closed, or closing: there is nothing to watch")
+            self._inbox.append(order)
+            self._lock.notify()
+        taken.wait()
+
     def close(self, drain: bool = False) -> None:
         """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""
         with self._lock:
