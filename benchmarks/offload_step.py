@@ -34,10 +34,10 @@ from tilemesh.parallel.laid import Laid, StepPiece
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
-from tilemesh.train.offload import HostOptimizer, optimizer_for
+from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import Optimizer
 from tilemesh.train.predict import predict_run
-from tilemesh.train.rank import choose_device, lay_model
+from tilemesh.train.rank import choose_device, lay_model, make_optimizer
 
 WARM_STEPS = 2
 RATE = 1e-4
@@ -123,7 +123,7 @@ def run(config: TrainConfig, steps: int) -> dict[str, Any]:
     laid = lay_model(config, Mesh(comm), device)
     sync(device)
     print(f"weights drawn after {time.perf_counter() - began:.1f} s", flush=True)
-    optimizer = optimizer_for(config, laid, device)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     sync(device)
     print(f"optimizer made after {time.perf_counter() - began:.1f} s", flush=True)
     times = [one_step(config, laid, optimizer, device, number) for number in range(WARM_STEPS + steps)]

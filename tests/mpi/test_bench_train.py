@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tilemesh.bench.train.compare import PEERS, Contender, compare
+from tilemesh.bench.train.compare import OURS, PEERS, Contender, compare, require_same_losses, usual_peers
 from tilemesh.core.errors import RunError
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.train.config import TrainConfig
@@ -24,6 +25,7 @@ def made(folder: Path, *more: str, mesh: str = "dp=1") -> TrainConfig:
     return load(sets=[SETS, f"data.source={source}", *more], mesh=mesh)
 
 
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 
 
@@ -47,6 +49,51 @@ def test_ours_and_a_peer_take_turns_and_are_profiled(peer: str, mesh: str, trans
         head, longest, *_ = (tmp_path / "profile" / f"{name}.txt").read_text().splitlines()
         assert head.split() == ["us", "calls", "a", "step"]
         assert float(longest.split()[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "mesh", "sets"),
+    [
+        pytest.param("zero-optimizer", "dp=2", "plan.zero=1,plan.microbatch=1", marks=pytest.mark.slow),
+        ("fsdp", "dp=2", "plan.zero=3,plan.microbatch=2"),
+        pytest.param("fsdp", "dp=2", "plan.zero=2,plan.microbatch=1", marks=pytest.mark.slow),
+        pytest.param("fsdp-pipeline", "dp=2,tp=2,pp=2", "plan.zero=2,plan.microbatch=1", marks=pytest.mark.slow),
+        pytest.param("deepspeed", "dp=2", "plan.zero=1,plan.microbatch=1", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
+        pytest.param("deepspeed", "dp=2", "plan.zero=3,plan.microbatch=1", marks=[pytest.mark.slow, NEEDS_DEEPSPEED]),
+    ],
+)
+def test_peers_that_share_states_have_our_losses(peer: str, mesh: str, sets: str, tmp_path: Path) -> None:
+    """The same weights, batches, clipping and schedule of rates: the first losses are ours but for rounding."""
+    config = made(tmp_path, "model.layers=2", sets, mesh=mesh)
+    found = compare(config, peers=[peer], transport="torch", blocks=1, steps=1, at_once=True)
+    assert (found.missing, found.peers[PEERS[peer]].n) == ({}, 1)
+
+
+def test_a_peer_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    mine, theirs = Contender(OURS, 1, "torch"), Contender("eager", 1, "torch")
+    mine.losses, theirs.losses = [5.0, 4.0, 3.0], [5.0, 4.0, 3.00001]
+    require_same_losses(theirs, mine, made(tmp_path))
+    theirs.losses = [5.0, 4.0, 3.0001]
+    with pytest.raises(RunError, match=r"at step 3 is 3\.0001 and ours 3: it computes something else"):
+        require_same_losses(theirs, mine, made(tmp_path))
+    theirs.losses = [5.0, float("nan"), 3.0]
+    with pytest.raises(RunError, match="at step 2"):
+        require_same_losses(theirs, mine, made(tmp_path))
+    require_same_losses(theirs, mine, made(tmp_path, "model.dropout=0.1"))  # masks of their own
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sets", "names"),
+    [
+        ("dp=2", "plan.zero=1", ("zero-optimizer", "deepspeed")),
+        ("dp=2", "plan.zero=3", ("fsdp", "deepspeed")),
+        ("pp=2", "model.layers=2", ("eager", "pipeline")),
+        ("dp=2,pp=2", "model.layers=2", ("fsdp-pipeline",)),
+        ("dp=2", "train.steps=9", ("eager", "compile", "ddp")),
+    ],
+)
+def test_peers_suit_the_plan(mesh: str, sets: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    assert usual_peers(made(tmp_path, sets, mesh=mesh)) == names
 
 
 @pytest.mark.slow

@@ -13,11 +13,22 @@ from tilemesh.cli.targets import check_targets
 
 def bench_train(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG.toml|PRESET]", help="What to train.")] = None,
-    mesh: Annotated[str | None, typer.Option(metavar="dp=2", help="Ours; DDP gets as many ranks.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="dp=2", help="Ours; peers on ranks get as many and the same layout.")
+    ] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A=B,...", help="train.batch=32,...")] = None,
     peers: Annotated[
-        str, typer.Option(help="Which: eager, compile, ddp, pipeline (default: those that suit the mesh).")
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Some of eager, compile, ddp, zero-optimizer, fsdp, deepspeed, pipeline, fsdp-pipeline "
+            "(default: those that suit the plan).",
+        ),
     ] = "",
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="A=B,...", help="Ours with these settings too, in turns with the others."),
+    ] = None,
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each gets.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps in a turn.")] = 5,
     transport: Annotated[str, typer.Option(help="Ours: mpi, torch or auto.")] = "auto",
@@ -26,10 +37,13 @@ def bench_train(
     ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
-    """Train steps of the same model and batch: ours, PyTorch eager, compiled, DDP and torch's pipelining, in turns."""
+    """Train steps of one model and batch in turns: ours, PyTorch, its DDP, sharding and pipelining, DeepSpeed.
+
+    A row of tokens per second, and one of the fullest rank's memory.
+    """
     from rich.console import Console
 
-    from tilemesh.bench.train.compare import PEERS, compare
+    from tilemesh.bench.train.compare import PEERS, compare, usual_peers
     from tilemesh.bench.train.rows import train_rows
     from tilemesh.core.errors import UsageError, unknown
     from tilemesh.launch.start import choose_transport
@@ -41,9 +55,12 @@ def bench_train(
 
     console = Console(stderr=json == "-", highlight=False, markup=False)
     gpus = usable_gpus()
-    made = load(config, sets=sets or (), mesh=mesh or ("dp=1" if gpus else "dp=2"), gpus=len(gpus))
-    usual = "eager,pipeline" if made.plan.pp > 1 else "eager,compile,ddp"
-    names = [name.strip() for name in (peers or usual).split(",") if name.strip()]
+    mesh = mesh or ("dp=1" if gpus else "dp=2")
+    made = load(config, sets=sets or (), mesh=mesh, gpus=len(gpus))
+    others = {
+        f"ours {given}": load(config, sets=[*(sets or ()), given], mesh=mesh, gpus=len(gpus)) for given in also or ()
+    }
+    names = [name.strip() for name in (peers or ",".join(usual_peers(made))).split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
             raise unknown("peer", name, PEERS)
@@ -59,6 +76,7 @@ def bench_train(
     found = compare(
         made,
         peers=names,
+        also=others,
         transport=transport,
         blocks=blocks,
         steps=steps,

@@ -23,6 +23,9 @@ def train(
     ] = None,
     restarts: Annotated[int, typer.Option(metavar="N", help="How often a failed job goes on by itself.")] = 0,
     transport: Annotated[str, typer.Option(help="mpi, torch or auto.")] = "auto",
+    max_time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Stop after 90s, 30m, 2h or 1h30m, with a checkpoint.")
+    ] = None,
     stop_after: Annotated[int | None, typer.Option(metavar="STEP", help="Stop there, with a checkpoint.")] = None,
     fallback_dir: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="For the last checkpoint, where the run's folder has no room.")
@@ -49,6 +52,7 @@ def train(
         run=run,
         restarts=restarts,
         transport=transport,
+        max_time=max_time,
         stop_after=stop_after,
         fallback_dir=fallback_dir,
         json=json,
@@ -61,24 +65,44 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What to go on from.")],
     tokens: Annotated[int, typer.Option(metavar="N", help="How many.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest.")] = 0.7,
-    seed: Annotated[int, typer.Option()] = 0,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Draw only from the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Only from the likeliest that together have P.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Another seed draws another text.")] = 0,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Which checkpoint; the newest, if not given.")
+    ] = None,
 ) -> None:
     """Write text with a trained model."""
+    from tilemesh.runs.reader import read_step
     from tilemesh.serve.write import generate as write
 
-    print(prompt + write(run, prompt, tokens=tokens, temperature=temperature, seed=seed, step=step, say=_tell))
+    drawn = write(
+        run,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        step=read_step(run, step),
+        say=_tell,
+    )
+    print(prompt + drawn)
 
 
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder.")],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the Hugging Face folder.")],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint; the newest, if not given.")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Which checkpoint; the newest, if not given.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapter alone, as PEFT reads it.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder that `transformers` reads."""
+    """Write a checkpoint as a Hugging Face folder that `transformers` reads; adapters (LoRA) are merged."""
+    from tilemesh.runs.reader import read_step
     from tilemesh.train.export import export as write
 
-    print(f"step {write(run, folder, step, _tell)} of {run}: {folder}")
+    print(f"step {write(run, folder, read_step(run, step), _tell, adapter=adapter)} of {run}: {folder}")
 
 
 def _tell(text: str) -> None:

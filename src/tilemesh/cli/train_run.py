@@ -18,7 +18,7 @@ from rich.console import Console
 from tilemesh.cli import report_run
 from tilemesh.core.context import Membership, membership
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.core.units import format_bytes, format_seconds, parse_seconds
 from tilemesh.launch.rank import INTERRUPTED_CODE, run_command
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import write_rows
@@ -57,6 +57,7 @@ class Asked:
     run: str | None = None
     restarts: int = 0
     transport: str = "auto"
+    max_time: str | None = None
     stop_after: int | None = None
     fallback_dir: str | None = None
     json: str | None = None
@@ -152,9 +153,10 @@ def configuration(asked: Asked, member: Membership | None) -> TrainConfig:
         if ranks is not None and ranks != member.size:
             raise UsageError(f"--ranks {ranks} inside a job of {member.size} ranks: leave --ranks out here")
         ranks = member.size if asked.mesh is None and asked.plan is None and asked.resume is None else None
+    limit = () if asked.max_time is None else (f"train.max_time_s={parse_seconds(asked.max_time)}",)
     return load(
         asked.config,
-        sets=asked.sets,
+        sets=(*asked.sets, *limit),
         mesh=asked.mesh,
         plan=asked.plan,
         ranks=ranks,
@@ -220,6 +222,8 @@ def _show_summary(result: Result, found: Mapping[str, Any], console: Console) ->
     first = found["seconds_to_first_step"]
     words = f"training loss {found['loss']:.3f}{held} nats a token after {found['step']} steps, "
     words += f"{format_seconds(found['seconds'])} in all"
+    if found.get("bits_per_byte") is not None:
+        words += f", {found['bits_per_byte']:.3f} bits per byte held out"
     words += f", first step after {format_seconds(first)}" if first is not None else "; there was nothing left to do"
     console.print(words, soft_wrap=True)
     further = "" if found["interrupted"] else f" --set train.steps={2 * found['step']}"

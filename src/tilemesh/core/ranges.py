@@ -61,13 +61,17 @@ def _plain(number: float) -> str:
 SEED = Range(0, LARGEST_WHOLE)
 TEMPERATURE = Range(0)
 SAMPLED_TOKENS = Range(0, 1_000_000)
+TOP_K = Range(0, 2**31 - 1)
+TOP_P = Range(0, 1, above=True)
 
 
-def check_sampling(tokens: int, temperature: float, seed: int) -> None:
+def check_sampling(tokens: int, temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0) -> None:
     """Refuse what no text can be drawn with."""
     SAMPLED_TOKENS.check(Argument("tokens"), tokens, whole=True)
     TEMPERATURE.check(Argument("temperature"), temperature)
     SEED.check(Argument("seed"), seed, whole=True)
+    TOP_K.check(Argument("top_k"), top_k, whole=True)
+    TOP_P.check(Argument("top_p"), top_p)
 
 
 def shown(value: object) -> str:

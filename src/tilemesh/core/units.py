@@ -25,6 +25,7 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -61,6 +62,19 @@ def parse_fraction(text: str) -> float:
     if unit:
         raise UsageError(f"fraction {shown(text)} has no known unit: write it such as 5% or 0.05")
     return float(number / 100) if is_percent else float(number)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration: "90" and "90s", "30m", "2h", "1d", and several of them together, "1h30m"."""
+    wrong = UsageError(
+        f"{shown(text)} is no duration: expected a number of seconds, or one with units, such as 90s, 30m, 1h30m"
+    )
+    pieces = re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if not pieces or "".join(number + unit for number, unit in pieces) != text.strip():
+        raise wrong
+    if any(not unit for _, unit in pieces) and len(pieces) > 1:
+        raise wrong
+    return sum(float(number) * _SECONDS[unit or "s"] for number, unit in pieces)
 
 
 def format_bytes(n: float) -> str:

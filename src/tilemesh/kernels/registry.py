@@ -73,6 +73,7 @@ _OPERATORS = (
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
     folder("embedding"),
+    folder("mlp"),
     OperatorEntry(
         "attention",
         public=f"{_ATTENTION}.reference:attention",
@@ -80,6 +81,7 @@ _OPERATORS = (
         cost=f"{_ATTENTION}.cost:cost",
         form=f"{_ATTENTION}.cost:FORM",
     ),
+    folder("paged_attention"),
     folder("rotary"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),

@@ -35,7 +35,10 @@ class PlainLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
         product = functional.linear if self.deferral is None else self.deferral.linear
-        return _ACTIVATIONS[self.activation](product(input, self.weight, self.bias))
+        return self.activated(product(input, self.weight, self.bias))
+
+    def activated(self, x: Tensor) -> Tensor:
+        return _ACTIVATIONS[self.activation](x)
 
 
 def make_projection(

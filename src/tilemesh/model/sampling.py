@@ -20,6 +20,9 @@ from tilemesh.model.cache import DenseCache, KeyValueCache
 
 Logits = Callable[[Tensor, KeyValueCache], Tensor]
 
+_CANDIDATES = 1024
+"""Top-p looks at so many of the likeliest first; all are sorted only where those do not reach p."""
+
 
 def sample(
     logits: Logits,
@@ -28,16 +31,18 @@ def sample(
     *,
     context: int,
     temperature: float = 0.7,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[int]:
-    """So many tokens after the prompt. Temperature 0 always takes the likeliest.
+    """So many tokens after the prompt. Temperature 0 always takes the likeliest; `keep_likeliest` has top_k and top_p.
 
     When the context is full, its second half is read again as a new beginning: cheaper than moving on by one token.
     """
     if not prompt:
         raise UsageError("an empty prompt: give at least one character")
-    check_sampling(tokens, temperature, seed)
+    check_sampling(tokens, temperature, seed, top_k, top_p)
     whole = list(prompt)
     cache = DenseCache(1, context, device)
     pending = whole[-context:]
@@ -55,6 +60,7 @@ def sample(
             token = int(scores_1V.argmax())
         else:
             shares_1V = shares(scores_1V, torch.tensor([temperature], dtype=torch.float64))
+            keep_likeliest(shares_1V[0], top_k, top_p)
             token = int(pick(shares_1V, torch.tensor([keyed_uniform(seed, 0, number)], dtype=torch.float64)))
         whole.append(token)
         pending = [token]
@@ -75,6 +81,25 @@ def shares(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
     scores_NV = scores_NV - scores_NV.amax(-1, keepdim=True)
     divisor_N = temperature_N.to(scores_NV).clamp(min=torch.finfo(wide).tiny)
     return torch.softmax(scores_NV / divisor_N[:, None], dim=-1)
+
+
+def keep_likeliest(shares_V: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> None:
+    """Set the shares of tokens that may not be drawn to 0: below min_p of the largest, not among the top_k largest, or
+    not needed to reach top_p of the sum. Thresholds, not positions in a list: equal shares stay or go together."""
+    if min_p > 0:
+        shares_V[shares_V < min_p * shares_V.max()] = 0
+    if 0 < top_k < len(shares_V):
+        shares_V[shares_V < shares_V.topk(top_k).values[-1]] = 0
+    if top_p < 1:
+        wanted = top_p * float(shares_V.sum(dtype=torch.float64))
+        for most in (min(_CANDIDATES, len(shares_V)), len(shares_V)):
+            likeliest = shares_V.topk(most).values
+            reached = likeliest.cumsum(0, dtype=torch.float64)
+            # The first token that reaches the share is kept as well, and with it all that are as likely.
+            last = int((reached < wanted).sum())
+            if last < most:
+                shares_V[shares_V < likeliest[last]] = 0
+                return
 
 
 def pick(shares_NV: Tensor, uniform_N: Tensor) -> Tensor:

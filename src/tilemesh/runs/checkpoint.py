@@ -57,6 +57,7 @@ class Writer:
         self.written_by = dict(written_by or {})
         self.say = say
         self.step: int | None = None  # of the checkpoint under way
+        self.best: int | None = None  # of the one that is kept however many newer ones there are
         self.last: int | None = None  # of the newest that rank 0 has finished
         self.nbytes = 0  # of this rank's part of the newest one begun
         self.failures = 0
@@ -167,8 +168,9 @@ class Writer:
             self.note(kind=CHECKPOINT, step=step, ok=False, why=why)
             return
         self.note(kind=CHECKPOINT, step=step, ok=True, bytes=nbytes, seconds=time.monotonic() - self._began)
-        for _, old in checkpoints(self.folder)[self.keep :]:
-            _remove(old)
+        for old_step, old in checkpoints(self.folder)[self.keep :]:
+            if old_step != self.best:
+                _remove(old)
 
     def _commit(self, step: int, place: Path) -> int:
         """Make it a checkpoint; its bytes."""

@@ -52,6 +52,21 @@ def open_checkpoint(run: str | Path, step: int | None = None, say: Callable[[str
     raise RunError(f"{run} has no checkpoint yet: nothing was written under {folder}")
 
 
+def read_step(run: str | Path, text: str | None) -> int | None:
+    """A step as a command line names it: a number, or `best` for the lowest held-out loss that a run knows of."""
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit():
+        return int(text)
+    if text != "best":
+        raise UsageError(f"step is '{text}': expected a number, or best")
+    for _, path in checkpoints(Path(run) / CHECKPOINTS):
+        told = Manifest.read(path).values.get("best")
+        if isinstance(told, dict) and isinstance(told.get("step"), int):
+            return int(told["step"])
+    raise UsageError(f"{run} knows of no best step: nothing held out was evaluated before its checkpoints were written")
+
+
 def _later(run: str | Path, step: int) -> list[str]:
     """Why a run's last step is not the one that is used, if it is not."""
     told = read_small(run, SUMMARY)

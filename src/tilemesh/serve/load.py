@@ -18,8 +18,10 @@ from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
 from tilemesh.model import huggingface
+from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
+from tilemesh.model.lora import MergedWeights
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
 from tilemesh.runs import folder as folders
@@ -90,7 +92,9 @@ def load_served(
     config, data = section(ModelConfig, "model", text, where), section(DataConfig, "data", text, where)
     reader = open_checkpoint(path, step, say)
     check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
-    model = read_model(config, reader, device)
+    lora = section(LoraConfig, "lora", text, where)
+    weights = MergedWeights(lora, reader, adapted_modules(config, lora)) if lora.rank else reader
+    model = read_model(config, weights, device)
     tokenizer = tokenizer_of(data)
     return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, frozenset({tokenizer.end}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ def generate(
     *,
     tokens: int = 200,
     temperature: float = 0.7,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     step: int | None = None,
     device: str = "cpu",
@@ -28,15 +31,16 @@ def generate(
 
     `say` hears which step is used, where that is not the run's last one.
     """
-    check_sampling(tokens, temperature, seed)  # before gigabytes are read
+    check_sampling(tokens, temperature, seed, top_k, top_p)  # before gigabytes are read
     with Engine(source, device=device, step=step, say=say, running=1) as engine:
         whole = engine.encode(prompt)
-        drawn = generate_tokens(engine, whole, tokens, temperature, seed)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=True)
+        drawn = generate_tokens(engine, whole, tokens, sampling)
         return engine.served.tokenizer.decode(drawn)
 
 
-def generate_tokens(engine: Engine, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
-    """So many tokens after the prompt, as `model.sampling.sample` draws them.
+def generate_tokens(engine: Engine, prompt: list[int], tokens: int, sampling: Sampling) -> list[int]:
+    """So many tokens after the prompt, as `model.sampling.sample` draws them, whatever `sampling.max_tokens` is.
 
     When the context is full, its second half is read again as a new beginning.
     """
@@ -46,14 +50,13 @@ def generate_tokens(engine: Engine, prompt: list[int], tokens: int, temperature:
         drawn = len(whole) - len(prompt)
         # The token that would fill the context is still drawn: it needs no place there.
         most = min(tokens - drawn, context + 1 - len(window))
-        whole += _ask(engine, window, most, temperature, seed, drawn)
+        whole += _ask(engine, window, dataclasses.replace(sampling, max_tokens=most), drawn)
         window = whole[-max(1, context // 2) :]
     return whole[len(prompt) :]
 
 
-def _ask(engine: Engine, window: list[int], most: int, temperature: float, seed: int, drawn: int) -> list[int]:
+def _ask(engine: Engine, window: list[int], sampling: Sampling, drawn: int) -> list[int]:
     parts: queue.Queue[AnswerPart] = queue.Queue()
-    sampling = Sampling(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True)
     engine.submit(window, sampling, parts.put, drawn=drawn)
     found: list[int] = []
     while True:

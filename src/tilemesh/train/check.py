@@ -17,13 +17,14 @@ from tilemesh.core import config
 from tilemesh.core.context import membership
 from tilemesh.core.cores import available_cores
 from tilemesh.core.errors import Argument, RunError, UsageError
-from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, Range, shown
+from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P, Range, shown
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
+from tilemesh.model.adapter import adapted_modules
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
 from tilemesh.model.work.weights import shard_parameters, why_not
@@ -33,6 +34,8 @@ from tilemesh.runs import folder as folders
 from tilemesh.runs.manifest import MODEL, DamagedError, Manifest, checkpoints
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, DAMAGED
 from tilemesh.train.config import NO_GRAPH, TrainConfig, of_run
+from tilemesh.train.loggers import check_loggers
+from tilemesh.train.rules import decay_patterns
 
 _COUNT = Range(1)
 _COUNT_OR_NONE = Range(0)
@@ -45,6 +48,7 @@ RANGES: dict[str, Range] = {
     "train.batch": Range(1, 2**31 - 1),  # the length of an array; the plan's counts have the same limit
     "train.seed": SEED,
     "train.timeout_s": Range(0, 1e9, above=True),
+    "train.max_time_s": Range(0, 1e9),
     "train.trace_steps": _COUNT_OR_NONE,
     "optimizer.lr": Range(0),
     "optimizer.decay": Range(0, 1),
@@ -60,8 +64,12 @@ RANGES: dict[str, Range] = {
     "checkpoint.retry_s": Range(0, 1e9),
     "evaluate.every": _COUNT_OR_NONE,
     "evaluate.sequences": Range(0, 2**31 - 1),
+    "evaluate.patience": _COUNT_OR_NONE,
+    "evaluate.min_improvement": Range(0),
     "sample.tokens": SAMPLED_TOKENS,
     "sample.temperature": TEMPERATURE,
+    "sample.top_k": TOP_K,
+    "sample.top_p": TOP_P,
 }
 """Of every number in training's own sections; `train.context` depends on the model. A test finds what is missing."""
 
@@ -89,6 +97,9 @@ def check_values(made: TrainConfig) -> None:
     if made.sample.tokens and not made.sample.prompt:
         raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
     _check_plan(made)
+    _check_optimizer(made)
+    _check_lora(made)
+    _check_held_out(made)
     if made.train.graph and not made.may_replay:
         raise UsageError(NO_GRAPH)
 
@@ -115,6 +126,56 @@ def _check_plan(made: TrainConfig) -> None:
         )
 
 
+def _check_optimizer(made: TrainConfig) -> None:
+    decay_patterns(made.optimizer)
+    plan = made.plan
+    cut, instead = (f"plan.tp {plan.tp}", "plan.tp=1") if plan.tp > 1 else (f"plan.zero {plan.zero}", "plan.zero=0")
+    if made.optimizer.name == "muon" and (plan.tp > 1 or plan.zero):
+        raise UsageError(
+            f"optimizer.name muon with {cut}: Muon makes the update of a whole matrix orthogonal, and here ranks hold "
+            f"parts of matrices; set {instead}, or optimizer.name to adamw, lion or sgd"
+        )
+
+
+def _check_lora(made: TrainConfig) -> None:
+    if not made.lora.rank:
+        return
+    adapted_modules(made.model, made.lora)
+    if made.lora.base is None:
+        raise UsageError(
+            f"lora.rank is {made.lora.rank} and there are no weights to add adapters to: name a Hugging Face folder: ",
+            Argument("init"),
+        )
+    plan = made.plan
+    layouts = {
+        "plan.tp=1": (plan.tp > 1, f"plan.tp {plan.tp} cuts the matrices that adapters are added to"),
+        "plan.pp=1": (plan.pp > 1, f"plan.pp {plan.pp} makes each stage's layers anew, without adapters"),
+        "plan.zero=2": (plan.zero == 3, "plan.zero 3 gathers weights for an update, and frozen ones have none"),
+        "plan.offload=": (plan.has_chunks, f"plan.offload {plan.offload} makes each layer anew, without adapters"),
+    }
+    for instead, (is_so, why) in layouts.items():
+        if is_so:
+            raise UsageError(f"lora.rank is {made.lora.rank} and {why}: set {instead}; replicas (plan.dp) work")
+
+
+def _check_held_out(made: TrainConfig) -> None:
+    """Refuse what waits for a held-out loss that is never measured."""
+    for key, on in (("evaluate.patience", made.evaluate.patience), ("checkpoint.keep_best", made.checkpoint.keep_best)):
+        missing = [
+            name
+            for name, is_there in (
+                ("evaluate.every", made.evaluate.every),
+                ("evaluate.sequences", made.evaluate.sequences),
+                ("data.held_out", made.data.held_out),
+            )
+            if not is_there
+        ]
+        if on and missing:
+            raise UsageError(
+                f"{key} is set and {missing[0]} is 0: there is no held-out loss to go by; set {missing[0]}"
+            )
+
+
 def check_machine(made: TrainConfig) -> None:
     """Refuse what this machine has not: a GPU, the text, the tokenizer, place for so many ranks."""
     if made.train.device == "cuda" and not usable_gpus():
@@ -128,6 +189,9 @@ def check_machine(made: TrainConfig) -> None:
     fallback = made.checkpoint.fallback_dir
     if fallback is not None and (fallback == Path() or (fallback.exists() and not fallback.is_dir())):
         raise UsageError(f"checkpoint.fallback_dir is '{fallback}': expected a folder, or a name for one")
+    check_loggers(made.log)
+    if made.lora.rank:
+        check_init(made.lora.base, made)
     _check_host_memory(made)
     check_source(made.data)
     _check_length(made)
@@ -193,6 +257,10 @@ def check_resumed(before: TrainConfig, made: TrainConfig) -> None:
     different = [f"model.{words}" for words in unlike(config.to_dict(before.model), made.model)]
     if before.optimizer.name != made.optimizer.name:
         different.append(f"optimizer.name is {before.optimizer.name} there and {made.optimizer.name} here")
+    for name in ("rank", "alpha", "targets"):
+        there, here = getattr(before.lora, name), getattr(made.lora, name)
+        if there != here and (before.lora.rank or made.lora.rank):
+            different.append(f"lora.{name} is {there} there and {here} here")
     if different:
         told = "; ".join(different)
         raise UsageError(f"a run goes on with its own weights: {told}; leave that out, or begin a new run")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tilemesh.core import config
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.data.config import DataConfig
+from tilemesh.model.adapter import LoraConfig
 from tilemesh.model.config import PRESETS as MODELS
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.kernels import COMPILED, OURS, PLAIN, STANDARD, TORCH, ModelKernels
@@ -35,8 +36,10 @@ NO_GRAPH = (
 class OptimizerConfig:
     """The optimizer and its learning rate, which warms up linearly and then follows a schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Which optimizer: AdamW (decoupled weight decay) or SGD with momentum."""
+    name: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
+    """Which optimizer: AdamW (decoupled weight decay), SGD with momentum, Lion (the sign of a mean of gradients; a
+    learning rate 3 to 10 times lower than AdamW's is usual), or Muon (orthogonal updates for the matrices of layers,
+    AdamW for everything else; not with plan.tp or plan.zero, which cut matrices)."""
     lr: float = 1e-3
     """The learning rate after the warm-up, the largest of the run."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -49,13 +52,18 @@ class OptimizerConfig:
     warmup: int = 10
     """Steps of linear warm-up until the learning rate is `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """For adamw: how much of the running mean of gradients, and of their squares, is kept per step."""
+    """For adamw: how much of the running mean of gradients, and of their squares, is kept per step. For lion: of the
+    mean whose sign is the update, and of the mean that is kept; (0.9, 0.99) is usual."""
     epsilon: float = 1e-8
     """For adamw: added to the denominator, the root of the mean square."""
     momentum: float = 0.9
-    """For sgd: how much of the previous update is kept; 0 is plain SGD, without state."""
+    """For sgd and muon: how much of the previous update is kept; 0.95 is usual for muon, 0 is plain SGD, without
+    state."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embedding tables; biases and norms have none."""
+    decay_groups: tuple[str, ...] = ()
+    """Weight decay of parameters by name, each PATTERN=NUMBER, such as ["token_embedding.*=0", "*.fc_o.weight=0.2"];
+    the first pattern that matches a name counts, and weight_decay where none does."""
     clip: float = 1.0
     """Largest norm of the whole model's gradient, which is scaled down to it; 0: gradients are not clipped."""
     fused: bool | None = None
@@ -83,14 +91,17 @@ class LoopConfig:
     """On a single GPU, whether a step is captured as one CUDA graph and replayed; none: wherever that is possible and
     leaves memory for evaluation."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Whose kernels compute projections with their activations, attention, the embedding, norms with the addition
-    before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU tilemesh's for AdamW
-    and, under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, without
-    it for projections; torch for everything else."""
+    """Whose kernels compute projections with their activations or MLPs without a gate whole, attention, the embedding,
+    norms with the addition before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU
+    tilemesh's for AdamW and, under torch.compile, for embedding, loss, norms, MLPs without a gate and the attention of
+    models without rotary positions, without it for projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs where there are any, else on the CPU."""
     timeout_s: float = 60.0
     """Seconds that a rank may wait for another before the watchdog ends the job."""
+    max_time_s: float = 0.0
+    """Seconds after which a run stops with a checkpoint to go on from, counted from each start; 0: no limit.
+    `--max-time 2h` sets it."""
     trace_steps: int = 20
     """Steps that are traced, the first ones of each start; 0: none."""
 
@@ -103,6 +114,9 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
     """How many of the newest checkpoints are kept."""
+    keep_best: bool = False
+    """Whether the checkpoint with the lowest held-out loss is kept as well: one is then written after every evaluation
+    that is the best so far. `--step best` of generate and export reads it."""
     background: bool = True
     """Whether a checkpoint is written in the background from a copy in memory, while training goes on."""
     fallback_dir: Path | None = None
@@ -119,6 +133,10 @@ class EvaluateConfig:
     """Steps between two evaluations on held-out text; 0: only at the end."""
     sequences: int = 32
     """Held-out sequences that are evaluated each time, always the same ones; 0: none."""
+    patience: int = 0
+    """Early stopping: the run ends after so many evaluations in a row without a lower held-out loss; 0: never."""
+    min_improvement: float = 0.0
+    """For patience: by how much a held-out loss, in nats per token, has to be lower than the best one to count."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,23 @@ class SampleConfig:
     """How many tokens are generated; 0: no text."""
     temperature: float = 0.7
     """Of the sampling: 0 always takes the most likely token, 1 samples from the model's own probabilities."""
+    top_k: int = 0
+    """Only so many of the most likely tokens are sampled from; 0: all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together have this probability are sampled from; 1: all."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where metrics are written besides the run's own metrics.jsonl, for tools that you already use."""
+
+    tensorboard: bool = False
+    """Whether metrics are also written as TensorBoard events into the run's folder (pip install 'tilemesh[log]')."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Whether metrics are also written for Weights & Biases: offline into the run's folder, for `wandb sync` to upload
+    later, or online (pip install 'tilemesh[log]')."""
+    wandb_project: str = "tilemesh"
+    """The Weights & Biases project of the run."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +176,12 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(precision="fp32"))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def context(self) -> int:
@@ -171,9 +208,7 @@ class TrainConfig:
             return STANDARD
         # Attention of ours saves the copy that joins the gradients of one product for query, key and value.
         joins = self.plan.tp == 1 and self.model.positions != "rotary"
-        # LayerNorm and the loss, both of ours, in one compiled step of gpt2-124m were not ready after 170 s.
-        norms = "auto" if self.model.norm == "rmsnorm" else TORCH
-        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH, norms=norms)
+        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH)
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
@@ -183,8 +218,15 @@ class TrainConfig:
     def may_replay(self) -> bool:
         """Whether steps may become a CUDA graph, given one GPU alone."""
         able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
+        able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
         able = able and not self.plan.offloads  # what goes and comes has no fixed place
         return able and self.train.device != "cpu" and self.train.graph is not False
+
+    def with_base(self, init: str | Path | None) -> TrainConfig:
+        """With the folder to begin from as what adapters are added to, where there are adapters."""
+        if init is None or not self.lora.rank:
+            return self
+        return dataclasses.replace(self, lora=dataclasses.replace(self.lora, base=Path(init).resolve()))
 
     def to_toml(self) -> str:
         return config.dump_toml(self)

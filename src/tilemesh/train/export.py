@@ -12,24 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.errors import Argument, RunError, UsageError
 from tilemesh.core.files import naming
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
+from tilemesh.model.adapter import A, B, adapted_modules
 from tilemesh.model.config import check_written_model
 from tilemesh.model.families.carried import TOKENIZER, TOKENIZER_CONFIG, copy_carried, special_ids
-from tilemesh.model.read import read_weights
+from tilemesh.model.read import Weights, read_weights
 from tilemesh.runs.manifest import MODEL
 from tilemesh.runs.names import CARRIED, CONFIG
-from tilemesh.runs.reader import open_checkpoint
+from tilemesh.runs.reader import Reader, open_checkpoint
 from tilemesh.train.config import TrainConfig, of_run
 
 
 def export(
-    run: str | Path, folder: str | Path, step: int | None = None, say: Callable[[str], None] = lambda text: None
+    run: str | Path,
+    folder: str | Path,
+    step: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    adapter: bool = False,
 ) -> int:
     """Write a run's checkpoint as a Hugging Face folder, with its tokenizer; returns its step.
 
+    Adapters (LoRA) are merged into the weights; with `adapter` they alone are written, as a folder of PEFT.
     `say` hears which step is used, where that is not the run's last one.
     """
     from tilemesh.model import huggingface
@@ -38,15 +45,33 @@ def export(
     reader = open_checkpoint(run, step, say)
     manifest = reader.manifest
     check_written_model(manifest.written_by.get(MODEL), manifest.step, config.model, Path(run) / CONFIG)
+    lora = config.lora
+    if adapter:
+        _save_adapter(config, reader, folder)
+        return reader.manifest.step
     carried = Path(run) / CARRIED
     found = None if carried.is_dir() else _tokenizer(config, say)
     special = special_ids(carried) if found is None else _end_of(found)
-    huggingface.save_parameters(config.model, read_weights(config.model, reader), folder, special)
+    weights: Weights = reader
+    if lora.rank:
+        from tilemesh.model.lora import MergedWeights
+
+        weights = MergedWeights(lora, reader, adapted_modules(config.model, lora))
+    huggingface.save_parameters(config.model, read_weights(config.model, weights), folder, special)
     if carried.is_dir():
         copy_carried(carried, folder)
     elif found is not None:
         _write_tokenizer(found, config.model.context, Path(folder))
     return reader.manifest.step
+
+
+def _save_adapter(config: TrainConfig, reader: Reader, folder: str | Path) -> None:
+    from tilemesh.model.lora import save_adapter
+
+    if not config.lora.rank:
+        raise UsageError("this run trained all weights and has no adapter: leave ", Argument("adapter"), " out")
+    names = [f"{module}.{part}" for module in adapted_modules(config.model, config.lora) for part in (A, B)]
+    save_adapter({name: reader.weight(name) for name in names}, config.model, config.lora, folder)
 
 
 def _tokenizer(config: TrainConfig, say: Callable[[str], None]) -> Tokenizer | None:

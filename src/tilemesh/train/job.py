@@ -82,7 +82,7 @@ def fit(
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
-    config = settled(config)
+    config = settled(config.with_base(init))
     check_job(
         config,
         run=run,
@@ -195,8 +195,8 @@ def _prepared(config: TrainConfig, asked: FitRequest, held: contextlib.ExitStack
     held.enter_context(RunLock(folder, lambda text: asked.listener({"kind": "launcher", "text": text})))
     if asked.resume is None:
         folders.new_run(TRAIN, config.to_toml(), folder)
-        if asked.init is not None:
-            copy_carried(asked.init, folder / CARRIED, with_config=True)
+        if asked.init is not None or config.lora.rank:
+            copy_carried(asked.init or config.lora.base or "", folder / CARRIED, with_config=True)
     elif of_run(folder) != config:
         folders.change_config(folder, config.to_toml())
     folders.write_prediction(folder, predict_run(config, usable_gpus()))

@@ -131,6 +131,7 @@ def _named(name: str | None, sets: Sequence[str], init: str | Path | None) -> _S
             )
         made = config.load(TrainConfig, preset=chosen, presets=PRESETS, sets=sets)
     check_init(init)
+    made = made.with_base(init)
     if init is not None and name is None and not any(key.startswith("model.") for key in told):
         made = _of_folder(made, Path(init), told)
     return _Start(made, told, written)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tilemesh.runs.metrics import STEP, STOPPED
 from tilemesh.runs.names import CHOICES, bad_batch
 from tilemesh.runs.tensors import parts_of, write_tensors
 from tilemesh.train.config import TrainConfig
+from tilemesh.train.loggers import Loggers
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.optimizer import LossScale, Optimizer
 from tilemesh.train.record import DATA, IDLE
@@ -55,11 +57,36 @@ class Progress:
     """Samples taken from the data, over all epochs."""
     loss: float = math.nan
     held_out: float | None = None
+    best_held_out: float | None = None
+    """The lowest held-out loss so far, and the step it was measured after."""
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+
+    def judge(self, min_improvement: float) -> bool:
+        """Take note of a held-out loss; whether it is the best so far."""
+        if self.held_out is None:
+            return False
+        least = math.inf if self.best_held_out is None else self.best_held_out - min_improvement
+        if self.held_out < least:
+            self.best_held_out, self.best_step, self.evaluations_since_best = self.held_out, self.step, 0
+            return True
+        self.evaluations_since_best += 1
+        return False
+
+    def load_best(self, told: Any) -> None:
+        """What a checkpoint says of the evaluations before it; nothing in one of an older version."""
+        if isinstance(told, dict) and told.get("step") is not None:
+            self.best_step, self.best_held_out = int(told["step"]), float(told["held_out"])
+            self.evaluations_since_best = int(told["evaluations_since"])
 
     def values(self, scale: LossScale, optimizer: Optimizer, fingerprint: str) -> dict[str, Any]:
         return {
             "position": self.position, "optimizer_steps": optimizer.steps, "scale": scale.state(),
             "loss": self.loss if math.isfinite(self.loss) else None, "data": fingerprint,
+            "best": {
+                "step": self.best_step, "held_out": self.best_held_out,
+                "evaluations_since": self.evaluations_since_best,
+            },
         }  # fmt: skip
 
 
@@ -82,9 +109,13 @@ class Timing:
 class Interrupt:
     """Notes the signals that ask a run to stop, until it can: at the end of the step."""
 
-    def __init__(self, numbers: tuple[signal.Signals, ...] = (), stop_after: int | None = None) -> None:
+    def __init__(
+        self, numbers: tuple[signal.Signals, ...] = (), stop_after: int | None = None, max_time_s: float = 0.0
+    ) -> None:
+        """`max_time_s`: seconds from now after which a run is asked to stop; 0: never."""
         self.asked = False
         self.stop_after = stop_after
+        self.end_at = time.monotonic() + max_time_s if max_time_s else math.inf
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
@@ -92,6 +123,10 @@ class Interrupt:
 
     def _note(self, number: int, frame: object) -> None:
         self.asked = True
+
+    @property
+    def is_time_over(self) -> bool:
+        return time.monotonic() >= self.end_at
 
     def close(self) -> None:
         for number, handler in self._before.items():
@@ -111,6 +146,7 @@ class Loop:
         emit: Callable[[Mapping[str, Any]], None],
         earlier: Mapping[str, Any] | None = None,
         collectives: Choices | None = None,
+        loggers: Loggers | None = None,
     ) -> None:
         """`earlier`: the choices of the run's earlier part, if any; `collectives`: what `auto` picks now."""
         self.earlier = dict(earlier or {})
@@ -122,7 +158,10 @@ class Loop:
         self.mesh, self.device = stepper.laid.mesh, stepper.device
         self.progress, self.timing = Progress(), Timing()
         self.fingerprint = stepper.source.fingerprint()
+        self.loggers = loggers
         self.interrupted = False
+        self.ended_early = ""
+        """Why the run ended before its last step by its own decision."""
         self.saved = Saved(None, folder)
         self.step_bytes: Bytes = {}
         self._unread: list[tuple[int, GradientStep]] = []
@@ -135,6 +174,11 @@ class Loop:
         """Of this attempt."""
         return self.progress.step - self._began
 
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """Of the held-out text; None where nobody knows what the tokens mean."""
+        return self.stepper.source.held_out_bytes_per_token()
+
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
@@ -142,7 +186,7 @@ class Loop:
         config, progress = self.config, self.progress
         self._began, self._read_at = progress.step, time.perf_counter()
         before = None  # the clock when the steps that are not read yet began
-        while progress.step < config.train.steps and not self.interrupted:
+        while progress.step < config.train.steps and not self.interrupted and not self.ended_early:
             before, bytes_before = before or self._clock(), self.recorder.bytes_by_axis()
             was_writing = self.writer.step is not None
             stop = self.step(interrupt)
@@ -166,14 +210,14 @@ class Loop:
         progress, recorder = self.progress, self.recorder
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
-        recorder.is_in_step = True
-        self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
-        progress.step += 1
-        progress.position += self.config.batch
-        asked = interrupt is not None and (interrupt.asked or progress.step == interrupt.stop_after)
-        stop = self._pulse(asked)
-        recorder.is_in_step = False
-        return stop
+        with recorder.in_step():
+            self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
+            progress.step += 1
+            progress.position += self.config.batch
+            asked = interrupt is not None and (
+                interrupt.asked or progress.step == interrupt.stop_after or interrupt.is_time_over
+            )
+            return self._pulse(asked)
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
@@ -196,13 +240,32 @@ class Loop:
         seconds = (time.perf_counter() - self._read_at) / len(values)
         after = self._clock()
         self.progress.held_out = self.stepper.evaluate() if looks else None
+        due = self._judge() or due
         if due:
             taking = time.perf_counter()
             self._begin_checkpoint()
             seconds += (time.perf_counter() - taking) / len(values)
         parts = [(now - then) / len(values) for now, then in zip(after, before, strict=True)]
-        self._note(values, seconds, parts, is_ordinary)
+        self._note(values, seconds, parts, is_ordinary and not due)
         self._read_at = time.perf_counter()
+
+    def _judge(self) -> bool:
+        """What follows from a held-out loss, which all ranks know alike; whether a checkpoint is to be written now."""
+        progress, options = self.progress, self.config.evaluate
+        if progress.held_out is None:
+            return False
+        is_best = progress.judge(options.min_improvement)
+        if is_best and self.config.checkpoint.keep_best:
+            self.writer.best = progress.step
+            return True
+        if options.patience and progress.evaluations_since_best >= options.patience:
+            if progress.step < self.config.train.steps:
+                self.ended_early = (
+                    f"early stopping: no held-out loss below {progress.best_held_out:.4f}, that of step "
+                    f"{progress.best_step}, in {progress.evaluations_since_best} evaluations"
+                )
+            return True
+        return False
 
     # Meeting ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +352,11 @@ class Loop:
             }  # fmt: skip
             if progress.held_out is not None and step == progress.step:
                 line["held_out"] = progress.held_out
+                if self.bytes_per_token:
+                    line["bits_per_byte"] = progress.held_out / math.log(2) / self.bytes_per_token
             self.journal.add(STEP, step, **line)
+            if self.loggers is not None:
+                self.loggers.add(step, line)
             self.recorder.trace.counter("loss", loss)
         left = (config.train.steps - progress.step) * median
         self.emit({"kind": STEP, "step": step, **line, "steps": config.train.steps, "left_s": left, "first": first})

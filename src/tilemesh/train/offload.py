@@ -22,20 +22,12 @@ from tilemesh.core.plan import OFFLOAD_PART_BYTES, OFFLOAD_PARTS
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
 from tilemesh.parallel.host import HostLink, Mark, packed_bytes, packed_into
-from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.shard import Held
-from tilemesh.train.config import OptimizerConfig, TrainConfig
+from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
 
 STATE_BYTES = 12
 """Per parameter at most: a float32 master and two moments."""
-
-
-def optimizer_for(config: TrainConfig, laid: Laid, device: torch.device) -> Optimizer:
-    """What steps the weights of a laid model, as the configuration says."""
-    makes = HostOptimizer if "optimizer" in config.plan.offloads else Optimizer
-    stepped_by = config.optimizer_kernels_on(device.type)
-    return makes(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
 
 
 class HostOptimizer(Optimizer):
@@ -65,6 +57,7 @@ class HostOptimizer(Optimizer):
             self.parts.append(part)
             self._out(part)
         self.shards = {name: mine.shard for name, mine in held.items()}
+        self.kinds = {name: kinds for part in self.parts for name, kinds in part.kinds.items()}
         self.parameters = {name: mine.tensor for name, mine in held.items()}
         self.stepped = {name: part.stepped[name] for part in self.parts for name in part.stepped}
 

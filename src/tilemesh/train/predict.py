@@ -25,6 +25,8 @@ from tilemesh.train.config import TrainConfig
 
 def predict_run(config: TrainConfig, gpus: Sequence[str]) -> dict[str, Any]:
     """Step time, memory and exchange share as the planner sees them; or why it cannot."""
+    if config.lora.rank:
+        return {"missing": "the planner: training adapters beside frozen weights is not modelled", **stamp()}
     on_gpu = bool(gpus) and config.train.device != "cpu"
     device = device_for(gpus[0]) if on_gpu else None
     try:

@@ -16,15 +16,17 @@ from tilemesh.data.config import STDLIB
 from tilemesh.launch.start import choose_transport
 from tilemesh.measure.machine import stamp, usable_gpus
 from tilemesh.measure.row import Row
+from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.work.weights import count_parameters
+from tilemesh.model.work.weights import count_parameters, embedding_weights, head_weights, layer_weights
 from tilemesh.runs import folder as folders
 from tilemesh.runs.names import CHECKPOINTS, CONFIG, METRICS, PAGE, RUNS, SUMMARY, TRACE
 from tilemesh.train.check import check_job
-from tilemesh.train.config import OptimizerConfig, TrainConfig
+from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import settled
 from tilemesh.train.predict import predict_run
 from tilemesh.train.rows import least_bytes
+from tilemesh.train.rules import kinds_of
 
 _NOT_RUN = "a dry run measures nothing"
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "working", "reserved")
@@ -215,14 +217,20 @@ def model_words(model: ModelConfig) -> str:
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Of one checkpoint, whatever the layout: every weight as it is stepped, and what the optimizer keeps of it."""
     number = 8 if config.plan.precision == "fp64" else 4
-    return count_parameters(config.model).total * number * (1 + _states(config.optimizer))
-
-
-def _states(optimizer: OptimizerConfig) -> int:
-    """Numbers that an optimizer keeps per parameter."""
-    if optimizer.name == "adamw":
-        return 2
-    return 1 if optimizer.momentum else 0
+    if config.lora.rank:
+        states = len(kinds_of(config.optimizer, "layers.0.lora_a", (config.lora.rank, config.model.width)))
+        return adapter_parameters(config.model, config.lora) * number * (1 + states)
+    model, total = config.model, 0
+    parts = ((1, embedding_weights(model)), (model.layers, layer_weights(model)), (1, head_weights(model)))
+    for times, weights in parts:
+        for weight in weights:
+            is_matrix = weight.inputs > 1
+            name = f"{'layers.0.' if weights is parts[1][1] else ''}{weight.name}.weight"
+            shape = (weight.outputs, weight.inputs) if is_matrix else (weight.outputs,)
+            total += times * weight.outputs * weight.inputs * (1 + len(kinds_of(config.optimizer, name, shape)))
+            biases = len(kinds_of(config.optimizer, "bias", (weight.outputs,)))
+            total += times * weight.outputs * weight.bias * (1 + biases)
+    return total * number
 
 
 def _free_bytes(folder: Path) -> int:

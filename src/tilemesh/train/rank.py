@@ -33,6 +33,7 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.model.lora import attach
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
@@ -50,11 +51,12 @@ from tilemesh.train import summary
 from tilemesh.train.config import TrainConfig, of_run
 from tilemesh.train.events import Listener, ignore, send
 from tilemesh.train.final import save_last
+from tilemesh.train.loggers import Loggers
 from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.offload import optimizer_for
-from tilemesh.train.optimizer import stored_dtype, warning
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.offload import HostOptimizer
+from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
+from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
@@ -133,7 +135,7 @@ def train_here(
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
-    optimizer = optimizer_for(config, laid, device)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -146,7 +148,8 @@ def train_here(
     )
     source = TextSource(config, corpus, mesh.dp, device)
     stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
-    loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives)
+    loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
+    loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives, loggers)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
@@ -158,15 +161,21 @@ def train_here(
             say(slow)
     # A scheduler that wants its machine back sends SIGTERM; our own launcher sends it when a rank has failed.
     signals = (signal.SIGINT,) if JOB_VARIABLE in os.environ else (signal.SIGINT, signal.SIGTERM)
-    interrupt = Interrupt(signals, stop_after)
+    interrupt = Interrupt(signals, stop_after, config.train.max_time_s)
     try:
         loop.run(interrupt)
         loop.saved = save_last(loop, interrupt)
     finally:
         interrupt.close()
         trace.close()
+        loggers.close()
     if loop.interrupted:
-        journal.add(STOPPED, loop.progress.step, why="asked to stop")
+        why = "train.max_time_s is over" if interrupt.is_time_over and not interrupt.asked else "asked to stop"
+        journal.add(STOPPED, loop.progress.step, why=why)
+    if loop.ended_early:
+        journal.add(STOPPED, loop.progress.step, why=loop.ended_early)
+        if comm.rank == 0:
+            say(f"step {loop.progress.step}: {loop.ended_early}; the run ends here")
     result = _finish(loop, corpus, recorder, journal, baseline, began)
     stepper.close()
     return result
@@ -203,6 +212,8 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
+    if config.lora.rank:
+        attach(model, config.lora, config.train.seed)
     if late is None:
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
@@ -212,6 +223,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid
+
+
+def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
+    """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
+    held, precision = laid.gradients.stepped, config.plan.precision
+    if "optimizer" in config.plan.offloads:
+        return HostOptimizer(config.optimizer, held, precision, kernels)
+    # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
+    # give as exactly as 16 bits do, but the sums would round.
+    is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
+    narrowed = product_parameters(laid.module) if is_exact else set()
+    return Optimizer(config.optimizer, held, precision, kernels, narrowed)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------
@@ -269,6 +292,8 @@ def _sample(loop: Loop, corpus: Corpus) -> str:
         config.sample.tokens,
         context=config.model.context,
         temperature=config.sample.temperature,
+        top_k=config.sample.top_k,
+        top_p=config.sample.top_p,
         seed=config.train.seed,
         device=loop.device,
     )

@@ -10,6 +10,7 @@ from tilemesh.core import plan
 from tilemesh.core.ranges import Range
 from tilemesh.core.reference import SectionDescription, commented_toml, describe, markdown
 from tilemesh.data import config as data
+from tilemesh.model import adapter
 from tilemesh.model import config as model
 from tilemesh.train.check import RANGES
 from tilemesh.train.config import DEFAULT_PRESET, PRESETS, TrainConfig
@@ -37,7 +38,7 @@ def sections() -> list[SectionDescription]:
 
 def ranges() -> dict[str, Range]:
     """What the numbers of a training configuration may be, by path."""
-    parts = {"model": model.SIZES | model.NUMBERS, "data": data.RANGES, "plan": plan.RANGES}
+    parts = {"model": model.SIZES | model.NUMBERS, "data": data.RANGES, "lora": adapter.RANGES, "plan": plan.RANGES}
     own = RANGES | {"train.context": model.SIZES["context"]}
     return own | {f"{part}.{name}": numbers for part, known in parts.items() for name, numbers in known.items()}
 

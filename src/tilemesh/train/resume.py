@@ -18,8 +18,11 @@ import numpy as np
 
 from tilemesh.core.config import to_dict
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model.adapter import adapter_parameters
 from tilemesh.model.config import check_written_model, unlike
 from tilemesh.model.families.book import read_config
+from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.weights import count_parameters
 from tilemesh.parallel.agree import tell
 from tilemesh.parallel.shard import take
 from tilemesh.runs.manifest import MODEL, WEIGHT, DamagedError, Manifest, checkpoints, damage
@@ -38,6 +41,9 @@ Say = Callable[[str], None]
 def begin(loop: Loop, init: str | Path | None, resume: bool, say: Say) -> None:
     """Take up what there is to go on from."""
     comm = loop.mesh.comm
+    if loop.config.lora.base is not None and loop.config.lora.rank:
+        _load_base(loop, loop.config.lora.base, say)
+        init = None
     found = sound_checkpoint(loop.folder, comm, say) if resume else None
     if found is not None:
         restore(loop, Reader(found))
@@ -61,17 +67,18 @@ def restore(loop: Loop, reader: Reader) -> None:
     more -= {f"{WEIGHT}:{name}" for name in loop.laid.names}
     if more:
         raise RunError(f"{reader.folder} has {min(more)}, and this model has not: it is another model's checkpoint")
-    kinds = (WEIGHT, *(loop.optimizer.kinds if values["optimizer_steps"] else ()))
     tensors = {
         (kind, name): reader.local(f"{kind}:{name}", loop.optimizer.shards[name])
-        for kind in kinds
         for name in loop.optimizer.stepped
+        for kind in (WEIGHT, *(loop.optimizer.kinds[name] if values["optimizer_steps"] else ()))
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
     loop.laid.gradients.updated()
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))
+    loop.progress.load_best(values.get("best"))
+    loop.writer.best = loop.progress.best_step if loop.config.checkpoint.keep_best else None
     if values.get("loss") is not None:
         loop.progress.loss = float(values["loss"])
     loop.writer.last = step
@@ -132,6 +139,18 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     are_counts = all(isinstance(value, int) and value >= 0 for value in counts)
     if not are_counts or not all(isinstance(value, int | float) for value in numbers):
         raise ValueError("expected position, optimizer_steps and scale as numbers among its values")
+
+
+def _load_base(loop: Loop, folder: Path, say: Say) -> None:
+    """The frozen weights below the adapters; they are in no checkpoint."""
+    from tilemesh.model.lora import load_base
+
+    assert isinstance(loop.laid.module, Transformer)
+    load_base(loop.laid.module, folder)
+    if loop.mesh.comm.rank == 0:
+        lora = loop.config.lora
+        trained, whole = adapter_parameters(loop.config.model, lora), count_parameters(loop.config.model).total
+        say(f"adapters of rank {lora.rank} on the weights of {folder}: {trained:,} of {whole + trained:,} are trained")
 
 
 def _load_hugging_face(loop: Loop, folder: Path) -> None:

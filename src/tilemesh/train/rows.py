@@ -35,6 +35,8 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     flops = model_flops(model, batch, context)
     done_flops = hardware_flops(model, batch, context, plan["recompute"])
     peak, why_no_peak = calibrated_peak(found)
+    if found.get("lora"):
+        peak, why_no_peak = None, "the FLOPs of a step with adapters beside frozen weights are not counted"
     step = None if found["step_time_s"] is None else Sample(**found["step_time_s"])
     no_step = "too few steps: the first ones and those with a checkpoint do not count"
     why = str(predicted.get("missing", "no prediction was made before the run"))
@@ -67,7 +69,7 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     # What the process itself takes (the interpreter, torch) is not the model's: the planner knows nothing of it either.
     pairs = zip(found["peak_memory_bytes"], found["memory_baseline_bytes"], strict=True)
     memory = max(peak - baseline for peak, baseline in pairs)
-    told_s, whole = predicted.get("step_time_s"), _datasheet_peak(found) or peak
+    told_s, whole = predicted.get("step_time_s"), None if found.get("lora") else _datasheet_peak(found) or peak
     predicted = {**predicted, "tokens_per_s": told_s and tokens / told_s}
     made = [
         row("step time", "s", "step_time_s", step, limit_s, {}),
@@ -94,6 +96,8 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
         least_bytes(model, ParallelPlan(**{name: plan[name] for name in _STATES_DEPEND_ON if name in plan}))
     )
     least = f"weights, gradients and optimizer states alone take {kept} per rank; activations have no lower bound"
+    if found.get("lora"):
+        least = "frozen weights need neither gradients nor optimizer states; activations have no lower bound"
     made.append(row("peak memory a rank", "B", "memory_bytes", _exact(memory), None, {"limit": least}))
     return made
 

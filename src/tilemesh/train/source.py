@@ -19,6 +19,7 @@ from torch import Tensor
 from tilemesh.core.errors import UsageError
 from tilemesh.data.order import Order, rows_of
 from tilemesh.data.stream import Corpus, batch
+from tilemesh.data.tokenizer import Bytes, Unknown
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import CompiledRegions, Laid
 from tilemesh.parallel.mesh import Axis
@@ -46,6 +47,9 @@ class Source(Protocol):
 
     def held_out(self) -> Iterator[Microbatch]:
         """This replica's part of what is never trained on, the same each time; nothing where there is none."""
+
+    def held_out_bytes_per_token(self) -> float | None:
+        """Bytes of text per target of what is held out; None where the tokens stand for no text."""
 
     def fingerprint(self) -> str:
         """A short name of the content: a run that goes on with other data is told so."""
@@ -121,6 +125,16 @@ class TextSource:
             rows = mine[begin : begin + config.plan.microbatch]
             tokens = np.stack([held.sample(row, config.context) for row in rows])
             yield Microbatch(self._on_device(tokens), rows.start)
+
+    def held_out_bytes_per_token(self) -> float | None:
+        tokenizer, held, context = self.corpus.tokenizer, self.corpus.held_out, self.config.context
+        count = min(self.config.evaluate.sequences, held.samples(context))
+        if isinstance(tokenizer, Unknown) or not count:
+            return None
+        if isinstance(tokenizer, Bytes):
+            return 1.0
+        texts = (tokenizer.decode(held.sample(row, context)[1:].tolist()) for row in range(count))
+        return sum(len(text.encode(errors="replace")) for text in texts) / (count * context)
 
     def _on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
         """Inputs and targets out of sequences of one token more."""

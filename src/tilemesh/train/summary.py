@@ -71,6 +71,12 @@ def gather(
         "step": loop.progress.step,
         "loss": loop.progress.loss,
         "held_out": loop.progress.held_out,
+        "lora": to_dict(config.lora) if config.lora.rank else None,
+        "bits_per_byte": _bits_per_byte(loop),
+        "best": None
+        if loop.progress.best_step is None
+        else {"step": loop.progress.best_step, "held_out": loop.progress.best_held_out},
+        "ended_early": loop.ended_early,
         "interrupted": loop.interrupted,
         "seconds": time.time() - began,
         "seconds_to_first_step": None if timing.first_step_at is None else timing.first_step_at - began,
@@ -99,6 +105,12 @@ def gather(
             of_limit=None if limit_s is None else limit_s / taken.median,
         ),
     }  # fmt: skip
+
+
+def _bits_per_byte(loop: Loop) -> float | None:
+    """The held-out loss independent of the tokenizer: bits for each byte of text."""
+    held_out, per_token = loop.progress.held_out, loop.bytes_per_token
+    return None if held_out is None or not per_token else held_out / math.log(2) / per_token
 
 
 def _held(loop: Loop) -> list[float]:

@@ -1,4 +1,5 @@
-"""AdamW's and SGD's arithmetic on a group of parameters, by torch's functions of these names.
+"""The arithmetic of an update on a group of parameters: AdamW's and SGD's by torch's functions of these names; Lion and
+Muon.
 
 The one idea: torch's `Optimizer` classes are left out, because making one imports everything that compiles
 (torch._dynamo, sympy, Triton), which takes a rank as long as `import torch`. They call the same functions with the same
@@ -7,6 +8,8 @@ arguments, so a step gives the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +18,20 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.rules import KINDS
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial a x + b x³ + c x⁵ that takes singular values from (0, 1] towards 1 (Jordan 2024)."""
+NEWTON_SCHULZ_STEPS = 5
+UPDATE_SIZE = 0.2
+"""The root mean square of an AdamW update, to which Muon's is scaled."""
+_LEAST_NORM = 1e-7
 
 
 @dataclass
 class UpdateGroup:
-    """Parameters by name that are stepped together, with one weight decay; `state` is what is remembered of each."""
+    """Parameters by name that are stepped together by one rule, with one weight decay; `state` is what is remembered of
+    each. `rule`: by default the optimizer's own."""
 
     config: OptimizerConfig
     parameters: dict[str, nn.Parameter]
@@ -27,15 +39,36 @@ class UpdateGroup:
     is_fused: bool
     is_capturing: bool = False  # what torch's AdamW wants to be told before it is captured as a CUDA graph, and after
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    rule: str = ""
+
+    def __post_init__(self) -> None:
+        self.rule = self.rule or self.config.name
+        self.is_fused = self.is_fused and self.rule in ("adamw", "sgd")  # torch has no fused function for the others
 
     def step(self, rate: float | Tensor, divisor: Tensor | None) -> None:
         """Move the parameters that have a gradient; the fused functions divide it by `divisor` on their way."""
         stepped = {name: value for name, value in self.parameters.items() if value.grad is not None}
         gradients = [value.grad for value in stepped.values() if value.grad is not None]
-        if self.config.name == "sgd":
+        if self.rule == "sgd":
             self._sgd(stepped, gradients, rate, divisor)
-        else:
+        elif self.rule == "adamw":
             self._adamw(stepped, gradients, rate, divisor)
+        else:
+            assert divisor is None
+            self._ours(stepped, gradients, rate)
+
+    def _ours(self, stepped: dict[str, nn.Parameter], gradients: list[Tensor], rate: float | Tensor) -> None:
+        (kind,) = KINDS[self.rule]
+        for name, value in stepped.items():
+            if name not in self.state:
+                self.state[name] = {kind: torch.zeros_like(value)}
+        remembered = [self.state[name][kind] for name in stepped]
+        values = list(stepped.values())
+        if self.rule == "lion":
+            lion(values, gradients, remembered, rate=rate, betas=self.config.betas, weight_decay=self.weight_decay)
+        else:
+            momentum = self.config.momentum
+            muon(values, gradients, remembered, rate=rate, momentum=momentum, weight_decay=self.weight_decay)
 
     def _adamw(
         self, stepped: dict[str, nn.Parameter], gradients: list[Tensor], rate: float | Tensor, divisor: Tensor | None
@@ -90,3 +123,60 @@ class UpdateGroup:
         for name, buffer in zip(stepped, buffers, strict=False):
             if buffer is not None:
                 self.state[name] = {"momentum_buffer": buffer}
+
+
+def lion(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    averages: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """One step of Lion (Chen et al. 2023), in place: every element moves by the rate, in the direction of a mean."""
+    slow, fast = betas
+    for parameter, gradient, average in zip(parameters, gradients, averages, strict=True):
+        if weight_decay:
+            parameter.mul_(1 - rate * weight_decay)
+        parameter.sub_(average.lerp(gradient, 1 - slow).sign_() * rate)
+        average.lerp_(gradient, 1 - fast)
+
+
+def muon(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """One step of Muon, in place: momentum with Nesterov's look ahead, made orthogonal, and scaled to the size that an
+    AdamW update typically has, so that one learning rate serves both (Liu et al. 2025)."""
+    for parameter, gradient, kept in zip(parameters, gradients, momenta, strict=True):
+        kept.lerp_(gradient, 1 - momentum)
+        update = orthogonal(gradient.lerp(kept, momentum))
+        if weight_decay:
+            parameter.mul_(1 - rate * weight_decay)
+        parameter.sub_(update.to(parameter.dtype) * (rate * UPDATE_SIZE * math.sqrt(max(parameter.shape))))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The matrix with all singular values brought near 1, by a few products.
+
+    dtype: of the products; by default bfloat16 on a GPU, where they are quick, else the matrix's own, at least float32.
+    """
+    if dtype is None:
+        dtype = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+        if matrix.is_cuda and matrix.dtype != torch.float64:
+            dtype = torch.bfloat16
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.to(dtype)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x
+    x = x / x.norm().clamp(min=_LEAST_NORM)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

@@ -1,14 +1,15 @@
 """`tilemesh bench train`: ours against the peers, each on ranks of its own, in turns.
 
 MPI and gloo must not share a process; so every contender has ranks of its own (`launch.Ranks`), which sleep between
-calls. Blocks of steps follow one another in an order shuffled each round. The rank's side is `bench_rank.py`.
+calls. Blocks of steps follow one another in an order shuffled each round. The rank's side is `rank.py`. All begin with
+the same weights and take the same batches, and a peer whose first losses are not ours does not take part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,16 @@ PEERS = {
     "eager": "PyTorch eager",
     "compile": "PyTorch + torch.compile",
     "ddp": "DDP over gloo",
+    "zero-optimizer": "ZeroRedundancyOptimizer over gloo",
+    "fsdp": "fully_shard over gloo",
+    "deepspeed": "DeepSpeed over gloo",
     "pipeline": "torch's pipelining over gloo",
+    "fsdp-pipeline": "FSDP2 + DTensor + torch's pipelining over gloo",
 }
+ALONE = ("eager", "compile")
+"""Peers that have one rank; the others have as many as ours."""
+SAME_LOSS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2}
+"""How far a peer's loss may be from ours, relative: about a hundred roundings, or with 16-bit products two of them."""
 READY_WITHIN_S = 300.0
 _SIDE = "tilemesh.bench.train.rank"
 
@@ -40,6 +49,10 @@ class Contender:
     started: Ranks | None = None
     seconds: list[float] = field(default_factory=list)
     memory_bytes: int = 0
+    losses: Sequence[float] = ()
+    """Of the first steps."""
+    settings: TrainConfig | None = None
+    """Of ours with other settings, which the name says."""
 
     @property
     def title(self) -> str:
@@ -48,14 +61,15 @@ class Contender:
     def start(self, config: TrainConfig) -> None:
         """Start the ranks and let them prepare themselves; `wait` for it."""
         self.started = Ranks(self.ranks, transport=self.transport, sink=lambda rank, stream, line: None)
-        self.started.begin(f"{_SIDE}:prepare", self.name, config.to_toml())
+        told = self.name if self.settings is None else OURS
+        self.started.begin(f"{_SIDE}:prepare", told, (self.settings or config).to_toml())
 
     def wait(self) -> None:
         assert self.started is not None
-        self.started.results(READY_WITHIN_S)
+        self.losses = self.started.results(READY_WITHIN_S)[0]
 
     def turn(self, function: str, *arguments: object) -> Any:
-        """What a function of `bench_rank.py` returned on rank 0."""
+        """What a function of `rank.py` returned on rank 0."""
         assert self.started is not None
         try:
             return self.started.call(f"{_SIDE}:{function}", *arguments)[0]
@@ -65,7 +79,8 @@ class Contender:
 
 @dataclass(frozen=True)
 class TrainComparison:
-    """Seconds a step of ours and of each peer; `missing` says why a peer is not there."""
+    """Seconds per step of ours and of each peer; `missing` says why a peer is not there. `memory_bytes`: of the fullest
+    rank of each, beside what its libraries took before there was a model."""
 
     ours: Sample
     peers: dict[str, Sample]
@@ -77,6 +92,7 @@ def compare(
     config: TrainConfig,
     *,
     peers: Sequence[str] = ("eager", "compile", "ddp"),
+    also: Mapping[str, TrainConfig] | None = None,
     transport: str = "auto",
     blocks: int = 8,
     steps: int = 5,
@@ -87,10 +103,12 @@ def compare(
     """Time ours and the peers in turns on this machine. A peer that does not start is missing; ours must start.
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
-    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
+    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing. `also`: ours with
+    other settings, as further contenders under these names.
     """
     ours = Contender(OURS, config.plan.world, transport)
-    others = [Contender(name, config.plan.world if name in ("ddp", "pipeline") else 1, "torch") for name in peers]
+    others = [Contender(name, 1 if name in ALONE else config.plan.world, "torch") for name in peers]
+    others += [Contender(name, made.plan.world, transport, settings=made) for name, made in (also or {}).items()]
     with _running([ours, *others], config, at_once, say) as missing:
         ready = [one for one in (ours, *others) if one.name not in missing]
         _take_turns(ready, blocks, steps, say)
@@ -99,7 +117,7 @@ def compare(
     return TrainComparison(
         ours=Sample.of(ours.seconds),
         peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
-        missing={PEERS[name]: why for name, why in missing.items()},
+        missing={PEERS.get(name, name): why for name, why in missing.items()},
         memory_bytes={one.title: one.memory_bytes for one in ready},
     )
 
@@ -136,7 +154,28 @@ def _running(
             if not at_once:
                 attempt(one, partial(start, one))
             attempt(one, one.wait)
+            attempt(one, partial(require_same_losses, one, contenders[0], config))
         yield missing
+
+
+def require_same_losses(peer: Contender, ours: Contender, config: TrainConfig) -> None:
+    """Refuse a peer that computes something else. With dropout each has masks of its own, and nothing can be said."""
+    bound = SAME_LOSS.get(config.plan.precision)
+    if config.model.dropout or bound is None:
+        return
+    for step, (theirs, mine) in enumerate(zip(peer.losses, ours.losses, strict=True), start=1):
+        if not abs(theirs - mine) <= bound * abs(mine):
+            raise RunError(f"its loss at step {step} is {theirs:.7g} and ours {mine:.7g}: it computes something else")
+
+
+def usual_peers(config: TrainConfig) -> tuple[str, ...]:
+    """Those that suit a plan."""
+    plan = config.plan
+    if plan.pp > 1:
+        return ("fsdp-pipeline",) if plan.dp * plan.tp > 1 else ("eager", "pipeline")
+    if plan.zero:
+        return ("zero-optimizer" if plan.zero == 1 else "fsdp", "deepspeed")
+    return ("eager", "compile", "ddp")
 
 
 def _end(title: str, started: Ranks, say: Callable[[str], None], *error: Any) -> None:
@@ -163,7 +202,7 @@ def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None])
     for one in ready:
         kernels = one.turn("profile")
         lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
-        path = into / f"{one.name}.txt"
+        path = into / f"{one.name.replace('/', '-')}.txt"
         path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
         say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")

@@ -1,6 +1,6 @@
 """One contender of `tilemesh bench train`, on one rank: `prepare` it, then time a `block` of steps or `profile` one.
 
-Functions that `bench.py` calls on ranks it keeps (`launch.Ranks`). What `prepare` makes (the model on this rank, its
+Functions that `compare.py` calls on ranks it keeps (`launch.Ranks`). What `prepare` makes (the model on this rank, its
 optimizer, its place in the data) must outlive the call, and a call can return neither; so it lies in this module. That
 is right here and nowhere else: a rank process serves one contender of one bench, and ends with it.
 """
@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tilemesh.bench.train.peers import PlainStep
-from tilemesh.bench.train.torch_pipeline import TorchPipelineStep
 from tilemesh.comm.connection import connect
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.communicator import Communicator
@@ -31,8 +30,7 @@ from tilemesh.runs.journal import Journal
 from tilemesh.train.config import TrainConfig, from_toml
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.offload import optimizer_for
-from tilemesh.train.rank import choose_device, keep_collectives, lay_model
+from tilemesh.train.rank import choose_device, keep_collectives, lay_model, make_optimizer
 from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
@@ -40,85 +38,118 @@ from tilemesh.train.steps import Stepper
 WARM_UP_STEPS = 3
 _PROFILED_STEPS = 3
 
+Step = Callable[[bool], float]
+"""Takes a step. Told to, it gives this rank's share of the mean loss: over all ranks these add up to it."""
+Batches = list[tuple[Tensor, Tensor]]
+PeerStep = Callable[[Batches], Tensor]
+
 
 @dataclass(frozen=True)
 class RankContender:
     """What takes steps on this rank."""
 
-    step: Callable[[], float]
+    step: Step
     comm: Communicator
     device: torch.device
+    baseline_bytes: int
+    """What its libraries took before there was a model."""
 
 
 _prepared: list[RankContender] = []  # the one of this process, once `prepare` was called
 
 
-def prepare(name: str, config_toml: str) -> None:
-    """Make this rank of "ours" or of a peer, and take its first steps: compiling and tuning are over after them."""
+def prepare(name: str, config_toml: str) -> list[float]:
+    """Make this rank of "ours" or of a peer, and take its first steps: compiling and tuning are over after them.
+
+    Returns the losses of these steps, over the whole batch.
+    """
     config = from_toml(config_toml)
     comm = connect(timeout_s=600)  # a rank that compiles keeps the others waiting for minutes
     device = choose_device(config, comm)
-    step = ours(config, comm, device) if name == "ours" else peer(name, config, comm, device)
-    for _ in range(WARM_UP_STEPS):
-        step()
+    make = ours if name == "ours" else peer_maker(name)
+    baseline = peak_bytes(device)
+    step = make(config, comm, device)
+    losses = comm.all_reduce(np.array([step(True) for _ in range(WARM_UP_STEPS)]))
     _sync(device)
     comm.barrier()
-    _prepared[:] = [RankContender(step, comm, device)]
+    _prepared[:] = [RankContender(step, comm, device, baseline)]
+    return [float(loss) for loss in losses]
 
 
 def block(steps: int) -> dict[str, float]:
-    """Seconds per step, from the moment all ranks are there until all are done; and this rank's peak memory."""
+    """Seconds per step, from the moment all ranks are there until all are done; and the fullest rank's peak memory."""
     (one,) = _prepared
+    reads = one.device.type == "cpu"  # a loop that shows its loss reads it; on a GPU most do so only now and then
     one.comm.barrier()
     began = time.perf_counter()
     for _ in range(steps):
-        one.step()
+        one.step(reads)
     _sync(one.device)
     one.comm.barrier()
     seconds = (time.perf_counter() - began) / steps
-    return {"seconds": seconds, "memory_bytes": peak_bytes(one.device)}
+    (peak,) = one.comm.max_over_ranks([float(peak_bytes(one.device) - one.baseline_bytes)])
+    return {"seconds": seconds, "memory_bytes": int(peak)}
 
 
 def profile() -> list[tuple[float, float, str]]:
     """What a step spends its time on, as `kernels` tells it."""
     (one,) = _prepared
-    return kernels(one.step, one.device)
+    return kernels(lambda: one.step(False), one.device)
 
 
-def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
+def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
     """What `tilemesh train` does in a step, its bookkeeping included."""
     recorder = Recorder(Trace(None))
     mesh = Mesh(comm, **config.plan.axes)
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
-    optimizer = optimizer_for(config, laid, device)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
     source = TextSource(config, open_corpus(config.data), mesh.dp, device)
     stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
     loop = Loop(config, stepper, writer, Journal(nowhere, False, print), nowhere, lambda event: None)
 
-    def run() -> float:
+    def run(reads: bool) -> float:
         loop.step()
-        return loop.read()[-1][1] if device.type == "cpu" else 0.0
+        return loop.read()[-1][1] / comm.size if reads else 0.0
 
     return run
 
 
-def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.device) -> Callable[[], float]:
-    """Plain PyTorch on the same batches. Only `ddp` and `pipeline` have more than one rank."""
+def peer_maker(name: str) -> Callable[[TrainConfig, Communicator, torch.device], Step]:
+    """Who makes a peer. Its libraries are loaded here, before anybody looks at the memory, and only where they run."""
+    if name in ("pipeline", "fsdp-pipeline"):
+        from tilemesh.bench.train.torch_pipeline import TorchPipelineStep
+
+        meshed = name == "fsdp-pipeline"
+        return lambda config, comm, device: peer(
+            TorchPipelineStep(config, comm.rank, is_meshed=meshed), config, comm, device
+        )
+    if name in ("eager", "compile"):
+        from tilemesh.bench.train.peers import PlainStep
+
+        compiled = name == "compile"
+        return lambda config, comm, device: peer(PlainStep(config, device, compiled=compiled), config, comm, device)
+    from tilemesh.bench.train.torch_zero import replicas_step
+
+    make = replicas_step(name)
+    return lambda config, comm, device: peer(make(config, device), config, comm, device)
+
+
+def peer(step: PeerStep, config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
+    """A peer's step on the same batches as ours."""
     corpus = open_corpus(config.data)
     order = Order(corpus.train.samples(config.context), config.train.seed)
-    replicas, replica = (1, 0) if name == "pipeline" else (comm.size, comm.rank)
-    step: Callable[[list[tuple[Tensor, Tensor]]], Tensor]
-    if name == "pipeline":
-        step = TorchPipelineStep(config, comm.rank)
-    else:
-        step = PlainStep(config, device, compiled=name == "compile", ddp=name == "ddp")
+    replicas, replica = 1, 0
+    if comm.size > 1:
+        replicas, replica = config.plan.dp, comm.rank // config.plan.tp % config.plan.dp
+    # Of a pipeline the last stage alone has a loss, and all ranks of tp have the same.
+    share = 1 / (replicas * config.plan.tp) if comm.size > 1 else 1.0
     position = 0
 
-    def fetch() -> list[tuple[Tensor, Tensor]]:
+    def fetch() -> Batches:
         nonlocal position
         share = config.batch // replicas
         accumulation = max(1, share // config.plan.microbatch)
@@ -132,10 +163,9 @@ def peer(name: str, config: TrainConfig, comm: Communicator, device: torch.devic
         position += config.batch
         return made
 
-    def run() -> float:
+    def run(reads: bool) -> float:
         loss = step(fetch())
-        # A loop that shows its loss reads it; on a GPU most do so only now and then.
-        return float(loss) if device.type == "cpu" else 0.0
+        return float(loss) * share if reads else 0.0
 
     return run
 

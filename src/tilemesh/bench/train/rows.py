@@ -1,14 +1,16 @@
-"""The row of `tilemesh bench train`: tokens per second of ours and of the peers, the planner's guess and the limit."""
+"""The rows of `tilemesh bench train`: tokens per second of ours and of the peers, the planner's guess and the limit;
+and the memory that each takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tilemesh.bench.train.compare import TrainComparison
+from tilemesh.bench.train.compare import OURS, TrainComparison
 from tilemesh.core.cores import available_cores
 from tilemesh.measure.machine import stamp, this_machine
 from tilemesh.measure.row import Row
+from tilemesh.measure.sample import Sample
 from tilemesh.model.work.operations import model_flops
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.predict import calibrated_peak
@@ -17,7 +19,7 @@ from tilemesh.train.predict import calibrated_peak
 def train_rows(
     config: TrainConfig, found: TrainComparison, predicted: Mapping[str, Any], gpus: Sequence[str]
 ) -> list[Row]:
-    """Tokens a second, ours beside the peers."""
+    """Tokens per second and memory, ours beside the peers."""
     plan, tokens = config.plan, config.tokens_per_step
     device = "cuda" if gpus and config.train.device != "cpu" else "cpu"
     known = {"plan": plan.to_dict(), "machine": this_machine().id, "device": device, "world": plan.world}
@@ -42,4 +44,12 @@ def train_rows(
         measured=found.ours.rate(tokens), limit=None if peak is None else tokens * peak / flops,
         peers={name: sample.rate(tokens) for name, sample in found.peers.items()}, missing=missing, **stamp(),
     )  # fmt: skip
-    return [row]
+    taken = {name: Sample.of([float(count)]) for name, count in found.memory_bytes.items()}
+    gone = dict(found.missing) if found.peers or found.missing else {"peers": "none was asked for"}
+    gone["predicted"] = "what the planner counts holds the libraries' own memory too, which is left out here"
+    gone["limit"] = "no step was said to be the smallest possible"
+    memory = Row(
+        name="train memory", case=case, unit="B", predicted=None, measured=taken.pop(OURS), limit=None, peers=taken,
+        missing=gone, **stamp(),
+    )  # fmt: skip
+    return [row, memory]

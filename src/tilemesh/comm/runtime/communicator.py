@@ -42,7 +42,7 @@ from tilemesh.comm.runtime.group import Closed
 from tilemesh.comm.runtime.inspection import Inspected
 from tilemesh.comm.runtime.memory import Like, described, flattened, here, opened, store
 from tilemesh.comm.runtime.messages import Messages
-from tilemesh.comm.runtime.observe import Observer
+from tilemesh.comm.runtime.observe import Attached, Observers
 from tilemesh.comm.runtime.transport import Message, Transport, as_bytes
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
@@ -67,14 +67,16 @@ class Communicator(Inspected):
         watch: Watch,
         node_size: int | None = None,
         nodes: Sequence[int] | None = None,
-        observers: Sequence[tuple[Observer, int]] = (),
+        observers: Sequence[Attached] = (),
+        parent: Observers | None = None,
     ) -> None:
         """`node_size`: how many neighbouring ranks share a node; `nodes`: on which node each rank is.
 
-        `observers`: each with the number of repeated calls of which it is told once (`observe`).
+        `observers`: each with the number of repeated calls of which it is told once (`observe`); `parent`: those of the
+        communicator that this one was split from.
         """
         self.nodes = tuple(nodes or [rank // (node_size or NODE_SIZE) for rank in range(transport.size)])
-        super().__init__(transport, engine, watch, node_size, observers)
+        super().__init__(transport, engine, watch, node_size, observers, parent)
         self._messages = Messages(self._caller)
         self._splits = 0
         self._is_closed = False
@@ -387,7 +389,7 @@ class Communicator(Inspected):
         transport = self._caller.split(members, label)
         nodes = [self.nodes[member] for member in members]
         watch, observers = self.watch.of(members, label), self._observers.attached if observed else ()
-        group = Communicator(transport, self.engine, watch, largest_block(nodes), nodes, observers)
+        group = Communicator(transport, self.engine, watch, largest_block(nodes), nodes, observers, self._observers)
         if self._caller.choices is not None:
             choices, name = self._caller.choices
             # Without the color: the table that one rank has written then holds for the groups of all ranks.

@@ -113,7 +113,7 @@ def _small_reduce(group: Group, call: Call, x: Any) -> ReadyCall:
             release()
             acquire()
         flags.epoch = epoch = flags.epoch + MEETING
-        words[me] = word = epoch | mark
+        words[me] = word = epoch + mark
         for other in others:
             if words[other] != word and words[other] < epoch + MEETING:
                 for _ in looks:
@@ -172,7 +172,7 @@ def _by_last(group: Group, call: Call, x: Any, bound: ByLast) -> ReadyCall:
             release()
             acquire()
         flags.epoch = epoch = flags.epoch + MEETING
-        words[me] = word = epoch | mark
+        words[me] = word = epoch + mark
         full_fence()
         for other in others:
             there = words[other]
@@ -244,7 +244,7 @@ def _small_gather(group: Group, call: Call, x: Any) -> ReadyCall:
             release()
             acquire()
         flags.epoch = epoch = flags.epoch + MEETING
-        words[me] = word = epoch | mark
+        words[me] = word = epoch + mark
         for other in others:
             if words[other] != word and words[other] < epoch + MEETING:
                 for _ in looks:

@@ -74,7 +74,36 @@ class FusedAttention(NamedTuple):
         return attention.cost(*sizes, keys=self.keys, seen=seen, backward=self.backward)
 
 
-Operation = Product | MemoryPass | FusedAttention
+class RaggedAttention(NamedTuple):
+    """Attention of several sequences in one kernel, each with its own number of new tokens and of keys in pages."""
+
+    name: str
+    sequences: int
+    heads: int
+    kv_heads: int
+    queries: int
+    """New tokens of all sequences."""
+    keys_read: int
+    """Of all sequences: keys that some query of theirs sees."""
+    pairs: int
+    """Of a query and a key that it sees, of all sequences, in one head."""
+    head_width: int
+    dtype: str
+    backward: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Of one sequence, on average."""
+        return max(1, self.keys_read // self.sequences)
+
+    @property
+    def cost(self) -> Cost:
+        """One pass over queries, keys, values and the result; two products for each pair."""
+        sizes = (1, self.heads, self.kv_heads, self.queries, self.head_width, LONG_DTYPES[self.dtype])
+        return attention.cost(*sizes, keys=self.keys_read, seen=self.pairs)
+
+
+Operation = Product | MemoryPass | FusedAttention | RaggedAttention
 
 
 @dataclass(frozen=True)
@@ -99,7 +128,7 @@ class PartWork:
 
 def layer_work(model: ModelConfig, task: Task) -> PartWork:
     """One layer."""
-    products = _products(model, task)
+    products = layer_products(model, task)
     scores, scores_back = _attention(model, task)
     passes, passes_back = layer_passes(model, task)
     return PartWork(
@@ -113,7 +142,7 @@ def layer_work(model: ModelConfig, task: Task) -> PartWork:
     )
 
 
-def _products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
+def layer_products(model: ModelConfig, task: Task) -> tuple[Product, ...]:
     """With the layer's matrices. Hand-fused code makes q, k and v in one product, and a gate with what it opens; our
     Transformer keeps both apart, but for q, k and v that are not turned, where the whole layer is compiled."""
     joined = {"fused": ("attention", "mlp"), "compiled": ("attention",) if joins_qkv(model, task) else (), "eager": ()}

@@ -1,0 +1,226 @@
+"""The Triton kernels of attention over pages: parts of each sequence at the same time, then added up in order.
+
+A program has one tile (a few tokens of one sequence), one key head with all query heads that share it, and, where the
+keys are split, every so many parts of them. Each part leaves its unscaled sum, its largest score and its sum of
+weights; a second kernel adds the parts of a token up in the order of positions. Which program computed a part, and how
+many there were, changes nothing: a token's bits follow from its own keys, the size of a tile and of a part.
+
+Names as in reference.py; `q_t` is the stride of q along its tokens, in elements.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.paged_attention.reference import KEY_BLOCK
+
+_LOG2_E = 1.4426950408889634
+_PROGRAMS = 2112  # sixteen for each of 132 multiprocessors: parts of sequences are shared out among about so many
+_LEAST_ROWS = 16  # of a product
+_VARYING = ("K", "M", "H", "T", "window", "turns")
+
+
+@triton.jit
+def attend_part(
+    query, at, counts, keys, values, table, begin, end, window, factor,
+    k_p, k_n, v_p, v_n, E, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, UPCAST: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    """One tile over the keys [begin, end): largest score, sum of weights, weighted values. Blocks begin at multiples
+    of BLOCK_N."""
+    columns = tl.arange(0, HEAD)
+    largest = tl.full((ROWS,), float("-inf"), kind)
+    sums = tl.zeros((ROWS,), kind)
+    total = tl.zeros((ROWS, HEAD), kind)
+    for start in range(begin, end, BLOCK_N):
+        key_at = start + tl.arange(0, BLOCK_N)
+        page = tl.load(table + key_at // PAGE, mask=key_at < end, other=0).to(tl.int64)
+        inside = (key_at < end)[:, None] & (columns < E)[None, :]
+        from_keys = keys + (page * k_p + key_at % PAGE * k_n)[:, None] + columns[None, :]
+        key = tl.load(from_keys, mask=inside, other=0.0)
+        from_values = values + (page * v_p + key_at % PAGE * v_n)[:, None] + columns[None, :]
+        value = tl.load(from_values, mask=inside, other=0.0)
+        if UPCAST:
+            key = key.to(tl.float32)
+            value = value.to(tl.float32)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=kind) * factor
+        seen = counts[:, None] & (key_at[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (key_at[None, :] > at[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet is left at zero: -inf less -inf would be NaN.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(scores - base[:, None])
+        before = tl.exp2(largest - base)
+        sums = sums * before + tl.sum(weight, 1)
+        total = total * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee", out_dtype=kind)
+        largest = larger
+    return largest, sums, total
+
+
+@triton.jit
+def attend_pages(
+    q, keys, values, tables, tiles, y, parts, extremes, weights, K, M, H, T, E, window, factor, turns,
+    q_t, q_h, k_p, k_n, k_h, v_p, v_n, v_h, y_t, y_h,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Reads the keys and values of its parts once. Without SPLIT it writes y, with it what `add_parts` reads."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    tile = tl.program_id(0) // K
+    head = tl.program_id(0) % K
+    row = tl.load(tiles + 4 * tile)
+    first = tl.load(tiles + 4 * tile + 1)
+    count = tl.load(tiles + 4 * tile + 2)
+    position = tl.load(tiles + 4 * tile + 3)
+    lanes = tl.arange(0, ROWS)
+    token, member = lanes // GROUP, lanes % GROUP
+    counts = token < count
+    at = position + token
+    columns = tl.arange(0, HEAD)
+    from_queries = q + ((first + token) * q_t + (head * GROUP + member) * q_h)[:, None] + columns[None, :]
+    held = counts[:, None] & (columns < E)[None, :]
+    query = tl.load(from_queries, mask=held, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    keys += head * k_h
+    values += head * v_h
+    table = tables + row * M
+    end = tl.where(count > 0, position + count, 0)
+    begin = end * 0
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT == 0:
+        _, sums, total = attend_part(
+            query, at, counts, keys, values, table, begin, end, window, factor, k_p, k_n, v_p, v_n, E,
+            PAGE, BLOCK_N, HEAD, ROWS, WINDOW, UPCAST, kind,
+        )  # fmt: skip
+        made = total / tl.where(sums == 0.0, 1.0, sums)[:, None]
+        to_y = y + ((first + token) * y_t + (head * GROUP + member) * y_h)[:, None] + columns[None, :]
+        tl.store(to_y, made.to(y.dtype.element_ty), mask=held)
+    else:
+        for part in range(begin // SPLIT + tl.program_id(1), (end + SPLIT - 1) // SPLIT, turns):
+            low = tl.maximum(begin, part * SPLIT)
+            high = tl.minimum(end, part * SPLIT + SPLIT)
+            largest, sums, total = attend_part(
+                query, at, counts, keys, values, table, low, high, window, factor, k_p, k_n, v_p, v_n, E,
+                PAGE, BLOCK_N, HEAD, ROWS, WINDOW, UPCAST, kind,
+            )  # fmt: skip
+            place = (part * T + first + token).to(tl.int64) * H + head * GROUP + member
+            tl.store(extremes + place, largest, mask=counts)
+            tl.store(weights + place, sums, mask=counts)
+            tl.store(parts + place[:, None] * HEAD + columns[None, :], total, mask=counts[:, None])
+
+
+@triton.jit
+def add_parts(
+    parts, extremes, weights, tiles, y, H, T, E, window, y_t, y_h,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One token and one query head of a tile: its parts in the order of positions."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    tile = tl.program_id(0) // TILE
+    token = tl.program_id(0) % TILE
+    head = tl.program_id(1)
+    first = tl.load(tiles + 4 * tile + 1) + token
+    count = tl.load(tiles + 4 * tile + 2)
+    position = tl.load(tiles + 4 * tile + 3)
+    columns = tl.arange(0, HEAD)
+    end = tl.where(token < count, position + count, 0)
+    begin = end * 0
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    largest = tl.full((1,), float("-inf"), kind)
+    sums = tl.zeros((1,), kind)
+    total = tl.zeros((HEAD,), kind)
+    for part in range(begin // SPLIT, (end + SPLIT - 1) // SPLIT):
+        place = (part * T + first).to(tl.int64) * H + head
+        own = tl.load(extremes + place)
+        larger = tl.maximum(largest, own)
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        before, now = tl.exp2(largest - base), tl.exp2(own - base)
+        sums = sums * before + tl.load(weights + place) * now
+        total = total * before + tl.load(parts + place * HEAD + columns) * now
+        largest = larger
+    made = total / tl.where(sums == 0.0, 1.0, sums)
+    there = (columns < E) & (token < count)
+    tl.store(y + first * y_t + head * y_h + columns, made.to(y.dtype.element_ty), mask=there)
+
+
+def plan(
+    places: Mapping[str, Place], *, tile: int, split: int, longest: int, window: int, interpreted: bool = False
+) -> LaunchPlan:
+    q, keys, values, y = (places[name] for name in ("q", "keys", "values", "y"))
+    (tokens, heads, width), (_, page, kv_heads, _) = q.shape, keys.shape
+    count, group = places["tiles"].shape[0], heads // kv_heads
+    rows = max(_LEAST_ROWS, triton.next_power_of_2(tile * group))
+    head = max(16, triton.next_power_of_2(width))
+    parts = blocks(longest, split) if split else 1
+    turns = min(parts, max(4, blocks(_PROGRAMS, count * kv_heads)))
+    wide = q.dtype == "float64"
+    kind = "float64" if wide else "float32"
+    buffers = {
+        "parts": Buffer(parts * tokens * heads * head if split else 1, kind),
+        "extremes": Buffer(parts * tokens * heads if split else 1, kind),
+        "weights": Buffer(parts * tokens * heads if split else 1, kind),
+    }
+    arguments: dict[str, Argument] = {name: Pointer(name) for name in (*places, *buffers)}
+    arguments |= {
+        "K": kv_heads, "M": places["tables"].strides[0], "H": heads, "T": tokens, "E": width, "window": window,
+        "factor": _LOG2_E / math.sqrt(width), "turns": turns, "q_t": q.strides[0], "q_h": q.strides[1],
+        "k_p": keys.strides[0], "k_n": keys.strides[1], "k_h": keys.strides[2], "v_p": values.strides[0],
+        "v_n": values.strides[1], "v_h": values.strides[2], "y_t": y.strides[0], "y_h": y.strides[1],
+    }  # fmt: skip
+    shared = {"BLOCK_N": KEY_BLOCK, "SPLIT": split, "HEAD": head, "WINDOW": bool(window), "WIDE": wide}
+    upcast = interpreted and q.dtype in ("float16", "bfloat16")
+    constants = {**shared, "GROUP": group, "ROWS": rows, "PAGE": page, "UPCAST": upcast}
+    large = any(place.wide for place in places.values())
+    warps, stages = _effort(rows, head, q.dtype)
+    attending = Step(
+        f"{__name__}:attend_pages", (count * kv_heads, turns), arguments, constants, warps=warps, stages=stages,
+        wide=large, varying=_VARYING,
+    )  # fmt: skip
+    if not split:
+        return LaunchPlan((attending,), buffers)
+    names = ("parts", "extremes", "weights", "tiles", "y", "H", "T", "E", "window", "y_t", "y_h")
+    adding = Step(
+        f"{__name__}:add_parts", (count * tile, heads), {name: arguments[name] for name in names},
+        {**shared, "TILE": tile}, warps=1, stages=1, wide=large, varying=_VARYING,
+    )  # fmt: skip
+    return LaunchPlan((attending, adding), buffers)
+
+
+def interpreted_plan(places: Mapping[str, Place], **constants: int) -> LaunchPlan:
+    """In the interpreter, products of 16-bit numbers are taken in float32."""
+    return plan(places, **constants, interpreted=True)
+
+
+def _effort(rows: int, head: int, dtype: str) -> tuple[int, int]:
+    """Warps, and stages of loads in flight."""
+    if dtype in ("float32", "float64"):
+        return 4, 1
+    return (8 if rows > 64 else 4), (3 if head <= 128 else 2)
+
+
+def forward(
+    launch: Any, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, tile: int, split: int,
+    longest: int, window: int,
+) -> Tensor:  # fmt: skip
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, keys, values = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, keys, values))
+    tables = tables if tables.stride(-1) == 1 else tables.contiguous()
+    given = {"q": q, "keys": keys, "values": values, "tables": tables, "tiles": tiles.contiguous(), "y": y}
+    planned = interpreted_plan if q.device.type == "cpu" else plan
+    launch(planned, given, written=("y",), tile=tile, split=split, longest=longest, window=window)
+    return y

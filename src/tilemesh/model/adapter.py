@@ -1,0 +1,94 @@
+"""Low-rank adapters (LoRA) as values: what is configured, which modules get one, and what PEFT calls them. No torch.
+
+An adapter of rank r adds (alpha / r) B A to a frozen matrix W (out x in): A is r x in, B is out x r (Hu et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import Range
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.families.book import FAMILIES, family_of
+from tilemesh.model.work.weights import layer_weights
+
+A, B = "lora_a", "lora_b"
+"""The parameters that an adapted module has besides its weight and bias."""
+RANGES = {"rank": Range(0, 2**31 - 1), "alpha": Range(0, above=True)}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Fine-tuning by low-rank adapters (LoRA): the weights of `--init` stay frozen, and small matrices beside them are
+    trained, checkpointed and, with `tilemesh export --adapter`, written for PEFT."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("fc_q", "fc_k", "fc_v", "fc_o")
+    """The matrices of a layer that get an adapter: some of fc_q, fc_k, fc_v, fc_o (attention), fc_in, fc_gate, fc_out
+    (MLP)."""
+    base: Path | None = None
+    """The Hugging Face folder with the frozen weights; `--init` sets it."""
+
+    def __post_init__(self) -> None:
+        for name, numbers in RANGES.items():
+            numbers.check(f"lora.{name}", getattr(self, name))
+        if self.rank and not self.targets:
+            raise UsageError("lora.targets is empty: name some of the matrices, such as fc_q,fc_v")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Full names of the modules that get an adapter."""
+    known = {weight.name.rpartition(".")[2]: weight.name for weight in layer_weights(model) if weight.inputs > 1}
+    for target in lora.targets:
+        if target not in known:
+            raise unknown("lora.targets entry", target, sorted(known))
+    names = [name for short, name in known.items() if short in lora.targets]
+    return [f"layers.{layer}.{name}" for layer in range(model.layers) for name in names]
+
+
+def adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
+    """How many numbers are trained."""
+    shapes = {weight.name: (weight.outputs, weight.inputs) for weight in layer_weights(model)}
+    modules = [name.split(".", 2)[2] for name in adapted_modules(model, lora)]
+    return sum(lora.rank * sum(shapes[name]) for name in modules)
+
+
+def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
+    """Our module: what PEFT calls it, for every adapted module; refused where theirs is several of ours in one."""
+    family = FAMILIES[family_of(model)]
+    theirs = {ours: name for name, parts in family.modules.items() if len(parts) == 1 for ours in parts}
+    found = {}
+    for module in adapted_modules(model, lora):
+        _, layer, inner = module.split(".", 2)
+        if inner not in theirs:
+            (whole,) = [name for name, parts in family.modules.items() if inner in parts]
+            raise UsageError(
+                f"an adapter of {inner} has no PEFT form: {family.architecture} has it inside {whole}, one matrix of "
+                f"several; leave --adapter out, which writes the merged model, or leave it out of lora.targets"
+            )
+        found[module] = f"{family.prefix}{family.layer.format(layer)}{theirs[inner]}"
+    return found
+
+
+def peft_config(model: ModelConfig, lora: LoraConfig) -> Mapping[str, Any]:
+    """The content of PEFT's adapter_config.json."""
+    family = FAMILIES[family_of(model)]
+    layer = family.prefix + family.layer.format(0)
+    modules = sorted(name.removeprefix(layer) for name in peft_names(model, lora).values() if name.startswith(layer))
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
+        "target_modules": modules, "bias": "none", "inference_mode": True, "init_lora_weights": True,
+        "fan_in_fan_out": any(name in family.transposed for name in modules),
+        "base_model_name_or_path": None if lora.base is None else str(lora.base),
+    }  # fmt: skip

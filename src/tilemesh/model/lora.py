@@ -1,0 +1,116 @@
+"""Low-rank adapters on a model, and weights with adapters merged into them. `adapter.py` says what they are.
+
+The one idea: an adapted module keeps its name and its weight, which no gradient is computed for, and has two more
+parameters. So whatever trains, checkpoints or exchanges "the parameters that require gradients" trains adapters and
+nothing else, and a checkpoint of such a run is as small as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.files import naming
+from tilemesh.model import huggingface
+from tilemesh.model.adapter import A, B, LoraConfig, adapted_modules, peft_config, peft_names
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.read import Weights
+from tilemesh.model.transformer import Attention, Transformer, draw
+
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class LoraLinear(PlainLinear):
+    """act(x W.T + bias + scale (x A.T) B.T), where W and bias are frozen."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def __init__(self, whole: nn.Linear, lora: LoraConfig) -> None:
+        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, device="meta")
+        self.weight, self.bias = whole.weight, whole.bias
+        self.activation = getattr(whole, "activation", "none")
+        self.scale = lora.scale
+        self.register_parameter(A, nn.Parameter(whole.weight.new_zeros(lora.rank, whole.in_features)))
+        self.register_parameter(B, nn.Parameter(whole.weight.new_zeros(whole.out_features, lora.rank)))
+
+    def added(self, x: Tensor) -> Tensor:
+        low = functional.linear(x, self.lora_a)
+        return functional.linear(x, self.weight, self.bias) + functional.linear(low, self.lora_b) * self.scale
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        return self.activated(self.added(input))
+
+
+@torch.no_grad()
+def attach(model: Transformer, lora: LoraConfig, seed: int) -> None:
+    """Give a model adapters that change nothing yet (B is 0), and freeze everything else.
+
+    A is drawn as nn.Linear draws its weights, from the seed and its own name: the same on every rank and device.
+    """
+    model.requires_grad_(False)
+    for name in adapted_modules(model.config, lora):
+        parent, _, last = name.rpartition(".")
+        whole = model.get_submodule(name)
+        assert isinstance(whole, nn.Linear)
+        adapted = LoraLinear(whole, lora)
+        # `draw` gives a normal distribution; its standard deviation is made that of U(-1/sqrt(in), 1/sqrt(in)).
+        drawn = draw(f"{name}.{A}", tuple(adapted.lora_a.shape), seed, 1)
+        adapted.lora_a.copy_(drawn / drawn.std() / math.sqrt(3 * whole.in_features))
+        setattr(model.get_submodule(parent), last, adapted)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.joined = False  # one product of three weights would pass the adapters by
+
+
+@torch.no_grad()
+def load_base(model: Transformer, folder: str | Path) -> None:
+    """Write the weights of a Hugging Face folder into a model that has adapters."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in huggingface.read_parameters(folder):
+        parameters[name].copy_(tensor)
+
+
+class MergedWeights:
+    """Whole weights of a model, adapters added: `Weights` for whoever reads, serves or exports a model."""
+
+    def __init__(self, lora: LoraConfig, adapters: Weights, modules: list[str]) -> None:
+        """`adapters`: where A and B of the modules are found."""
+        if lora.base is None or not (lora.base / "config.json").is_file():
+            raise UsageError(
+                f"lora.base {lora.base} has no config.json: the adapters are additions to the weights of that folder; "
+                "put it back, or set lora.base in the run's config.toml to where it is now"
+            )
+        self.lora, self.adapters, self.modules = lora, adapters, set(modules)
+        self.base = dict(huggingface.read_parameters(lora.base))
+
+    def weight(self, name: str) -> Tensor:
+        whole = self.base[name]
+        module = name.removesuffix(".weight")
+        if module not in self.modules or module == name:
+            return whole
+        low, high = (self.adapters.weight(f"{module}.{part}").float() for part in (A, B))
+        return (whole.float() + self.lora.scale * (high @ low)).to(whole.dtype)
+
+
+def save_adapter(adapters: Mapping[str, Tensor], model: ModelConfig, lora: LoraConfig, folder: str | Path) -> None:
+    """Write adapters by our names as a folder that `peft.PeftModel.from_pretrained(base, folder)` reads."""
+    target, tensors = Path(folder), {}
+    for ours, theirs in peft_names(model, lora).items():
+        for part, called in ((A, "lora_A"), (B, "lora_B")):
+            tensors[f"base_model.model.{theirs}.{called}.weight"] = adapters[f"{ours}.{part}"].contiguous()
+    with naming(target):
+        target.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, target / PEFT_WEIGHTS, metadata={"format": "pt"})
+    with naming(target / PEFT_CONFIG):
+        text = json.dumps(peft_config(model, lora), indent=2, sort_keys=True)
+        (target / PEFT_CONFIG).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,181 @@
+"""One pass of a serving engine as work: some sequences, each with a few new tokens and all that it had before.
+
+The one idea: everything but attention sees only how many tokens there are in all, so one matrix holds them; attention
+sees each sequence's own lengths, and what it costs are two sums over them: keys that are read, and pairs of a query and
+a key that it sees. Prefill and decoding are the two ends of this: as many keys as queries, or one query.
+Nothing is kept for a backward pass, and logits are made only where a token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilemesh.core.cost import Cost
+from tilemesh.core.errors import unknown
+from tilemesh.core.plan import Precision
+from tilemesh.kernels.attention import cost as attention
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.exchanges import Exchange, embedding_exchanges, layer_exchanges
+from tilemesh.model.work.operations import Operation, Product, RaggedAttention, layer_products
+from tilemesh.model.work.passes import MemoryPass, layer_passes
+from tilemesh.model.work.task import Code, Task
+from tilemesh.model.work.weights import Weight, layer_weights, output_weight, shard_parameters
+
+_PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16-master", "fp64": "fp64"}
+"""Weights, products and the residual stream are all of the one dtype that a model is served in."""
+
+
+class SequencePart(NamedTuple):
+    """What a pass computes of one sequence."""
+
+    queries: int
+    """New tokens."""
+    keys: int
+    """Tokens that the last of them attends to, itself included."""
+    logits: int
+    """New tokens that something is drawn after."""
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one rank does in a pass. `layers`: (how many are alike, the operations of one of them)."""
+
+    layers: tuple[tuple[int, tuple[Operation, ...]], ...]
+    ends: tuple[Operation, ...]
+    """Embedding, final norm, logits."""
+    exchanges: tuple[Exchange, ...]
+    """Of all layers and both ends."""
+
+    @property
+    def operations(self) -> Iterable[tuple[int, Operation]]:
+        """Each with how many times it is done."""
+        for count, operations in self.layers:
+            for operation in operations:
+                yield count, operation
+        for operation in self.ends:
+            yield 1, operation
+
+    @property
+    def launches(self) -> int:
+        """Kernels, or calls of torch."""
+        return sum(count * (op.launches if isinstance(op, MemoryPass) else 1) for count, op in self.operations)
+
+
+def serving_task(tokens: int, dtype: str, tp: int = 1, code: Code = "fused", gpu: bool = True) -> Task:
+    """A pass over so many tokens, all of them in one row."""
+    if dtype not in _PRECISIONS:
+        raise unknown("dtype", dtype, _PRECISIONS)
+    return Task(1, tokens, tokens, tp=tp, precision=_PRECISIONS[dtype], code=code, gpu=gpu)
+
+
+def pass_work(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> PassWork:
+    """All that a rank does for these parts of sequences; `task` as `serving_task` makes it for their tokens."""
+    dense = dense_operations(model, task)
+    kinds: dict[int, int] = {}
+    for layer in range(model.layers):
+        kinds[model.window_of(layer)] = kinds.get(model.window_of(layer), 0) + 1
+    layers = tuple(
+        (count, (*dense, *attention_operations(model, parts, task, window))) for window, count in kinds.items()
+    )
+    logits = sum(part.logits for part in parts)
+    ends = end_operations(model, task, logits)
+    return PassWork(layers, ends, pass_exchanges(model, task, logits))
+
+
+def dense_operations(model: ModelConfig, task: Task) -> tuple[Operation, ...]:
+    """Of one layer, all but attention; new keys and values go to their pages."""
+    shards = {weight.name: weight.shape(task.tp)[0] for weight in _projections(model)}
+    written = 2 * 2 * task.tokens * shards["attention.fc_k"] * task.size
+    stored = MemoryPass("keys and values to their pages", written, 1 if task.code == "fused" else 4)
+    return (*layer_products(model, task), *layer_passes(model, task)[0], stored)
+
+
+def attention_operations(
+    model: ModelConfig, parts: Sequence[SequencePart], task: Task, window: int = 0
+) -> tuple[Operation, ...]:
+    """Over pages: a kernel for the sequences that decode, one for the chunks of prompts. On a CPU the pages of a group
+    of sequences are gathered first, which moves every key and value once more."""
+    made: list[Operation] = []
+    own = (model.heads // task.tp, max(1, model.kv_heads // task.tp))
+    for name, some in (
+        ("decoding", [part for part in parts if part.queries == 1]),
+        ("prompts", [part for part in parts if part.queries > 1]),
+    ):
+        if not some:
+            continue
+        read = sum(_keys_read(part, window) for part in some)
+        pairs = sum(attention.pairs(part.queries, part.keys, causal=True, window=window) for part in some)
+        queries = sum(part.queries for part in some)
+        made.append(
+            RaggedAttention(f"attention, {name}", len(some), *own, queries, read, pairs, model.head_width, task.dtype)
+        )
+        if not task.gpu:
+            groups = len({part.queries for part in some})
+            nbytes = 2 * 2 * read * own[1] * model.head_width * task.size
+            made.append(MemoryPass(f"pages gathered, {name}", nbytes, 4 * groups))
+    return tuple(made)
+
+
+def end_operations(model: ModelConfig, task: Task, logits: int) -> tuple[Operation, ...]:
+    """Rows looked up, the final norm, and the logits of so many tokens."""
+    rows = output_weight(model).shape(task.tp)[0]
+    stream = task.tokens * model.width * task.size
+    made: list[Operation] = [MemoryPass("embedding", 2 * stream), MemoryPass("final norm", 2 * stream, kind="rows")]
+    if logits:
+        made.append(Product("logits", 1, logits, rows, model.width, task.dtype))
+        made.append(MemoryPass("drawing tokens", 2 * logits * rows * max(4, task.size), 4))
+    return tuple(made)
+
+
+def pass_exchanges(model: ModelConfig, task: Task, logits: int) -> tuple[Exchange, ...]:
+    """Of all layers: a sum after attention and one after the MLP. Logits are gathered where tokens are drawn."""
+    if task.tp == 1:
+        return ()
+    layer = [exchange for exchange in layer_exchanges(model, task) if not exchange.backward]
+    first = [exchange for exchange in embedding_exchanges(model, task) if not exchange.backward]
+    last = Exchange("output", "tp", "all_gather", logits * model.vocabulary, task.size)
+    return (*first, *(layer * model.layers), *((last,) if logits else ()))
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------
+
+
+def key_value_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
+    """Of the keys and values of one token in all layers, on one of tp ranks."""
+    return 2 * model.layers * max(1, model.kv_heads // tp) * model.head_width * itemsize
+
+
+def weight_bytes(model: ModelConfig, itemsize: int, tp: int = 1) -> int:
+    """Of the weights on one of tp ranks."""
+    return itemsize * shard_parameters(model, tp).stage(model.layers, first=True, last=True)
+
+
+def least_cost(model: ModelConfig, parts: Sequence[SequencePart], task: Task) -> Cost:
+    """What no engine can do without in a pass: each weight that is used read once, each key and value read or written
+    once, the FLOPs of products and of the pairs that are not masked. Activations could stay in a processor's caches."""
+    size, tokens = task.size, sum(part.queries for part in parts)
+    logits = sum(part.logits for part in parts)
+    shards = shard_parameters(model, task.tp)
+    output = output_weight(model)
+    rows = output.shape(task.tp)[0]
+    weights = model.layers * shards.layer + (rows * model.width if logits else 0) + tokens * model.width
+    flops = 2 * tokens * model.layers * sum(a * b for a, b in (w.shape(task.tp) for w in _projections(model)))
+    flops += 2 * logits * rows * model.width
+    read = pairs = 0
+    for layer in range(model.layers):
+        window = model.window_of(layer)
+        read += sum(_keys_read(part, window) - part.queries for part in parts)
+        pairs += sum(attention.pairs(part.queries, part.keys, causal=True, window=window) for part in parts)
+    each = 2 * max(1, model.kv_heads // task.tp) * model.head_width * size
+    flops += 4 * pairs * (model.heads // task.tp) * model.head_width
+    return Cost(flops, weights * size + read * each, model.layers * tokens * each, dtype=task.dtype)
+
+
+def _keys_read(part: SequencePart, window: int) -> int:
+    return min(part.keys, window + part.queries - 1) if window else part.keys
+
+
+def _projections(model: ModelConfig) -> tuple[Weight, ...]:
+    return tuple(weight for weight in layer_weights(model) if weight.split != "whole")

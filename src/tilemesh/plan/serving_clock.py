@@ -1,0 +1,182 @@
+"""How long a step of a serving engine takes: predicted from the work it does, or fitted to steps that were timed.
+
+The one idea: a step's time is a function of what each sequence does in it (`SequencePart`). `StepClock` computes it
+from the layer's operations and a device's speed; `FittedSteps` has the same inputs and learns its few coefficients from
+measured steps of the same model, which is what a calibrated machine means here. Both are given to the simulator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tilemesh.core.calibration import Rates
+from tilemesh.core.cost import Ceiling, limit_s
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import Cluster
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.decoding import (
+    SequencePart,
+    attention_operations,
+    dense_operations,
+    end_operations,
+    least_cost,
+    pass_exchanges,
+    serving_task,
+)
+from tilemesh.model.work.operations import Operation
+from tilemesh.model.work.passes import MemoryPass
+from tilemesh.model.work.task import Code, Task
+from tilemesh.plan import constants
+from tilemesh.plan.speed import group, speed_of
+
+
+class StepSeconds(NamedTuple):
+    """Where a step's time goes."""
+
+    dense: float
+    """All but attention, of all layers and both ends."""
+    attention: float
+    exchange: float
+    launches: float
+    """What the device waits for kernels to begin, beside its work."""
+    host: float
+    """Planning, preparing and booking the step, while the device waits."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class StepClock:
+    """`clock(parts)` is the time of a step in seconds, on tp ranks of a cluster."""
+
+    def __init__(
+        self, model: ModelConfig, cluster: Cluster, dtype: str = "bf16", tp: int = 1, rates: Rates | None = None
+    ) -> None:
+        self.model, self.cluster, self.dtype, self.tp = model, cluster, dtype, tp
+        self.gpu = cluster.device.kind == "gpu"
+        self.code: Code = "fused" if self.gpu else "eager"
+        speed = speed_of(cluster.device, dtype, rates, self.code)
+        # Launches are counted apart: a graph's kernels follow each other, and nothing of them is in training's figure.
+        self._launch_s = constants.GRAPH_KERNEL_S if self.gpu else (rates and rates.launch_s) or cluster.device.launch_s
+        self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
+        self._speed = replace(speed, launch_s=0.0)
+        self._group = group(cluster, tp, 1)
+        self._ceiling = Ceiling.of_device(cluster.device)
+        if rates is not None and rates.copy_bytes_per_s:
+            copy = rates.copy_bytes_per_s
+            reading = rates.read_bytes_per_s or copy
+            self._ceiling = Ceiling(
+                "measured", rates.matmul_flops_per_s, copy, reading, rates.write_bytes_per_s or copy
+            )
+        self._dense = functools.lru_cache(maxsize=4096)(self._dense_seconds)
+
+    def __call__(self, parts: Sequence[SequencePart]) -> float:
+        return self.seconds(parts).total
+
+    def seconds(self, parts: Sequence[SequencePart]) -> StepSeconds:
+        tokens, logits = sum(part.queries for part in parts), sum(part.logits for part in parts)
+        if not tokens:
+            return StepSeconds(0.0, 0.0, 0.0, 0.0, constants.SERVE_HOST_S[0])
+        dense, exchange, launches = self._dense(tokens, logits)
+        attention = 0.0
+        task = self._task(tokens)
+        for window in {self.model.window_of(layer) for layer in range(self.model.layers)}:
+            count = sum(self.model.window_of(layer) == window for layer in range(self.model.layers))
+            operations = attention_operations(self.model, parts, task, window)
+            attention += count * self._speed.seconds(operations)
+            launches += count * _launches(operations)
+        decoding = all(part.queries == 1 for part in parts)
+        waiting = launches * self._launch_s
+        if self.gpu and not decoding:
+            # No graph fits every mix of chunks: the host launches kernel by kernel, and is in front or behind.
+            waiting = max(waiting, launches * self._eager_launch_s - dense - attention - exchange)
+        host = constants.SERVE_HOST_S[0] + len(parts) * constants.SERVE_HOST_S[1]
+        return StepSeconds(dense, attention, exchange, waiting, host)
+
+    def limit(self, parts: Sequence[SequencePart]) -> float:
+        """The least time: weights, keys and values once through memory, or the FLOPs at the peak."""
+        tokens = sum(part.queries for part in parts)
+        return limit_s(least_cost(self.model, parts, self._task(tokens)), self._ceiling)
+
+    def _task(self, tokens: int) -> Task:
+        return serving_task(tokens, self.dtype, self.tp, self.code, self.gpu)
+
+    def _dense_seconds(self, tokens: int, logits: int) -> tuple[float, float, int]:
+        """Seconds of everything but attention, of exchanges, and how many launches."""
+        model, task = self.model, self._task(tokens)
+        layer, ends = dense_operations(model, task), end_operations(model, task, logits)
+        busy = model.layers * self._speed.seconds(layer) + self._speed.seconds(ends)
+        exchanges = pass_exchanges(model, task, logits)
+        exchange = sum(self._group.exchange_s(one.collective, one.nbytes) for one in exchanges)
+        return busy, exchange, model.layers * _launches(layer) + _launches(ends) + len(exchanges)
+
+
+def _launches(operations: Sequence[Operation]) -> int:
+    return sum(op.launches if isinstance(op, MemoryPass) else 1 for op in operations)
+
+
+# ---- fitted ----------------------------------------------------------------------------------------------------
+
+_KNOTS = (0, 4, 16, 64, 256)
+"""Tokens of a step between which its time grows in a line: products of few rows read weights, of many they compute."""
+
+
+@dataclass(frozen=True)
+class FittedSteps:
+    """Seconds of a step: a constant, a line over its tokens that bends at the knots, and so much for each sequence,
+    each row of logits, each key that a decoding sequence reads and each pair of a prompt's query and key."""
+
+    coefficients: tuple[float, ...]
+    steps: int
+    """How many it was fitted to."""
+    error: float
+    """Median of the relative errors there."""
+
+    def __call__(self, parts: Sequence[SequencePart]) -> float:
+        return sum(c * f for c, f in zip(self.coefficients, _features(parts), strict=True))
+
+    @classmethod
+    def of(cls, timed: Sequence[tuple[Sequence[SequencePart], float]]) -> FittedSteps:
+        """Least squares of the relative errors, no coefficient below zero: more work never takes less time."""
+        useful = [(_features(parts), seconds) for parts, seconds in timed if parts and seconds > 0]
+        if len(useful) < 4:
+            raise UsageError(f"{len(useful)} timed steps: a fit needs 4 at least")
+        rows = [[feature / seconds for feature in features] for features, seconds in useful]
+        found = non_negative_least_squares(rows, [1.0] * len(rows))
+        errors = sorted(abs(sum(c * f for c, f in zip(found, row, strict=True)) - 1) for row in rows)
+        return cls(tuple(found), len(rows), errors[len(errors) // 2])
+
+
+def _features(parts: Sequence[SequencePart]) -> list[float]:
+    tokens = sum(part.queries for part in parts)
+    bent = [
+        float(max(0, min(tokens, after) - before)) for before, after in zip(_KNOTS, (*_KNOTS[1:], 1 << 60), strict=True)
+    ]
+    decoded = sum(part.keys for part in parts if part.queries == 1)
+    pairs = sum(part.queries * (part.keys - (part.queries - 1) / 2) for part in parts if part.queries > 1)
+    logits = sum(part.logits for part in parts)
+    return [1.0, *bent, float(len(parts)), float(logits), float(decoded), pairs]
+
+
+def non_negative_least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """The x >= 0 with the least sum of squares of rows x - wanted: one coordinate after the other, which converges
+    because the problem is convex. Columns are scaled first, so that none is slow for its unit."""
+    width = len(rows[0])
+    scale = [sum(row[j] ** 2 for row in rows) ** 0.5 or 1.0 for j in range(width)]
+    columns = [[row[j] / scale[j] for row in rows] for j in range(width)]
+    left, x = list(wanted), [0.0] * width
+    for _ in range(4000):
+        largest = 0.0
+        for j, column in enumerate(columns):
+            step = max(sum(a * b for a, b in zip(column, left, strict=True)), -x[j])
+            if step and any(column):
+                x[j] += step
+                left = [b - step * a for a, b in zip(column, left, strict=True)]
+                largest = max(largest, abs(step))
+        if largest < 1e-9:
+            break
+    return [value / scale[j] for j, value in enumerate(x)]

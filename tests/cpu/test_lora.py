@@ -1,0 +1,193 @@
+"""Low-rank adapters: nothing at first, frozen weights stay, replicas agree with one process, PEFT reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_run import losses, state
+from test_train_run import trained as trained_on_threads
+
+import tilemesh as tm
+from tilemesh.core.errors import UsageError
+from tilemesh.model import huggingface
+from tilemesh.model.adapter import LoraConfig, adapted_modules, adapter_parameters, peft_config, peft_names
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.lora import LoraLinear, attach
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve.load import load_served
+from tilemesh.serve.write import generate
+from tilemesh.train.check import check_resumed
+from tilemesh.train.config import TrainConfig, of_run
+from tilemesh.train.export import export
+
+LLAMA = ModelConfig(layers=2, width=16, heads=4, kv_heads=2, vocabulary=256, context=24, norm="rmsnorm", mlp_width=32,
+                    positions="rotary", activation="swiglu", biases=False, tied=False)  # fmt: skip
+GPT2 = ModelConfig(layers=1, width=16, heads=2, vocabulary=256, context=24)
+ALL = ("fc_q", "fc_k", "fc_v", "fc_o", "fc_in", "fc_gate", "fc_out")
+SHORT = (
+    "train.steps=4,train.batch=4,train.device=cpu,evaluate.every=0,sample.tokens=0,train.context=16,checkpoint.every=2,"
+    "optimizer.lr=0.05,optimizer.warmup=0,plan.precision=fp64"
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("hub")
+    huggingface.save(Transformer(LLAMA, seed=1, dtype=torch.float64), place / "model")
+    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    return place
+
+
+def asked(hub: Path, *sets: str, mesh: str = "dp=1,tp=1") -> TrainConfig:
+    base = ["lora.rank=3,lora.alpha=6", SHORT, f"data.source={hub / 'text.txt'}"]
+    return tm.train.load_config(mesh=mesh, sets=[*base, *sets], init=hub / "model")
+
+
+@pytest.fixture(scope="module")
+def run(hub: Path) -> Path:
+    config = asked(hub, f"lora.targets=[{','.join(ALL)}]")
+    return tm.train.fit(config, run=hub / "run", init=hub / "model").folder
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2])
+def test_adapters_change_nothing_until_b_is_trained_and_then_what_a_merged_matrix_would(config: ModelConfig) -> None:
+    lora = LoraConfig(rank=3, alpha=6.0, targets=tuple(name for name in ALL if config is LLAMA or name != "fc_gate"))
+    whole, adapted = (Transformer(config, seed=1, dtype=torch.float64) for _ in range(2))
+    attach(adapted, lora, seed=5)
+    assert torch.equal(adapted(tokens()), whole(tokens()))
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_a", "lora_b"}
+    assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == adapter_parameters(config, lora)
+    for name in adapted_modules(config, lora):
+        module = adapted.get_submodule(name)
+        assert isinstance(module, LoraLinear)
+        torch.nn.init.normal_(module.lora_b, std=0.1)
+        merged = module.weight + 2.0 * module.lora_b @ module.lora_a  # 6 / 3
+        whole.get_submodule(name).weight.data.copy_(merged)
+    torch.testing.assert_close(adapted(tokens()), whole(tokens()), rtol=1e-11, atol=1e-12)
+
+
+def test_a_is_drawn_as_a_linear_layer_is() -> None:
+    model = Transformer(dataclasses.replace(LLAMA, width=64), seed=1)
+    attach(model, LoraConfig(rank=32, targets=("fc_q",)), seed=5)
+    module = model.get_submodule("layers.1.attention.fc_q")
+    assert isinstance(module, LoraLinear)
+    # The standard deviation of U(-1/sqrt(64), 1/sqrt(64)), by construction of 2,048 numbers.
+    assert float(module.lora_a.detach().std()) == pytest.approx(1 / (64 * 3) ** 0.5, rel=1e-3)
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_the_base_stays(hub: Path, run: Path) -> None:
+    kept = state(run, 4)
+    assert {name.split(":")[0] for name in kept} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert {name.rpartition(".")[2] for name in kept} == {"lora_a", "lora_b"}
+    assert losses(run)[4] < losses(run)[1]
+    merged = hub / "merged"
+    export(run, merged)
+    before, after = (dict(huggingface.read_parameters(folder)) for folder in (hub / "model", merged))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name}.weight" for name in adapted_modules(LLAMA, LoraConfig(rank=3, targets=ALL))}
+    with torch.no_grad():
+        assert torch.equal(load_served(run).model(tokens()), huggingface.load(merged)(tokens()))
+    assert len(generate(run, "the ", tokens=5)) == 5
+
+
+@pytest.mark.parametrize(("mesh", "more"), [("dp=2,tp=1", ""), ("dp=2,tp=1", "plan.zero=2")])
+def test_replicas_train_what_one_process_trains(hub: Path, tmp_path: Path, mesh: str, more: str) -> None:
+    trained_on_threads(asked(hub), tmp_path / "alone")
+    trained_on_threads(asked(hub, *([more] if more else []), mesh=mesh), tmp_path / "ours")
+    alone, ours = state(tmp_path / "alone", 4), state(tmp_path / "ours", 4)
+    assert ours.keys() == alone.keys()
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_it_resumes_bit_for_bit_without_the_init_folder_being_named_again(hub: Path, tmp_path: Path) -> None:
+    config = asked(hub)
+    trained_on_threads(config, tmp_path / "whole")
+    trained_on_threads(config, tmp_path / "run", stop_after=2)
+    trained_on_threads(of_run(tmp_path / "run"), tmp_path / "run", resume=True)
+    ours, theirs = state(tmp_path / "run", 4), state(tmp_path / "whole", 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class TestPeft:
+    def test_names(self) -> None:
+        found = peft_names(LLAMA, LoraConfig(rank=2, targets=("fc_q", "fc_gate")))
+        assert found["layers.1.attention.fc_q"] == "model.layers.1.self_attn.q_proj"
+        assert found["layers.0.mlp.fc_gate"] == "model.layers.0.mlp.gate_proj"
+        told = peft_config(GPT2, LoraConfig(rank=2, targets=("fc_o",)))
+        assert (told["target_modules"], told["fan_in_fan_out"]) == (["attn.c_proj"], True)
+
+    def test_a_matrix_of_several_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"GPT2LMHeadModel has it inside attn.c_attn"):
+            peft_names(GPT2, LoraConfig(rank=2, targets=("fc_q",)))
+
+    def test_the_folder(self, run: Path, hub: Path, tmp_path: Path) -> None:
+        assert export(run, tmp_path / "adapter", adapter=True) == 4
+        stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert len(stored) == 2 * 2 * len(ALL)
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        assert torch.equal(stored[name], state(run, 4)["weight:layers.0.attention.fc_q.lora_a"])
+        told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (3, 6.0, str(hub / "model"))
+
+    def test_peft_computes_the_same_logits(self, run: Path, hub: Path, tmp_path: Path) -> None:
+        peft: Any = pytest.importorskip("peft")
+        transformers: Any = pytest.importorskip("transformers")
+        export(run, tmp_path / "adapter", adapter=True)
+        export(run, tmp_path / "merged")
+        base = transformers.AutoModelForCausalLM.from_pretrained(hub / "model", dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        ours = huggingface.load(tmp_path / "merged", dtype=torch.float32).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("mesh", "sets", "words"),
+        [
+            ("dp=1,tp=2", "", "plan.tp 2 cuts the matrices .* set plan.tp=1"),
+            ("pp=2", "plan.accumulation=4", "plan.pp 2 .* set plan.pp=1"),
+            ("dp=2,tp=1", "plan.zero=3", "plan.zero 3 .* set plan.zero=2"),
+            ("dp=1,tp=1", "lora.targets=[fc_z]", "fc_z"),
+            ("dp=1,tp=1", "lora.targets=[]", "lora.targets is empty"),
+        ],
+    )
+    def test_what_cannot_be(self, hub: Path, mesh: str, sets: str, words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            asked(hub, *([sets] if sets else []), mesh=mesh)
+
+    def test_without_weights_to_add_to(self) -> None:
+        with pytest.raises(UsageError, match="there are no weights to add adapters to"):
+            tm.train.load_config(sets=["lora.rank=4"], mesh="dp=1,tp=1")
+
+    def test_another_rank_on_resume(self, hub: Path) -> None:
+        with pytest.raises(UsageError, match=r"lora.rank is 3 there and 4 here"):
+            check_resumed(asked(hub), asked(hub, "lora.rank=4"))
+
+    def test_an_adapter_of_a_run_without_one(self, hub: Path, tmp_path: Path) -> None:
+        config = tm.train.load_config(
+            mesh="dp=1,tp=1", sets=[SHORT, f"data.source={hub / 'text.txt'}"], init=hub / "model"
+        )
+        run = tm.train.fit(config, run=tmp_path / "run", init=hub / "model").folder
+        with pytest.raises(UsageError, match="has no adapter"):
+            export(run, tmp_path / "adapter", adapter=True)
+
+    def test_a_base_that_is_gone(self, hub: Path, run: Path, tmp_path: Path) -> None:
+        text = (run / "config.toml").read_text()
+        moved = shutil.copytree(run, tmp_path / "run")
+        (moved / "config.toml").write_text(text.replace(str(hub / "model"), str(tmp_path / "gone")))
+        with pytest.raises(UsageError, match=r"has no config.json"):
+            export(moved, tmp_path / "out")

@@ -1,0 +1,130 @@
+"""Attention over pages: the interpreted kernels against float64, what a token's bits depend on, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from tilemesh.core.errors import UsageError
+from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.launch.call import Place
+from tilemesh.kernels.launch.program import Operand, compile_step
+from tilemesh.kernels.paged_attention import kernel, store
+from tilemesh.kernels.paged_attention.reference import error_bound, exact, paged_attention
+from tilemesh.kernels.paged_attention.store import store_pages
+
+PAGE = 8
+SEQUENCES = ((0, 5), (70, 1), (64, 4), (129, 2))
+"""Tokens that each sequence has, and new ones: a prompt, decoding, a chunk at the edge of a block, one over three."""
+
+
+def tiles_of(sequences: Sequence[tuple[int, int]], tile: int) -> Tensor:
+    made, first = [(0, 0, 0, 0)], 0  # one of padding
+    for row, (before, new) in enumerate(sequences):
+        made += [(row, first + begin, min(tile, new - begin), before + begin) for begin in range(0, new, tile)]
+        first += new
+    return torch.tensor(made, dtype=torch.int32)
+
+
+def make(
+    sequences: Sequence[tuple[int, int]], kv_heads: int, group: int, width: int, dtype: torch.dtype, tile: int
+) -> tuple[Tensor, ...]:
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    lengths = [-(-(before + new) // PAGE) for before, new in sequences]
+    pages = list(range(sum(lengths) + 2))
+    draw.shuffle(pages)
+    keys, values = (torch.randn(len(pages), PAGE, kv_heads, width, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(sum(new for _, new in sequences), kv_heads * group, width, generator=generator).to(dtype)
+    tables = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
+    for row, count in enumerate(lengths):
+        tables[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+    return q, keys, values, tables, tiles_of(sequences, tile)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "split", "tile", "width"),
+    [
+        (torch.float64, 0, 64, 4, 16),
+        (torch.float32, 0, 0, 5, 20),
+        (torch.float32, 37, 64, 2, 16),
+        (torch.float16, 66, 0, 8, 64),
+        (torch.bfloat16, 0, 128, 3, 128),
+    ],
+)
+def test_the_kernels_are_within_their_bound(dtype: torch.dtype, window: int, split: int, tile: int, width: int) -> None:
+    given = make(SEQUENCES, 2, 2, width, dtype, tile)
+    options = {"tile": tile, "split": split, "longest": 131, "window": window}
+    want, bound = exact(*given, **options), error_bound(*given, **options)
+    for implementation in ("interpret", "torch"):
+        found = paged_attention(*given, **options, implementation=implementation)
+        assert excess(found, want, bound) is None
+    # The bound sees a fault: another token's result.
+    assert excess(found.roll(1, 0), want, bound) is not None
+
+
+def test_a_tokens_bits_follow_from_its_own_sequence() -> None:
+    """Whatever else is in the call, however the sequence is cut into calls, and however many parts run at once."""
+    sequences, tile, split = ((70, 3), (128, 2)), 2, 64
+    q, keys, values, tables, tiles = make(sequences, 1, 4, 16, torch.float32, tile)
+    call: dict[str, Any] = {"tile": tile, "split": split, "implementation": "interpret"}
+    together = paged_attention(q, keys, values, tables, tiles, longest=130, **call)
+    for token, (row, position) in enumerate(((0, 70), (0, 71), (0, 72), (1, 128), (1, 129))):
+        alone = torch.tensor([[0, 0, 1, position]], dtype=torch.int32)
+        one = paged_attention(q[token : token + 1], keys, values, tables[row : row + 1], alone, longest=2048, **call)
+        assert torch.equal(one[0], together[token])
+
+
+def test_the_kernels_compile_for_an_h200() -> None:
+    def place(dtype: str, *shape: int) -> Place:
+        return Place(shape, torch.empty(shape, device="meta").stride(), dtype, aligned=True)
+
+    pool = place("bfloat16", 4000, 16, 8, 128)
+    places = {"q": place("bfloat16", 64, 32, 128), "keys": pool, "values": pool, "tables": place("int32", 64, 512)}
+    places |= {"tiles": place("int32", 64, 4), "y": places["q"]}
+    planned = kernel.plan(places, tile=4, split=256, longest=8192, window=4096)
+    operands = {name: Operand(one.dtype) for name, one in (places | planned.buffers).items()}
+    for step in planned.steps:
+        assert compile_step(step, operands, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    table = place("float32", 64, 64)
+    stored = {"x": place("bfloat16", 64, 48 * 128), "cos": table, "sin": table, "places": place("int64", 64)}
+    stored |= {"q": places["q"], "keys": pool, "values": pool}
+    for step in store.plan(stored, kv_heads=8, rotary=True).steps:
+        assert compile_step(step, {name: Operand(one.dtype) for name, one in stored.items()}, GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_keys_and_values_are_stored_where_they_belong(dtype: torch.dtype, turned: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(5, (4 + 2 + 2) * 6, generator=generator).to(dtype)
+    angle = torch.rand(5, 3, generator=generator) * 6
+    rotary = (angle.cos(), angle.sin()) if turned else None
+    places = torch.tensor([3, 0, -1, 17, 9])
+    made = {}
+    for implementation in ("torch", "interpret"):
+        keys, values = (torch.full((5, 4, 2, 6), 7.0, dtype=dtype) for _ in range(2))
+        q = store_pages(qkv, rotary, places, keys, values, heads=4, implementation=implementation)
+        made[implementation] = (q, keys, values)
+        assert int((keys != 7).flatten(2).any(-1).sum()) == 4  # nothing but the four places
+        torch.testing.assert_close(values.view(20, 2, 6)[17], qkv[3].view(8, 6)[6:])
+    torch.testing.assert_close(made["interpret"], made["torch"])
+
+
+def test_what_cannot_be_is_refused() -> None:
+    q, keys, values, tables, tiles = make(((0, 1),), 2, 2, 16, torch.float32, 1)
+    with pytest.raises(UsageError, match="multiple of 64"):
+        paged_attention(q, keys, values, tables, tiles, split=65)
+    with pytest.raises(UsageError, match="expected int32 tables"):
+        paged_attention(q, keys, values, tables.long(), tiles)
+    with pytest.raises(UsageError, match="multiple of the key heads"):
+        paged_attention(q[:, :3], keys, values, tables, tiles)
+    with pytest.raises(UsageError, match="at most 128 rows"):
+        paged_attention(q, keys, values, tables, tiles, tile=65)
+    with pytest.raises(UsageError, match="expected \\(T, \\(H \\+ 2K\\) E\\)"):
+        store_pages(q.flatten(1), None, torch.zeros(1, dtype=torch.int64), keys, values, heads=4)

@@ -1,0 +1,164 @@
+"""How a run ends and what is kept: early stopping, the best checkpoint, a limit on time; bits per byte; loggers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train_run import made, state, trained
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.units import parse_seconds
+from tilemesh.runs.manifest import checkpoints
+from tilemesh.runs.metrics import latest
+from tilemesh.runs.reader import read_step
+from tilemesh.train.check import check_machine, check_values
+from tilemesh.train.config import LogConfig
+from tilemesh.train.loggers import NAMES, Loggers
+from tilemesh.train.loop import Interrupt, Progress
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {number}: {number * 7} dogs and {number * 13} foxes\n" for number in range(400)))
+    return str(path)
+
+
+def held_out(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["held_out"] for line in latest(folder) if line.get("held_out") is not None}
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(step for step, _ in checkpoints(folder / "checkpoints"))
+
+
+def test_a_loss_has_to_be_lower_by_the_smallest_improvement() -> None:
+    progress = Progress()
+    verdicts = []
+    for step, loss in enumerate([3.0, 2.95, 2.8, 2.79, 2.75, math.inf], start=1):
+        progress.step, progress.held_out = step, loss
+        verdicts.append(progress.judge(0.1))
+    assert verdicts == [True, False, True, False, False, False]
+    assert (progress.best_step, progress.best_held_out, progress.evaluations_since_best) == (3, 2.8, 3)
+    again = Progress()
+    again.load_best({"step": 3, "held_out": 2.8, "evaluations_since": 3})
+    assert (again.best_step, again.best_held_out, again.evaluations_since_best) == (3, 2.8, 3)
+
+
+class TestEarlyStopping:
+    # No loss gets better by 10 nats: the first evaluation stays the best.
+    SETS = "evaluate.every=2,evaluate.patience=2,evaluate.min_improvement=10,checkpoint.every=0,train.steps=30"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stopped(cls, text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("early") / "run"
+        result, said = trained(made(text, "dp=2,tp=1", cls.SETS, "checkpoint.keep_best=true,checkpoint.keep=1"), folder)
+        assert not result.interrupted
+        assert any("early stopping" in line for line in said)
+        return folder
+
+    def test_it_ends_after_so_many_evaluations_without_a_better_one(self, stopped: Path) -> None:
+        seen = held_out(stopped)
+        assert sorted(seen) == [2, 4, 6]
+        summary = json.loads((stopped / "summary.json").read_text())
+        assert summary["best"] == {"step": 2, "held_out": seen[2]}
+        assert summary["ended_early"].startswith("early stopping")
+        assert (stopped / "sample.txt").exists()
+
+    def test_the_best_and_the_last_checkpoint_are_kept(self, stopped: Path) -> None:
+        assert steps_of(stopped) == [2, 6]
+        assert (read_step(stopped, "best"), read_step(stopped, "6")) == (2, 6)
+        assert state(stopped, 2).keys() == state(stopped, 6).keys()
+
+    def test_a_step_that_is_none(self, stopped: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="expected a number, or best"):
+            read_step(stopped, "bset")
+        with pytest.raises(UsageError, match="knows of no best step"):
+            read_step(tmp_path, "best")
+
+    @pytest.mark.parametrize("key", ["evaluate.every", "evaluate.sequences", "data.held_out"])
+    def test_without_a_held_out_loss_it_is_refused(self, text: str, key: str) -> None:
+        with pytest.raises(UsageError, match=f"evaluate.patience is set and {key} is 0"):
+            check_values(made(text, "dp=1,tp=1", f"evaluate.patience=2,{key}=0"))
+
+
+class TestTime:
+    def test_a_run_stops_with_a_checkpoint_when_its_time_is_over(self, text: str, tmp_path: Path) -> None:
+        config = made(text, "dp=2,tp=1", "train.max_time_s=1e-6,sample.tokens=0")
+        result, _ = trained(config, tmp_path / "run")
+        assert (result.interrupted, result.step) == (True, 1)
+        assert steps_of(tmp_path / "run") == [1]
+        (line,) = [line for line in latest(tmp_path / "run") if line["kind"] == "stopped"]
+        assert line["why"] == "train.max_time_s is over"
+
+    def test_without_a_limit_it_is_never_over(self) -> None:
+        assert not Interrupt().is_time_over
+
+    def test_durations(self) -> None:
+        known = {"90": 90, "90s": 90, "1.5h": 5400, "30m": 1800, "1h30m": 5400, "2d": 172800}
+        assert {text: parse_seconds(text) for text in known} == known
+        for wrong in ("", "h", "1h30", "5x", "-3", "1 h", "90 90"):
+            with pytest.raises(UsageError, match="is no duration"):
+                parse_seconds(wrong)
+
+
+def test_bits_per_byte_of_bytes_are_nats_over_ln_2(text: str, tmp_path: Path) -> None:
+    trained(made(text, "dp=2,tp=1", "train.steps=2,evaluate.every=2,sample.tokens=0"), tmp_path / "run")
+    (line,) = [line for line in latest(tmp_path / "run") if line.get("held_out") is not None]
+    assert line["bits_per_byte"] == pytest.approx(line["held_out"] / math.log(2))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["bits_per_byte"] == line["bits_per_byte"]
+
+
+class TestLoggers:
+    def test_a_package_that_is_missing_is_named(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(UsageError, match=r"log.wandb is on and the package `wandb` is not installed: pip install"):
+            check_machine(made(text, "dp=1,tp=1", "log.wandb=offline"))
+
+    def test_both_get_every_figure_and_one_that_fails_is_left_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        logged: list[tuple[dict[str, float], int]] = []
+
+        class Run:
+            def log(self, values: dict[str, float], step: int) -> None:
+                logged.append((values, step))
+
+            def finish(self) -> None:
+                raise OSError("no connection")
+
+        def init(**options: Any) -> Run:
+            assert options["mode"] == "offline"
+            assert options["id"] == options["name"] == tmp_path.name
+            return Run()
+
+        fake = types.SimpleNamespace(init=init, Settings=lambda **options: None)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        said: list[str] = []
+        loggers = Loggers(LogConfig(tensorboard=True, wandb="offline"), tmp_path, {}, said.append)
+        assert said[0].startswith("LOG.TENSORBOARD FAILED")
+        loggers.add(3, {**dict.fromkeys(NAMES, 2.0), "norm": None, "loss": math.nan})
+        assert logged == [({name: 2.0 for key, name in NAMES.items() if key not in ("norm", "loss")}, 3)]
+        loggers.close()
+        assert "no connection" in said[1]
+        assert not loggers.open
+
+    def test_ranks_but_the_first_write_nothing(self, tmp_path: Path) -> None:
+        assert not Loggers(LogConfig(tensorboard=True), tmp_path, {}, print, on=False).open
+
+    def test_tensorboard_reads_back_what_was_written(self, tmp_path: Path) -> None:
+        reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        loggers = Loggers(LogConfig(tensorboard=True), tmp_path, {}, pytest.fail)
+        for step in (1, 2):
+            loggers.add(step, {"loss": 3.0 / step, "rate": 0.1})
+        loggers.close()
+        found = reading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 3.0), (2, 1.5)]
