@@ -201,8 +201,9 @@ def _money(asked: ServePlanQuestion, best: ServeLayout, devices: int, loads: Seq
     lines = []
     if asked.price is not None:
         full = cost_per_million(asked.price, devices, best.tokens_per_s)
+        now = cost_per_million(asked.price, devices, tokens)
         lines.append(
-            f"A million output tokens cost {cost_per_million(asked.price, devices, tokens):.3g} at this rate and {full:.3g}"
+            f"A million output tokens cost {now:.3g} at this rate and {full:.3g}"
             f" at most load, at {asked.price:g} per device and hour"
         )
     if asked.power is not None:
