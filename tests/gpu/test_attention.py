@@ -68,9 +68,11 @@ def test_forward_and_backward(mask, width, dtype):
     [(1, 1, 1, 1), (2, 17, 33, 40), (1, 130, 257, 64), (3, 129, 129, 128), (1, 100, 300, 200), (1, 1, 500, 128)],
 )
 def test_any_size(batch, queries, keys, width, dtype):
+    """Each mask is three kernels of its own, and a dtype another three: all masks in one dtype, one in each other."""
+    masks = {torch.float16: ({"causal": True, "scale": -0.3},), torch.float32: ({"window": 20},)}
     q = heads(batch, 2, queries, width, dtype=dtype, turned=False)
     k, v = (heads(batch, 1, keys, width, seed=seed, dtype=dtype, turned=False) for seed in (1, 2))
-    for options in ({}, {"causal": True}, {"window": 20}, {"causal": True, "scale": -0.3}):
+    for options in masks.get(dtype, ({}, {"causal": True}, {"window": 20}, {"causal": True, "scale": -0.3})):
         y = attention(q, k, v, **options, implementation="triton")
         assert excess(y, reference.exact(q, k, v, **options), reference.error_bound(q, k, v, **options)) is None
         upstream = torch.randn_like(y)

@@ -20,9 +20,11 @@ from types import TracebackType
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
@@ -106,6 +108,7 @@ class Engine:
         speculate: int = 0,
         draft: str | Path | ServedModel | None = None,
         invariant: bool = False,
+        launch_ahead: bool | None = None,
         dtype: str | None = None,
         device: str = "cpu",
         seed: int = 0,
@@ -117,7 +120,9 @@ class Engine:
 
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
         own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
-        and where guesses do not pay there are none. `seed`: of requests that bring none. `step`: which checkpoint.
+        and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
+        known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
+        none. `step`: which checkpoint.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
@@ -155,7 +160,12 @@ class Engine:
         if draft is not None:
             self._guesser = DraftLengths(speculate or _DRAFTS)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
-        runner = Runner(model, self.limits, place, invariant)
+        on_gpu = place.type == "cuda"
+        graphs: ServeGraphs | None = None
+        if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
+            graphs = CudaGraphs(place) if on_gpu else PlainCalls()
+        implementation = "auto" if on_gpu or graphs is None else "torch"
+        runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
@@ -307,6 +317,21 @@ class Engine:
             return 1
         per_s = (len(ended) - 1) / max(1e-3, time.monotonic() - ended[0])
         return max(1, min(600, math.ceil((self._unfinished - self.limits.running) / per_s)))
+
+    def watch(self, history: ServeHistory | None) -> None:
+        """From the next step on write everything down there, or nowhere; what came before it stays where it is."""
+        taken = threading.Event()
+
+        def order() -> None:
+            self._core.history = history
+            taken.set()
+
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine is closed, or closing: there is nothing to watch")
+            self._inbox.append(order)
+            self._lock.notify()
+        taken.wait()
 
     def close(self, drain: bool = False) -> None:
         """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""

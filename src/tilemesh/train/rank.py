@@ -56,7 +56,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
@@ -135,9 +135,7 @@ def train_here(
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     laid = lay_model(config, mesh, device)
-    stepped_by = config.optimizer_kernels_on(device.type)
-    makes = HostOptimizer if "optimizer" in config.plan.offloads else Optimizer
-    optimizer = makes(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -224,6 +222,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid
+
+
+def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
+    """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
+    held, precision = laid.gradients.stepped, config.plan.precision
+    if "optimizer" in config.plan.offloads:
+        return HostOptimizer(config.optimizer, held, precision, kernels)
+    # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
+    # give as exactly as 16 bits do, but the sums would round.
+    is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
+    narrowed = product_parameters(laid.module) if is_exact else set()
+    return Optimizer(config.optimizer, held, precision, kernels, narrowed)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------
