@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tilemesh.serve.request import ServeRequest
+from tilemesh.serve.scheduler import UNKNOWN
 
-UNKNOWN = -1
-"""A guess that a draft model has yet to make."""
 LONGEST, SHORTEST = 4, 2
 """How many of the last tokens are looked for: the longer the likelier right, the shorter the oftener found."""
 _MOST = 8
@@ -114,7 +113,7 @@ class DraftLengths:
 
     With a share `a` of guesses right, k of them give (1 - a^(k+1)) / (1 - a) tokens per step. What a step costs is
     measured: a line through the times of steps by their tokens, and the time of a draft model's pass. The answers do
-    not depend on it. `lengths(request, most)` is the scheduler's `propose`: guesses without their tokens.
+    not depend on it. `lengths(request, most)` is the scheduler's `propose`: so many guesses, each UNKNOWN until the draft model makes it.
     """
 
     def __init__(self, most: int) -> None:
