@@ -113,7 +113,8 @@ class DraftLengths:
 
     With a share `a` of guesses right, k of them give (1 - a^(k+1)) / (1 - a) tokens per step. What a step costs is
     measured: a line through the times of steps by their tokens, and the time of a draft model's pass. The answers do
-    not depend on it. `lengths(request, most)` is the scheduler's `propose`: so many guesses, each UNKNOWN until the draft model makes it.
+    not depend on it. `lengths(request, most)` is the scheduler's `propose`: so many guesses, each UNKNOWN until the
+    draft model makes it.
     """
 
     def __init__(self, most: int) -> None:
