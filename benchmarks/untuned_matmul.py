@@ -1,7 +1,7 @@
 """Shapes nobody tuned: trials that a model learns from, and a judgement of what `auto` takes on other ones.
 
     PYTHONPATH=src python benchmarks/untuned_matmul.py trials --seed 1 --count 150 --out trials.jsonl [--seconds 200]
-    PYTHONPATH=src python benchmarks/untuned_matmul.py judge --out rows.jsonl [--autotune 12] [--warm 8] [--each 0.3] [--peers A,B]
+    PYTHONPATH=src python benchmarks/untuned_matmul.py judge --out rows.jsonl [--autotune 12] [--warm 8] [--each 0.3]
 
 Shapes are drawn from a seed: sizes 1 to 16,384 (even in their logarithm; seven in ten from 64 up), half of them
 multiples of 64, a quarter of 8 and a quarter anything; four layouts; float16 and bfloat16; C of D's shape, and relu.
