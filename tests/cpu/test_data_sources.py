@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data import prepare as preparing
-from tilemesh.data.chat import Piece, Template, read_messages, template_of
+from tilemesh.data.chat import ConversationPiece, Template, read_messages, template_of
 from tilemesh.data.config import DataConfig, check_source
 from tilemesh.data.corpus import open_corpus
 from tilemesh.data.documents import documents
@@ -105,7 +105,7 @@ class TestChat:
         pieces = template_of(None).pieces(CHAT)
         assert "".join(piece.text for piece in pieces) == template_of(None).render(CHAT, answer_follows=False)
         assert [piece.text for piece in pieces if piece.is_answer] == ["hello\n", "yes\n"]
-        assert pieces[0] == Piece("<|user|>\nhi\n<|assistant|>\n", False)
+        assert pieces[0] == ConversationPiece("<|user|>\nhi\n<|assistant|>\n", False)
 
     def test_a_conversation_as_tokens(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])

@@ -27,7 +27,7 @@ _ROLE_NAMES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": 
 """Of the older form with `from` and `value`."""
 
 
-class Piece(NamedTuple):
+class ConversationPiece(NamedTuple):
     """A stretch of a conversation's text, and whether it is an answer."""
 
     text: str
@@ -65,9 +65,9 @@ class Template:
             # Templates refuse, for one, a role that they do not know; some only by failing.
             raise UsageError(f"messages do not fit this model's chat template: {error}") from None
 
-    def pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[ConversationPiece]:
         """A whole conversation, cut where answers begin and end."""
-        made: list[Piece] = []
+        made: list[ConversationPiece] = []
         done = ""
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -79,11 +79,11 @@ class Template:
                     f"this chat template writes the messages before answer {number} differently once the answer is "
                     "there, so that the answer cannot be told from them: use another template, or data.chat=false"
                 )
-            made += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
+            made += [ConversationPiece(before[len(done) :], False), ConversationPiece(after[len(before) :], True)]
             done = after
         rest = self.render(messages, answer_follows=False)
         if rest.startswith(done) and len(rest) > len(done):
-            made.append(Piece(rest[len(done) :], False))
+            made.append(ConversationPiece(rest[len(done) :], False))
         return [piece for piece in made if piece.text]
 
     def _refuse(self, message: str) -> None:

@@ -18,7 +18,7 @@ JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _SHOWN_FIELDS = 12
 
 
-class Record(NamedTuple):
+class FieldRecord(NamedTuple):
     """One record's field, and how much of its file was read when it was."""
 
     number: int
@@ -32,7 +32,7 @@ def is_records(path: Path) -> bool:
     return path.suffix.lower() in (*JSONL, *PARQUET)
 
 
-def read_records(path: Path, field: str) -> Iterator[Record]:
+def read_records(path: Path, field: str) -> Iterator[FieldRecord]:
     """The field of every record, in the file's order."""
     return _parquet(path, field) if path.suffix.lower() in PARQUET else _jsonl(path, field)
 
@@ -45,14 +45,14 @@ def check_records(path: Path, field: str) -> None:
         raise UsageError("data.source", f" {path} has no record: expected one JSON object a line")
 
 
-def _jsonl(path: Path, field: str) -> Iterator[Record]:
+def _jsonl(path: Path, field: str) -> Iterator[FieldRecord]:
     read = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 read += len(line)
                 if line.strip():
-                    yield Record(number, _field(line, field, f"{path}:{number}"), read)
+                    yield FieldRecord(number, _field(line, field, f"{path}:{number}"), read)
     except OSError as error:
         raise RunError(f"data: {path} cannot be read: {error.strerror}") from None
 
@@ -71,13 +71,13 @@ def _field(line: bytes, field: str, where: str) -> Any:
     return found[field]
 
 
-def _parquet(path: Path, field: str) -> Iterator[Record]:
+def _parquet(path: Path, field: str) -> Iterator[FieldRecord]:
     file, size, number = _opened(path, field), path.stat().st_size, 0
     total = max(1, file.metadata.num_rows)
     for batch in file.iter_batches(columns=[field]):
         for value in batch.column(0).to_pylist():
             number += 1
-            yield Record(number, value, size * number // total)
+            yield FieldRecord(number, value, size * number // total)
 
 
 def _opened(path: Path, field: str) -> Any:
