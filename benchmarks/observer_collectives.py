@@ -3,7 +3,8 @@
     tilemesh launch --ranks 4 --transport mpi -- benchmarks/observer_collectives.py rows.jsonl
 
 Three communicators over the same ranks make the same call in turns: one without an observer, one with an observer as it
-is by default (one in sixteen repeated calls is timed), one that is told of every call. 5 % are allowed by default.
+is by default and as training records (one in 61 repeated short calls is timed), one that is told of every call. 5 %
+are allowed by default.
 """
 
 from __future__ import annotations

@@ -1,20 +1,23 @@
 """Shapes nobody tuned: trials that a model learns from, and a judgement of what `auto` takes on other ones.
 
     PYTHONPATH=src python benchmarks/untuned_matmul.py trials --seed 1 --count 150 --out trials.jsonl [--seconds 200]
-    PYTHONPATH=src python benchmarks/untuned_matmul.py judge --out rows.jsonl [--autotune 12]
+    PYTHONPATH=src python benchmarks/untuned_matmul.py judge --out rows.jsonl [--autotune 12] [--warm 8] [--each 0.3]
 
 Shapes are drawn from a seed: sizes 1 to 16,384 (even in their logarithm; seven in ten from 64 up), half of them
 multiples of 64, a quarter of 8 and a quarter anything; four layouts; float16 and bfloat16; C of D's shape, and relu.
 `judge` draws with seed 0, which no trial may use; there `auto` meets eager, addmm and torch.compile, and max-autotune
-on the first few, in kernel time and in call time. One JSON object a line.
+on the first few, in kernel time and in call time. One JSON object a line. `--warm N`: first let N processes compile
+torch.compile's kernels of all shapes into its cache on disk; without it they are compiled one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -60,14 +63,22 @@ def draw(count: int, seed: int) -> list[Problem]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("trials", "judge"))
+    parser.add_argument("what", choices=("trials", "judge", "compile"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--autotune", type=int, default=12, help="judge: on how many shapes max-autotune is timed")
+    parser.add_argument(
+        "--warm", type=int, default=0, help="judge: processes that compile torch.compile's kernels first"
+    )
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="compile: which of how many parts")
+    parser.add_argument("--each", type=float, default=1.0, help="judge: seconds of timing per shape and clock")
     parser.add_argument("--out", required=True)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long; what is done is written")
     given = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
+    if given.what == "compile":
+        compile_part(draw(JUDGED, 0), device, *given.part)
+        return
     with Path(given.out).open("w", encoding="utf-8") as out:
         if given.what == "trials":
             if given.seed == 0:
@@ -101,8 +112,24 @@ def trials(problems: list[Problem], device: torch.device, limit_s: float, out) -
         out.flush()
 
 
+def compile_part(problems: list[Problem], device: torch.device, part: int, parts: int) -> None:
+    """Compile torch.compile's kernels of some of the shapes: its cache on disk then has them for another process."""
+    for problem in problems[part::parts]:
+        _calls(MatmulBench(problem, device, seed=7), autotune=False)["compile"](0)
+
+
+def warm(processes: int) -> None:
+    command = [sys.executable, __file__, "compile", "--out", os.devnull, "--part"]
+    started = [subprocess.Popen([*command, str(part), str(processes)]) for part in range(processes)]
+    for process in started:
+        process.wait()
+
+
 def judge(problems: list[Problem], device: torch.device, given: argparse.Namespace, out) -> None:
     began, marks = time.monotonic(), stamp()
+    if given.warm:
+        warm(given.warm)
+        print(f"torch.compile's kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
     chosen = [choose(problem, "auto", None, device) for problem in problems]
     with Compiler(device) as compiler:
         compiler.ahead(TUNING, list(zip(problems, chosen, strict=True)))
@@ -116,7 +143,7 @@ def judge(problems: list[Problem], device: torch.device, given: argparse.Namespa
         calls = _calls(bench, autotune=number < given.autotune)
         wrong = bench.wrong(bench.runner(config))
         for clock, timer in (("kernel", bench.timer), ("call", call_timer(device))):
-            result = compare(calls, timer=timer, repeats=11, sets=len(bench.sets), seconds=1.0)
+            result = compare(calls, timer=timer, repeats=11, sets=len(bench.sets), seconds=given.each)
             medians = {name: sample.median for name, sample in result.items()}
             peers = {name: seconds for name, seconds in medians.items() if name != "ours"}
             against = min(peers.values()) if clock == "kernel" else medians["eager"]
@@ -149,7 +176,7 @@ def _calls(bench: MatmulBench, autotune: bool) -> dict[str, Callable[[int], obje
     functions = {"eager": eager, "addmm": addmm, "compile": torch.compile(eager, dynamic=False)}
     if autotune:
         functions["max-autotune"] = torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
-    functions["ours"] = lambda a, b, c: fused_matmul(a, b, c, activation)
+    functions["ours"] = lambda a, b, c: fused_matmul(a, b, c, activation=activation)
 
     def over(function: Callable[..., object]) -> Callable[[int], object]:
         return lambda index: function(*_given(sets[index]))

@@ -31,7 +31,20 @@ MAY_IMPORT = {
     "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],
     "serve": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],  # no train
     "report": ["core", "measure", "runs", "plan", "comm.schedules"],
-    "bench": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan", "train"],
+    "bench": [
+        "core",
+        "measure",
+        "launch",
+        "runs",
+        "data",
+        "kernels",
+        "comm",
+        "model",
+        "parallel",
+        "plan",
+        "train",
+        "serve",
+    ],
     "cli": [""],
 }
 # Folders inside a folder that may use less than it.

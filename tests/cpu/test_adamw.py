@@ -75,6 +75,24 @@ def test_masters_of_16_bit_parameters(dtype):
         assert torch.equal(parameter, master.to(dtype))
 
 
+def test_some_parameters_have_masters_and_some_have_none():
+    """As a step under autocast has them: 16-bit weights of products beside float32 norms and tables."""
+    wide, narrow = drawn(torch.float32), drawn(torch.bfloat16, seed=3)
+    masters = [value.float() for value in narrow]
+    gradients = [*drawn(torch.float32, seed=1), *drawn(torch.bfloat16, seed=2)]
+    apart = [value.clone() for value in (*wide, *masters)]
+    averages, squares, *others = ([*zeros(torch.float32), *zeros(torch.float32)] for _ in range(4))
+    options = {"rate": 0.01, "implementation": "interpret"}
+    kernels.adamw([*wide, *narrow], gradients, averages, squares, [None] * len(wide) + masters, **options)
+    kernels.adamw(apart, [gradient.float() for gradient in gradients], *others, **options)
+    for one, other in zip([*wide, *masters], apart, strict=True):
+        assert torch.equal(one, other)
+    for parameter, master in zip(narrow, masters, strict=True):
+        assert torch.equal(parameter, master.bfloat16())
+    with pytest.raises(UsageError, match="1 masters for"):
+        kernels.adamw([*wide, *narrow], gradients, averages, squares, [None], **options)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rows_check_sees_a_wrong_step(dtype):
     problem = BENCH.form.problem("3x1500", {"dtype": dtype})

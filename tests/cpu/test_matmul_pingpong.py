@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import gluon_machine
 import numpy as np
@@ -18,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 import tilemesh as tm
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.activations import kernel as activation_kernels
+from tilemesh.kernels.activations import reference as activations
 from tilemesh.kernels.launch import program
 from tilemesh.kernels.launch.steps import Descriptor, FitError, Pointer
 from tilemesh.kernels.matmul import kernel, reference
@@ -43,7 +46,9 @@ def emulate(problem, config, tensors, programs=3):
         else:
             values[name] = argument
     for index in range(step.grid[0]):
-        Machine(index, step.grid[0], kernel, pingpong).run("pingpong_tiles", {**values, **step.constants})
+        Machine(index, step.grid[0], activation_kernels, kernel, pingpong).run(
+            "pingpong_tiles", {**values, **step.constants}
+        )
 
 
 def given(problem, seed=0):
@@ -92,6 +97,21 @@ def test_the_kernels_source_computes_what_torch_does(case):
         assert (wrong := excess(views["z"], before, bound)) is None, wrong
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+def test_a_product_times_an_activations_derivative(activation):
+    config, shape = Config("pingpong", 64, 64, 32, 4, 3), (200, 136, 96)
+    problem = replace(dense(*shape, activation=activation), slope=True)
+    check(config, problem)
+    arrays, views = given(problem)
+    arrays["d"][:] = np.nan
+    emulate(problem, config, arrays)
+    a, b, c = (views[name].double() for name in "abc")
+    exact = activations.gradient(a @ b, c, activation)
+    # The product's own bound times the derivative, which is at most 1.13 and computed to a few units in float32.
+    bound = 1.2 * reference.error_bound(views["a"], views["b"], None, "none") + 2**-11 * exact.abs()
+    assert (wrong := excess(views["d"], exact, bound)) is None, wrong
+
+
 def test_the_stand_in_notices_a_stage_given_back_too_early():
     """The test's own test: with an arrival lost, or one too many, the emulation fails instead of passing."""
     problem = dense(200, 136, 512)
@@ -112,6 +132,12 @@ def test_the_stand_in_notices_a_stage_given_back_too_early():
 def test_it_compiles_for_an_h200(c_kind, keep, layout):
     config = Config("pingpong", 256, 128, 64, 4, 3, paired=True) if keep else Config("pingpong", 128, 128, 64, 4, 5)
     assert compile_ahead(dense(512, 512, 512, c_kind=c_kind, keep=keep, layout=layout), config, 132, 90) is None
+
+
+def test_a_product_times_a_derivative_compiles_for_an_h200():
+    problem = replace(dense(512, 512, 512, activation="gelu_tanh", dtype="bfloat16"), slope=True)
+    assert compile_ahead(problem, Config("pingpong", 128, 128, 64, 4, 5), 132, 90) is None
+    assert "needs kind pingpong" in str(refusal(Config("tma"), problem))
 
 
 def test_a_triton_that_does_not_take_it_leaves_auto_its_other_kernels(monkeypatch):

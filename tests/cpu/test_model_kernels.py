@@ -19,7 +19,9 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.train.config import LoopConfig, TrainConfig
 
-INTERPRETED = ModelKernels(projections="auto", embedding="interpret", norms="interpret", loss="interpret")
+INTERPRETED = ModelKernels(
+    projections="auto", embedding="interpret", norms="interpret", loss="interpret", mlp="interpret"
+)
 SMALL = {"layers": 2, "width": 16, "heads": 4, "mlp_width": 24, "vocabulary": 37, "context": 4}
 GPT2 = preset("gpt2-124m").replace(**SMALL, kv_heads=4, dropout=0.0)
 LLAMA = preset("tinyllama-1.1b").replace(**SMALL, kv_heads=2)
@@ -125,10 +127,10 @@ def test_who_decides() -> None:
         return config.kernels_on(device)
 
     assert chosen("auto", "cpu") == chosen("torch", "cuda") == PLAIN
-    words = "projections torch, attention tilemesh, embedding tilemesh, norms torch, loss tilemesh"
+    words = "projections torch, attention tilemesh, embedding tilemesh, norms tilemesh, loss tilemesh, mlp tilemesh"
     assert chosen("auto", "cuda", compile=True).words() == words
     assert chosen("tilemesh", "cpu") == chosen("tilemesh", "cuda", compile=True) == OURS
     assert chosen("auto", "cuda") == STANDARD
     assert (PLAIN.words(), OURS.words()) == ("torch", "tilemesh")
-    words = "projections tilemesh, attention torch, embedding torch, norms torch, loss torch"
+    words = "projections tilemesh, attention torch, embedding torch, norms torch, loss torch, mlp torch"
     assert chosen("auto", "cuda").words() == words

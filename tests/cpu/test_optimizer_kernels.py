@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilemesh.comm.connection import connect
 from tilemesh.core.errors import RunError
+from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.shard import Shard
 from tilemesh.kernels.accuracy import unit
+from tilemesh.model.config import preset
+from tilemesh.model.kernels import PLAIN
+from tilemesh.model.transformer import Transformer
+from tilemesh.parallel.apply import lay
 from tilemesh.parallel.gradients import settle
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.shard import Held
-from tilemesh.train.config import OptimizerConfig
+from tilemesh.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.plain import product_parameters
+from tilemesh.train.rank import make_optimizer
 
 pytest.importorskip("triton")
 
@@ -129,3 +139,68 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     ours = Stepped("fp32", "interpret")
     with pytest.raises(RunError, match="w has no gradient"):
         ours.optimizer.step(0.1)
+
+
+class Narrow:
+    """A tiny gpt2 under autocast on one process, stepped by tilemesh's AdamW, with its products' weights in 16 bits."""
+
+    def __init__(self, is_narrow: bool, accumulation: int = 1) -> None:
+        model = preset("gpt2-124m").replace(
+            layers=1, width=16, heads=2, kv_heads=2, mlp_width=24, vocabulary=37, context=4, dropout=0.0
+        )
+        plan = ParallelPlan(precision="bf16", microbatch=2, accumulation=accumulation)
+        self.config = TrainConfig(model=model, train=LoopConfig(batch=plan.batch), optimizer=CONFIG, plan=plan)
+        made = Transformer(model, seed=3, kernels=PLAIN).train()
+        self.laid: Laid = lay(made, Mesh(connect("alone")), plan, gradients="local", tokens=8 * accumulation)
+        if is_narrow:
+            self.optimizer = make_optimizer(self.config, self.laid, "interpret")
+        else:
+            self.optimizer = Optimizer(CONFIG, self.laid.gradients.stepped, "bf16", "interpret")
+
+    def step(self, number: int, clip: float | None = None) -> tuple[float, float]:
+        tokens = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(number))
+        total, count = self.laid.loss(tokens[:, :-1], tokens[:, 1:])
+        self.laid.gradients.backward(total, count)
+        done = self.laid.gradients.finish(clip, divide=not self.optimizer.divides)
+        self.optimizer.step(0.01, done.divisor)
+        self.laid.gradients.clear()
+        return float(done.loss), float(done.norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, _, tensor in self.optimizer.tensors()}
+
+
+def test_weights_that_products_read_are_written_in_16_bits_by_the_step() -> None:
+    """Autocast rounds weights and widens gradients in passes of their own: the same losses and float32 states, bit for
+    bit, come out without them."""
+    wide, narrow = Narrow(False), Narrow(True)
+    names = {name for name, value in narrow.laid.module.named_parameters() if value.dtype == torch.bfloat16}
+    assert names == product_parameters(wide.laid.module) == narrow.optimizer.mastered
+    assert "layers.0.mlp.fc_in.bias" in names
+    assert not {name for name in names if "norm" in name or "embedding" in name}
+    for number in (1, 2, 3):
+        assert narrow.step(number)[0] == wide.step(number)[0]
+    kept = wide.tensors()
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    for name, found in narrow.tensors().items():
+        assert torch.equal(found, kept[name]), name
+    for name in names:
+        assert torch.equal(dict(narrow.laid.module.named_parameters())[name], kept[f"weight:{name}"].bfloat16())
+
+
+def test_narrow_weights_are_clipped_and_go_on_from_a_checkpoint_of_wide_ones() -> None:
+    wide, narrow = Narrow(False), Narrow(True)
+    wide.step(1)
+    narrow.optimizer.load(1, {tuple(name.split(":", 1)): tensor for name, tensor in wide.tensors().items()})  # type: ignore[misc]
+    _, norm = wide.step(2, clip=0.1)
+    # Squares are added in another order: 300 terms at most, and the root halves what that comes to.
+    assert narrow.step(2, clip=0.1)[1] == pytest.approx(norm, rel=300 * unit(torch.float32))
+    assert norm > 0.1
+    kept = wide.tensors()
+    for name, found in narrow.tensors().items():
+        torch.testing.assert_close(found, kept[name], rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_that_add_up_stay_float32() -> None:
+    """Over microbatches, and over ranks (whose steps are waited for): in 16 bits the sums would round."""
+    assert not Narrow(True, accumulation=2).optimizer.mastered

@@ -239,6 +239,37 @@ def test_stop_strings_and_tokens_reach_the_client(server: Serving) -> None:
     assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
 
 
+def test_json_and_regular_expressions_are_kept_to(server: Serving) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 5, "maximum": 44}},
+        "required": ["n"],
+    }
+    told: Any = {"type": "json_schema", "json_schema": {"name": "number", "strict": True, "schema": schema}}
+    messages: Any = [{"role": "user", "content": "a number"}]
+    made = server.client.chat.completions.create(
+        model="small", messages=messages, response_format=told, n=4, temperature=2, seed=1
+    )
+    for choice in made.choices:
+        assert choice.finish_reason == "stop"
+        assert 5 <= json.loads(choice.message.content)["n"] <= 44
+    pieces: dict[int, str] = {}
+    stream = server.client.completions.create(
+        model="small",
+        prompt="x",
+        max_tokens=30,
+        n=3,
+        seed=2,
+        stream=True,
+        extra_body={"regex": "[a-f]{3}(-[0-9]{2}){2}"},
+    )
+    for chunk in stream:
+        for one in chunk.choices:
+            pieces[one.index] = pieces.get(one.index, "") + one.text
+    assert len(pieces) == 3
+    assert all(re.fullmatch("[a-f]{3}(-[0-9]{2}){2}", text) for text in pieces.values())
+
+
 def test_models_health_and_unknown_paths(server: Serving) -> None:
     assert [model.id for model in server.client.models.list()] == ["small"]
     assert server.client.models.retrieve("small").id == "small"
@@ -260,6 +291,11 @@ def test_models_health_and_unknown_paths(server: Serving) -> None:
         ({"prompt": "x", "temprature": 1}, "did you mean 'temperature'"),
         ({"prompt": "x", "best_of": 3}, "best_of is 3: only 1 is served here"),
         ({"prompt": "x", "temperature": -1}, "temperature is -1: expected 0 or more"),
+        ({"prompt": "x", "regex": "(?=a)"}, "regex: looking ahead"),
+        (
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"oneOf": []}}}},
+            "'oneOf', which is not served; use anyOf",
+        ),
         ({"prompt": [999]}, "token 999: expected whole numbers from 0 to 257"),
     ],
 )
@@ -279,7 +315,7 @@ def test_any_body_is_answered_and_none_breaks_the_server(server: Serving) -> Non
     fields = [
         "model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stream",
         "stream_options", "logprobs", "echo", "logit_bias", "best_of", "suffix", "user", "tools", "priority",
-        "ignore_eos", "stop_token_ids", "response_format",
+        "ignore_eos", "stop_token_ids", "response_format", "regex",
     ]  # fmt: skip
     raw = [
         b"",

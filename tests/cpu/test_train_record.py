@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tilemesh.comm import Communicator, run_threads
+from tilemesh.comm.runtime import observe
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.measure.trace import Trace, merge
 from tilemesh.parallel.mesh import Mesh
@@ -86,9 +88,33 @@ def test_seconds_count_for_steps_only_within_them() -> None:
         observe_mesh(mesh, recorder)
         mesh.axes["dp"].comm.all_reduce(x)
         assert recorder.moved["dp", "all_reduce"].step_seconds == 0.0
-        recorder.is_in_step = True
-        mesh.axes["dp"].comm.all_reduce(x)
+        with recorder.in_step():
+            mesh.axes["dp"].comm.all_reduce(x)
         assert 0.0 < recorder.moved["dp", "all_reduce"].step_seconds < recorder.moved["dp", "all_reduce"].seconds
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
+def test_calls_and_bytes_are_exact_where_only_one_in_several_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "SHORT_S", TIMEOUT_S)  # calls of ranks that are threads take longer
+
+    def main(comm: Communicator) -> None:
+        mesh, recorder, x = Mesh(comm, dp=2), Recorder(Trace(None)), np.ones(4)
+        observe_mesh(mesh, recorder)
+        late = mesh.axes["dp"].comm.duplicate()
+        for group in (mesh.axes["dp"].comm, late):
+            for _ in range(200):
+                group.all_reduce(x)
+        moved = recorder.moved["dp", "all_reduce"]
+        assert moved.calls < 400, "all were timed"
+        assert recorder.bytes_by_axis() == {"dp": {"all_reduce": 400 * x.nbytes}}
+        assert (moved.calls, moved.step_seconds) == (400, 0.0)
+        before = moved.seconds
+        with recorder.in_step():
+            for _ in range(3):
+                late.all_reduce(x)
+        assert moved.calls == 403
+        assert moved.step_seconds == pytest.approx(moved.seconds - before) != 0
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
 
@@ -113,13 +139,16 @@ def test_exchanges_are_drawn_in_the_trace(tmp_path: Path) -> None:
             mesh = Mesh(comm, dp=2)
             observe_mesh(mesh, Recorder(trace))
             mesh.axes["dp"].comm.all_reduce(np.ones(4))
+            for _ in range(200):
+                mesh.axes["dp"].comm.all_reduce(np.ones(2))
             mesh.axes["dp"].comm.all_reduce(np.ones(4), algorithm="ring", wait=False).wait()
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
     events = json.loads(merge(tmp_path).read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
-    assert [span["name"] for span in spans] == ["all_reduce", "all_reduce", "wait all_reduce"]
     assert {span["cat"] for span in spans} == {"exchange"}
-    assert [span["args"]["bytes"] for span in spans] == [32, 32, 32]
+    assert sum(span["args"]["bytes"] == 16 for span in spans) == 200, "while steps are traced every call is drawn"
+    spans = [span for span in spans if span["args"]["bytes"] == 32]
+    assert [span["name"] for span in spans] == ["all_reduce", "all_reduce", "wait all_reduce"]
     assert spans[1]["args"]["algorithm"] == "ring"
     assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)

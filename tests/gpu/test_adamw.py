@@ -57,6 +57,22 @@ def test_masters_of_16_bit_parameters(dtype):
         assert torch.equal(parameter, master.to(dtype))
 
 
+def test_some_parameters_have_masters_and_some_have_none():
+    """As a step under autocast has them: 16-bit weights of products beside float32 norms and tables."""
+    wide, narrow = drawn(), [value.bfloat16() for value in drawn(seed=3)]
+    masters = [value.float() for value in narrow]
+    gradients = [*drawn(seed=1), *(value.bfloat16() for value in drawn(seed=2))]
+    apart = [value.clone() for value in (*wide, *masters)]
+    averages, squares = ([*zeros(), *zeros()] for _ in range(2))
+    kernels.adamw([*wide, *narrow], gradients, averages, squares, [None] * len(wide) + masters, rate=0.01)
+    others = [[*zeros(), *zeros()] for _ in range(2)]
+    kernels.adamw(apart, [gradient.float() for gradient in gradients], *others, rate=0.01)
+    for one, other in zip([*wide, *masters], apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=40 * 2.0**-24, atol=40 * 2.0**-24)
+    for parameter, master in zip(narrow, masters, strict=True):
+        assert torch.equal(parameter, master.bfloat16())
+
+
 def test_a_captured_step_reads_its_scalars_anew():
     parameters, gradients = drawn(), drawn(seed=1)
     rate, step, divisor = (torch.tensor(value, device="cuda") for value in (0.0, 1.0, 1.0))

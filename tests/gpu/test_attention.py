@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilemesh as tm
-from tilemesh.kernels.accuracy import excess
+from tilemesh.kernels.accuracy import excess, norm_error
 from tilemesh.kernels.attention import reference
 from tilemesh.kernels.attention.joined import parts
 
@@ -68,9 +68,11 @@ def test_forward_and_backward(mask, width, dtype):
     [(1, 1, 1, 1), (2, 17, 33, 40), (1, 130, 257, 64), (3, 129, 129, 128), (1, 100, 300, 200), (1, 1, 500, 128)],
 )
 def test_any_size(batch, queries, keys, width, dtype):
+    """Each mask is three kernels of its own, and a dtype another three: all masks in one dtype, one in each other."""
+    masks = {torch.float16: ({"causal": True, "scale": -0.3},), torch.float32: ({"window": 20},)}
     q = heads(batch, 2, queries, width, dtype=dtype, turned=False)
     k, v = (heads(batch, 1, keys, width, seed=seed, dtype=dtype, turned=False) for seed in (1, 2))
-    for options in ({}, {"causal": True}, {"window": 20}, {"causal": True, "scale": -0.3}):
+    for options in masks.get(dtype, ({}, {"causal": True}, {"window": 20}, {"causal": True, "scale": -0.3})):
         y = attention(q, k, v, **options, implementation="triton")
         assert excess(y, reference.exact(q, k, v, **options), reference.error_bound(q, k, v, **options)) is None
         upstream = torch.randn_like(y)
@@ -114,8 +116,11 @@ def test_compiled_and_autocast():
     for tensor in (q, k, v):
         tensor.grad = None
     torch.compile(function, fullgraph=True)(q, k, v).backward()
-    for tensor, before in zip((q, k, v), eager, strict=True):
-        torch.testing.assert_close(tensor.grad, before, rtol=2e-2, atol=2e-2)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    exact = torch.autograd.grad(reference.exact(*wide, causal=True, window=50).square().sum(), wide)
+    for tensor, before, true in zip((q, k, v), eager, exact, strict=True):
+        # The same kernels: inputs, result and its gradient are rounded to bfloat16, whoever does it.
+        assert distance(tensor.grad, true) <= 2 * distance(before, true) + norm_error(4, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("count", "kv_count", "width"), [(4, 4, 64), (4, 2, 64), (2, 2, 128)])

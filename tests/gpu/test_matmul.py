@@ -93,16 +93,17 @@ def check_config(config, shape, dtype, number):
     assert_close(d, a, b, c, activation, f"{config.label} {shape} {dtype} {turned} {c_kind} {activation}")
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(10))
 def test_every_config(part):
     cases = list(enumerate(itertools.product(CONFIGS, SHAPES)))
-    for number, (config, shape) in cases[part::4]:
+    for number, (config, shape) in cases[part::10]:
         check_config(config, shape, torch.float16, number)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_bfloat16(part):
-    cases = list(enumerate(itertools.product(CONFIGS, SHAPES[:2])))
+    """The same kernels but for two instructions: one shape that cuts tiles is enough."""
+    cases = list(enumerate(itertools.product(CONFIGS, SHAPES[1:2])))
     for number, (config, shape) in cases[part::2]:
         check_config(config, shape, torch.bfloat16, number + 3)
 

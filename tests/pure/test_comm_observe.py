@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tilemesh.comm import Communicator, run_threads
+from tilemesh.comm.runtime import observe
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.comm.runtime.observe import BEGIN, CALL, TEST, WAIT, Note, Seen
 from tilemesh.core.errors import UsageError
@@ -75,6 +76,26 @@ def test_an_observer_that_comes_later_sees_calls_that_were_kept_ready_before() -
     run_threads(3, main, timeout_s=TIMEOUT_S)
 
 
+@pytest.fixture
+def all_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of ranks that are threads take longer than what is worth counting only."""
+    monkeypatch.setattr(observe, "SHORT_S", TIMEOUT_S)
+
+
+def test_a_call_that_takes_long_is_told_of_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "SHORT_S", 0.0)
+
+    def main(comm: Communicator) -> None:
+        record, x = Record(), np.ones(8)
+        comm.observe(record, every=4)
+        for _ in range(100):
+            comm.all_reduce(x)
+        assert record.calls.total() == record.told == 100
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("all_short")
 def test_one_in_several_repeated_calls_stands_for_all_of_them() -> None:
     def main(comm: Communicator) -> None:
         record, x = Record(), np.ones(8)
@@ -92,6 +113,22 @@ def test_one_in_several_repeated_calls_stands_for_all_of_them() -> None:
         handle.wait()
         with pytest.raises(UsageError, match="every 0"):
             comm.observe(record, every=0)
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("all_short")
+def test_how_many_calls_one_stands_for_can_change() -> None:
+    def main(comm: Communicator) -> None:
+        record, x, every = Record(), np.ones(8), 1
+        comm.observe(record, every=lambda: every)
+        for _ in range(100):
+            comm.all_reduce(x)
+        assert record.told == 100
+        every = 5
+        for _ in range(11):  # one more that is timed for itself, then one in five
+            comm.all_reduce(x)
+        assert (record.told, record.calls.total()) == (103, 111)
 
     run_threads(2, main, timeout_s=TIMEOUT_S)
 
@@ -268,7 +305,8 @@ def test_groups_keep_to_the_same_table_whatever_their_color() -> None:
     assert [list(table) for table in run_threads(4, main, timeout_s=TIMEOUT_S)] == [keys] * 4
 
 
-@pytest.mark.parametrize("ending", ["detach", "close", "another observer", "keep_to"])
+@pytest.mark.usefixtures("all_short")
+@pytest.mark.parametrize("ending", ["detach", "close", "another observer", "keep_to", "tell_observers"])
 def test_no_repeated_call_stays_untold(ending: str) -> None:
     def main(comm: Communicator) -> None:
         group = comm.duplicate()
@@ -284,8 +322,11 @@ def test_no_repeated_call_stays_untold(ending: str) -> None:
             group.close()
         elif ending == "another observer":
             group.observe(Record())
-        else:
+        elif ending == "keep_to":
             group.keep_to(Choices())
+        else:
+            comm.tell_observers()  # of groups that were split from it, too
+            comm.tell_observers()
         assert record.of("all_reduce") == {(CALL, 1024): 64 + 16 + 7}
         if ending == "detach":
             group.all_reduce(x, out=out)

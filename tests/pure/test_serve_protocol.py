@@ -32,11 +32,11 @@ def test_every_field_arrives() -> None:
         "min_p": 0.1, "n": 2, "seed": 7, "stop": ["a", "b"], "stream": True, "stream_options": {"include_usage": True},
         "logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
         "logit_bias": {"5": -1}, "echo": True, "stop_token_ids": [9], "ignore_eos": True, "priority": 3,
-        "best_of": 1, "suffix": "",
+        "best_of": 1, "suffix": "", "response_format": {"type": "text"}, "regex": "a+",
     }  # fmt: skip
     assert set(body) == set(known_fields(chat=False))
     sampling = Sampling(
-        5, 0.5, 3, 0.9, 0.1, 1.1, 0.1, 0.2, {5: -1}, 7, 2, ("a", "b"), (9,), True, logprobs=2, prompt_logprobs=2
+        5, 0.5, 3, 0.9, 0.1, 1.1, 0.1, 0.2, {5: -1}, 7, 2, ("a", "b"), (9,), True, "a+", logprobs=2, prompt_logprobs=2
     )
     expected = AskedCompletion(sampling, ((1, 2), (3,)), (), "m", stream=True, stream_usage=True, echo=True, priority=3)
     assert read_completion(body) == expected
@@ -54,6 +54,15 @@ def test_a_chats_own_fields_arrive() -> None:
     assert read_chat({"messages": messages, "logprobs": True}).sampling.logprobs == 0
     neutral = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
     assert read_chat({"messages": messages, **neutral}) == read_chat({"messages": messages})
+
+
+def test_json_is_asked_for_as_openai_has_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    told = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "description": "y", "schema": schema}}
+    for read, body in ((read_chat, CHAT), (read_completion, {"prompt": "a"})):
+        assert read({**body, "response_format": told}).sampling.json_schema == schema
+        assert read({**body, "response_format": {"type": "json_object"}}).sampling.json_schema == {"type": "object"}
+        assert read({**body, "response_format": {"type": "text"}}) == read(body)
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -85,6 +94,12 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         (True, {**CHAT, "tools": [{"type": "function"}]}, "tools", "only [] is served here"),
         (True, {**CHAT, "max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens", "the same meaning"),
         (True, {**CHAT, "top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        (True, {**CHAT, "response_format": {"type": "json_object", "x": 1}}, "response_format", "expected {"),
+        (True, {**CHAT, "response_format": {"type": "json_schema"}}, "response_format", "expected {"),
+        (True, {**CHAT, "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "schema"),
+        (True, {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"x": 1}}}, "response_format", "'x'"),
+        (True, {**CHAT, "response_format": {"type": "json_object"}, "regex": "a"}, "regex", "leave one"),
+        (False, {"prompt": "a", "regex": 3}, "regex", "expected a regular expression"),
         (True, {"messages": [{"role": "user"}]}, "messages", "expected a role and a content"),
         (True, {"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages", "'tool_calls'"),
         (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "of text"),

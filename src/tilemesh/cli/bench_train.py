@@ -25,6 +25,10 @@ def bench_train(
             "(default: those that suit the plan).",
         ),
     ] = "",
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="A=B,...", help="Ours with these settings too, in turns with the others."),
+    ] = None,
     blocks: Annotated[int, typer.Option(metavar="N", help="How many turns each gets.")] = 8,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps in a turn.")] = 5,
     transport: Annotated[str, typer.Option(help="Ours: mpi, torch or auto.")] = "auto",
@@ -51,7 +55,11 @@ def bench_train(
 
     console = Console(stderr=json == "-", highlight=False, markup=False)
     gpus = usable_gpus()
-    made = load(config, sets=sets or (), mesh=mesh or ("dp=1" if gpus else "dp=2"), gpus=len(gpus))
+    mesh = mesh or ("dp=1" if gpus else "dp=2")
+    made = load(config, sets=sets or (), mesh=mesh, gpus=len(gpus))
+    others = {
+        f"ours {given}": load(config, sets=[*(sets or ()), given], mesh=mesh, gpus=len(gpus)) for given in also or ()
+    }
     names = [name.strip() for name in (peers or ",".join(usual_peers(made))).split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
@@ -68,6 +76,7 @@ def bench_train(
     found = compare(
         made,
         peers=names,
+        also=others,
         transport=transport,
         blocks=blocks,
         steps=steps,

@@ -286,6 +286,22 @@ _FABRIC: Mapping[str, tuple[str, str, int]] = {
     "cpu": ("memory", "ethernet10", 1),
 }
 
+# Between a device and its host's memory: sixteen lanes for each GPU, by their datasheets.
+_HOST_LINKS: Mapping[str, str] = {
+    "t4": "pcie3",
+    "a10": "pcie4",
+    "a100-80": "pcie4",
+    "h100": "pcie5",
+    "h200": "pcie5",
+    "b200": "pcie5",
+}
+
+
+def host_link(device: Device) -> Link:
+    """Between a device and its host's memory; a CPU's own memory where the device is one."""
+    return LINKS[_HOST_LINKS.get(device.name, "memory" if device.kind == "cpu" else "pcie4")]
+
+
 # Driver names, less "NVIDIA" and "Tesla", that mean exactly the device above. Deliberately exact: "H100 PCIe",
 # "H200 NVL", "A10G", "A100-SXM4-40GB" and MIG slices have other peaks, and no figure is better than a wrong one.
 _DRIVER_NAMES: Mapping[str, Device] = {

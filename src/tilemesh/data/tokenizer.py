@@ -5,7 +5,10 @@ A document ends with one token that no text contains, so that a model learns whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +42,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def spell(self, beginning: bool) -> list[bytes | None]:
+        """The bytes that each token adds to a text, at its beginning or later; None: a special token, or no bytes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Bytes:
@@ -53,6 +60,9 @@ class Bytes:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(int(token) & 0xFF for token in tokens).decode(errors="replace")
+
+    def spell(self, beginning: bool) -> list[bytes | None]:
+        return [bytes([token]) for token in range(256)]
 
 
 class FileTokenizer:
@@ -88,6 +98,25 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
+    def spell(self, beginning: bool) -> list[bytes | None]:
+        """From how the file's decoder joins tokens: in bytes as GPT-2 writes them, or as SentencePiece does."""
+        described = json.loads(self._inner.to_str())
+        steps = _steps(described.get("decoder"))
+        kinds = {str(step["type"]) for step in steps}
+        added = {int(one["id"]): one for one in described.get("added_tokens", ())}
+        if not steps or (kinds - _BYTE_DECODERS and kinds - _WORD_DECODERS):
+            names = ", ".join(sorted(kinds)) or "none"
+            raise UsageError(f"{self.name} has a decoder ({names}) whose tokens have no bytes of their own")
+        found: list[bytes | None] = [None] * self.vocabulary
+        for text, token in self._inner.get_vocab(with_added_tokens=True).items():
+            if token in added:
+                found[token] = None if added[token]["special"] else text.encode()
+            elif kinds <= _BYTE_DECODERS:
+                found[token] = _byte_letters(text)
+            else:
+                found[token] = _piece_bytes(text, steps, beginning)
+        return found
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -102,6 +131,46 @@ class Unknown:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in tokens)
+
+    def spell(self, beginning: bool) -> list[bytes | None]:
+        raise UsageError("this model's folder has no tokenizer, so nobody knows which text its tokens are")
+
+
+_BYTE_DECODERS, _WORD_DECODERS = {"ByteLevel"}, {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+def _steps(decoder: Any) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return [step for one in decoder["decoders"] for step in _steps(one)] if decoder["type"] == "Sequence" else [decoder]
+
+
+@functools.cache
+def _letters() -> Mapping[str, int]:
+    """The letter that GPT-2's vocabularies write for each byte: itself where it can be seen, else one from 256 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {**{chr(byte): byte for byte in seen}, **{chr(256 + index): byte for index, byte in enumerate(hidden)}}
+
+
+def _byte_letters(text: str) -> bytes | None:
+    letters = _letters()
+    return bytes(letters[char] for char in text) if all(char in letters for char in text) else text.encode()
+
+
+def _piece_bytes(text: str, steps: Sequence[Mapping[str, Any]], beginning: bool) -> bytes:
+    if any(step["type"] == "ByteFallback" for step in steps) and re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return bytes([int(text[3:5], 16)])
+    for step in steps:
+        if step["type"] == "Replace" and "String" in step["pattern"]:
+            text = text.replace(step["pattern"]["String"], step["content"])
+        elif step["type"] == "Metaspace":
+            prepended = step.get("prepend_scheme", "always") != "never"
+            text = text.replace(step["replacement"], "" if beginning and prepended else " ")
+        elif step["type"] == "Strip" and beginning:
+            for _ in range(step["start"]):
+                text = text.removeprefix(step["content"])
+    return text.encode()
 
 
 def open_tokenizer(path: Path | None) -> Tokenizer:

@@ -73,6 +73,7 @@ _OPERATORS = (
     folder("cross_entropy"),
     folder("linear_cross_entropy"),
     folder("embedding"),
+    folder("mlp"),
     OperatorEntry(
         "attention",
         public=f"{_ATTENTION}.reference:attention",

@@ -23,6 +23,9 @@ class ModelKernels:
     """The norms, each with the addition to the residual stream before it."""
     loss: str = TORCH
     """The output projection and the loss of training; with tilemesh's, the logits of all tokens never exist at once."""
+    mlp: str = TORCH
+    """An MLP without a gate, whole: the activation and its derivative are inside of products. Goes before
+    `projections`, but not where ranks share the MLP or its weights' gradients are put off."""
 
     def words(self) -> str:
         """For a run's record: "torch", "tilemesh", or which part is whose."""
@@ -32,9 +35,9 @@ class ModelKernels:
         return ", ".join(f"{name} {owner}" for name, owner in whose.items())
 
 
-OURS = ModelKernels(projections="auto", attention="auto", embedding="auto", norms="auto", loss="auto")
-PLAIN = ModelKernels(projections=TORCH, attention=TORCH, embedding=TORCH, norms=TORCH, loss=TORCH)
+OURS = ModelKernels(projections="auto", attention="auto", embedding="auto", norms="auto", loss="auto", mlp="auto")
+PLAIN = ModelKernels(projections=TORCH, attention=TORCH, embedding=TORCH, norms=TORCH, loss=TORCH, mlp=TORCH)
 STANDARD = ModelKernels()
 """Of a model that is made without a choice: torch's, but for the fused projections."""
-COMPILED = ModelKernels(projections=TORCH, embedding="auto", norms="auto", loss="auto")
+COMPILED = ModelKernels(projections=TORCH, embedding="auto", norms="auto", loss="auto", mlp="auto")
 """Beside torch.compile: ours where it reads or writes more than it must."""

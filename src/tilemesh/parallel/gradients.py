@@ -266,6 +266,16 @@ class Naive(Exchanging):
         return self.settled(summed, max_norm, divide)
 
 
+def _norms(tensors: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
+    """The norm of each. Tensors of one dtype take a few launches; of several, torch would launch one for each."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        made = torch._foreach_norm([tensors[at] for at in alike], 2, dtype=wide)
+        found |= dict(zip(alike, made, strict=True))
+    return [found[at] for at in range(len(tensors))]
+
+
 class LocalGradients:
     """Gradients of a model on one process, for steps that the host does not wait for.
 
@@ -301,7 +311,7 @@ class LocalGradients:
         gradients = self.buffers
         # At least float32: the squares of 16-bit gradients do not fit into 16 bits.
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)))
+        norm = torch.linalg.vector_norm(torch.stack(_norms(gradients, wide)))
         total, self._total = self._total, None
         return settle(gradients, total, self.tokens, norm, max_norm=max_norm, divide=divide)
 

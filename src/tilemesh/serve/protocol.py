@@ -209,6 +209,25 @@ def _stream_options(name: str, value: Any, found: _Found) -> None:
     found.asked["stream_usage"] = value.get("include_usage", False)
 
 
+def _response_format(name: str, value: Any, found: _Found) -> None:
+    """OpenAI's way to ask for JSON; of text nothing is asked."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    told = {key: one for key, one in value.items() if key != "type" and one is not None} if kind is not None else {}
+    if kind == "json_schema" and set(told) == {"json_schema"} and isinstance(told["json_schema"], dict):
+        described = told["json_schema"]
+        others = set(described) - {"name", "description", "schema", "strict"}
+        if others:
+            raise RefusedError(name, f"response_format has {shown(min(others))}, which is not served: leave it out")
+        if described.get("schema") is None:
+            raise RefusedError(name, "response_format has no json_schema.schema: expected a JSON schema")
+        found.sampling["json_schema"] = described["schema"]
+    elif kind == "json_object" and not told:
+        found.sampling["json_schema"] = {"type": "object"}
+    elif kind != "text" or told:
+        expected = '{"type": "json_schema", "json_schema": {"schema": ...}}, json_object or text'
+        raise RefusedError(name, f"response_format is {shown(value)}: expected {expected}")
+
+
 def _priority(name: str, value: Any, found: _Found) -> None:
     try:
         _PRIORITY.check(name, value, whole=True)
@@ -235,6 +254,7 @@ _COMMON: dict[str, Callable[[str, Any, _Found], None]] = {
     "presence_penalty": _sampled("presence_penalty"), "frequency_penalty": _sampled("frequency_penalty"),
     "repetition_penalty": _sampled("repetition_penalty"), "logit_bias": _bias, "stop_token_ids": _token_list,
     "ignore_eos": _flag("ignore_eos", "sampling"), "priority": _priority,
+    "response_format": _response_format, "regex": _sampled("regex"),
 }  # fmt: skip
 _COMPLETION = {
     **_COMMON, "prompt": _prompt, "echo": _flag("echo"), "logprobs": _sampled("logprobs"), "best_of": _only(1),
@@ -242,7 +262,7 @@ _COMPLETION = {
 }  # fmt: skip
 _CHAT = {
     **_COMMON, "messages": _messages, "max_completion_tokens": _sampled("max_tokens"), "logprobs": _flag("logprobs"),
-    "top_logprobs": _sampled("logprobs"), "response_format": _only({"type": "text"}), "tools": _only([]),
+    "top_logprobs": _sampled("logprobs"), "tools": _only([]),
     "tool_choice": _only("none", "auto"), "modalities": _only(["text"]),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import SEED, TEMPERATURE, Range, shown
@@ -63,6 +64,10 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     """The output ends with the first of these."""
     ignore_eos: bool = False
+    regex: str | None = None
+    """The output matches this regular expression as a whole, unless `max_tokens` or a stop string ends it before."""
+    json_schema: Mapping[str, Any] | bool | None = None
+    """The same: it is JSON that this schema allows."""
     logprobs: int | None = None
     """Log-probabilities of each output token and of so many likeliest, before bias, penalties and temperature."""
     prompt_logprobs: int | None = None
@@ -77,6 +82,12 @@ class Sampling:
                 numbers.check(name, value, whole=True)
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos is {shown(self.ignore_eos)}: expected true or false")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise UsageError(f"regex is {shown(self.regex)}: expected a regular expression as text")
+        if not isinstance(self.json_schema, Mapping | bool | None):
+            raise UsageError(f"json_schema is {shown(self.json_schema)}: expected a schema: an object, true or false")
+        if self.regex is not None and self.json_schema is not None:
+            raise UsageError("regex is given beside json_schema (or response_format): leave one of them out")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise UsageError(f"stop is {shown(self.stop)}: expected texts that are not empty")
         if len(self.stop) > _MOST_STOPS:
@@ -90,6 +101,12 @@ class Sampling:
                 raise UsageError(f"stop_tokens and logit_bias name token {shown(token)}: expected whole numbers from 0")
         for token, bias in self.logit_bias.items():
             _BIAS.check(f"logit_bias of token {token}", bias)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it asks for a bias or a penalty."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or penalties != (1, 0, 0)
 
 
 class RequestState(enum.Enum):
@@ -148,6 +165,11 @@ class ServeRequest:
     def pending(self) -> int:
         """Tokens that are known and not computed: 1 while it decodes, except right after it was preempted."""
         return len(self.tokens) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has as many tokens as it may, of which the last is not known yet."""
+        return len(self.tokens) - self.prompt >= self.max_tokens
 
     @property
     def output(self) -> list[int]:

@@ -91,10 +91,10 @@ class LoopConfig:
     """On a single GPU, whether a step is captured as one CUDA graph and replayed; none: wherever that is possible and
     leaves memory for evaluation."""
     kernels: Literal["auto", "tilemesh", "torch"] = "auto"
-    """Whose kernels compute projections with their activations, attention, the embedding, norms with the addition
-    before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU tilemesh's for AdamW
-    and, under torch.compile, for embedding, loss, RMSNorm and the attention of models without rotary positions, without
-    it for projections; torch for everything else."""
+    """Whose kernels compute projections with their activations or MLPs without a gate whole, attention, the embedding,
+    norms with the addition before them, the loss from the last activations, and on a GPU AdamW's update; auto: on a GPU
+    tilemesh's for AdamW and, under torch.compile, for embedding, loss, norms, MLPs without a gate and the attention of
+    models without rotary positions, without it for projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs where there are any, else on the CPU."""
     timeout_s: float = 60.0
@@ -208,9 +208,7 @@ class TrainConfig:
             return STANDARD
         # Attention of ours saves the copy that joins the gradients of one product for query, key and value.
         joins = self.plan.tp == 1 and self.model.positions != "rotary"
-        # LayerNorm and the loss, both of ours, in one compiled step of gpt2-124m were not ready after 170 s.
-        norms = "auto" if self.model.norm == "rmsnorm" else TORCH
-        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH, norms=norms)
+        return dataclasses.replace(COMPILED, attention="auto" if joins else TORCH)
 
     def optimizer_kernels_on(self, device: str) -> str:
         """Who steps the parameters on this kind of device: "torch", or the implementation of tilemesh's AdamW."""
@@ -222,7 +220,7 @@ class TrainConfig:
         able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
         able = able and self.data.packing == "stream" and not self.data.chat  # how many targets count differs by step
         able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
-        able = able and "optimizer" not in self.plan.offloads  # states that go and come have no fixed place
+        able = able and not self.plan.offloads  # what goes and comes has no fixed place
         return able and self.train.device != "cpu" and self.train.graph is not False
 
     def with_base(self, init: str | Path | None) -> TrainConfig:

@@ -210,16 +210,14 @@ class Loop:
         progress, recorder = self.progress, self.recorder
         recorder.step = progress.step + 1
         recorder.trace.on = recorder.trace.on and progress.step - self._began < self.config.train.trace_steps
-        recorder.is_in_step = True
-        self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
-        progress.step += 1
-        progress.position += self.config.batch
-        asked = interrupt is not None and (
-            interrupt.asked or progress.step == interrupt.stop_after or interrupt.is_time_over
-        )
-        stop = self._pulse(asked)
-        recorder.is_in_step = False
-        return stop
+        with recorder.in_step():
+            self._unread.append((progress.step + 1, self.stepper(progress.step + 1)))
+            progress.step += 1
+            progress.position += self.config.batch
+            asked = interrupt is not None and (
+                interrupt.asked or progress.step == interrupt.stop_after or interrupt.is_time_over
+            )
+            return self._pulse(asked)
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""

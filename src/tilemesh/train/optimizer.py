@@ -4,13 +4,15 @@ The one idea: what an optimiser remembers of a parameter has the parameter's sha
 how), so a checkpoint stores it beside the weight and any layout can read it back. Whose parameters they are, or whether
 they are all of a layer's, is not asked. The arithmetic is done by torch's own functions (`update.py`; fused into one
 kernel where torch has that) or by tilemesh's kernels (`stepping.py`). With 16-bit weights (`bf16-master`) a float32
-copy of each is what is stepped; torch steps one parameter at a time then, without a second copy of all gradients.
+copy of each, its master, is what is stepped; torch steps one parameter at a time then, without a second copy of all
+gradients. Under autocast (`bf16`) tilemesh's kernels can keep weights that only products read in the same way: the step
+that writes the float32 value writes the 16-bit one too, and no pass casts weights or their gradients.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -59,17 +61,34 @@ def _multiplies(short: str) -> bool:
 class Optimizer:
     """Steps parameters. `tensors` is everything a checkpoint has to keep of them."""
 
-    def __init__(self, config: OptimizerConfig, held: Mapping[str, Held], precision: str, kernels: str = TORCH) -> None:
-        """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator."""
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        held: Mapping[str, Held],
+        precision: str,
+        kernels: str = TORCH,
+        narrowed: Collection[str] = (),
+    ) -> None:
+        """`kernels`: who does AdamW's arithmetic, "torch" or the implementation of tilemesh's operator.
+
+        `narrowed`: float32 parameters that the model is to hold in 16 bits from now on, where tilemesh's kernels step
+        them; their float32 values are then the optimizer's.
+        """
         self.config = config
         self.shards = {name: shard for name, (_, shard) in held.items()}
         self.kinds = {name: kinds_of(config, name, shard.whole) for name, shard in self.shards.items()}
         """What is remembered of each parameter."""
         self.parameters = {name: tensor for name, (tensor, _) in held.items()}
-        self.has_masters = precision == "bf16-master"
-        self.stepped: dict[str, nn.Parameter] = self.parameters
-        if self.has_masters:
-            self.stepped = {name: nn.Parameter(value.detach().float()) for name, value in self.parameters.items()}
+        is_ours = is_stepped_by_kernels(kernels, config, self.parameters)
+        self.mastered = frozenset(self.parameters if precision == "bf16-master" else narrowed if is_ours else ())
+        """Parameters of 16 bits, whose float32 masters are what is stepped."""
+        self.stepped: dict[str, nn.Parameter] = {
+            name: nn.Parameter(value.detach().float()) if name in self.mastered else value
+            for name, value in self.parameters.items()
+        }
+        for name in self.mastered:
+            if self.parameters[name].dtype != torch.bfloat16:
+                self.parameters[name].data = self.parameters[name].data.to(torch.bfloat16)
         self.steps = 0
         is_fused = config.fused
         if is_fused is None:
@@ -79,13 +98,13 @@ class Optimizer:
         rule = {name: rule_of(config, name, self.shards[name].whole) for name in self.stepped}
         self._groups: list[UpdateGroup] = []
         self._kernels: KernelUpdate | None = None
-        if is_stepped_by_kernels(kernels, config, self.stepped):
+        if is_ours:
             self._kernels = KernelUpdate(config, self.parameters, self.stepped, decay, kernels)
         else:
             # With masters one group per parameter: its float32 gradient lives only while it is stepped.
             groups: dict[object, list[str]] = {}
             for name in self.stepped:
-                groups.setdefault(name if self.has_masters else (rule[name], decay[name]), []).append(name)
+                groups.setdefault(name if self.mastered else (rule[name], decay[name]), []).append(name)
             for names in groups.values():
                 parameters = {name: self.stepped[name] for name in names}
                 self._groups.append(UpdateGroup(config, parameters, decay[names[0]], is_fused, rule=rule[names[0]]))
@@ -99,7 +118,7 @@ class Optimizer:
     @property
     def divides(self) -> bool:
         """Whether `step` can divide gradients on its way: torch's fused kernels can, by what they call a scale."""
-        return self.is_ours or (not self.has_masters and self.is_capturable)
+        return self.is_ours or (not self.mastered and self.is_capturable)
 
     @property
     def is_capturable(self) -> bool:
@@ -122,7 +141,7 @@ class Optimizer:
         if self._kernels is not None:
             self._kernels.step(rate, divisor)
             return
-        if not self.has_masters:
+        if not self.mastered:
             for group in self._groups:
                 group.step(rate, divisor)
             return
@@ -149,8 +168,7 @@ class Optimizer:
 
     def kept(self) -> Iterator[Tensor]:
         """Every tensor that is the optimiser's alone: what it remembers, and float32 copies of 16-bit weights."""
-        if self.has_masters:
-            yield from self.stepped.values()
+        yield from (self.stepped[name] for name in self.parameters if name in self.mastered)
         if self._kernels is not None:
             yield from self._kernels.kept()
         for group in self._groups:
@@ -162,7 +180,7 @@ class Optimizer:
         """Weights from elsewhere, local shapes; what the optimiser remembers is left as it is."""
         for name, value in self.stepped.items():
             value.copy_(weights[name])
-            if self.has_masters:
+            if name in self.mastered:
                 self.parameters[name].copy_(value)
 
     @torch.no_grad()

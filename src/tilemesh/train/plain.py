@@ -1,6 +1,8 @@
-"""What is changed in a whole model after it was made: layouts that suit a GPU."""
+"""What is changed in a whole model after it was made: layouts that suit a GPU, and weights that may be 16-bit."""
 
 from __future__ import annotations
+
+from torch import nn
 
 from tilemesh.model.config import VOCABULARY_MULTIPLE
 from tilemesh.model.transformer import Attention, Transformer
@@ -17,3 +19,17 @@ def suit_gpu(model: Transformer, *, compiled: bool) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.joined = compiled and model.config.positions != "rotary"
+
+
+def product_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that products alone read: autocast computes with their 16-bit values and no others.
+
+    A table that is looked up is none of them, also where it is the output projection; nor are those of norms.
+    """
+    return {
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in ("weight", "bias") and parameter.requires_grad
+    }

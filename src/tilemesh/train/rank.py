@@ -58,7 +58,7 @@ from tilemesh.train.loop import Interrupt, Loop
 from tilemesh.train.memory import peak_bytes
 from tilemesh.train.offload import HostOptimizer
 from tilemesh.train.optimizer import Optimizer, stored_dtype, warning
-from tilemesh.train.plain import suit_gpu
+from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
@@ -140,14 +140,13 @@ def train_here(
     laid = lay_model(config, mesh, device, None if corpus.counts_all and config.data.packing == "stream" else False)
     if config.data.packing == "documents":
         _respect_documents(laid, corpus.tokenizer.end)
-    stepped_by = config.optimizer_kernels_on(device.type)
-    makes = HostOptimizer if "optimizer" in config.plan.offloads else Optimizer
-    optimizer = makes(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
         keep=config.checkpoint.keep,
-        background=config.checkpoint.background,
+        # States that fill the host's memory have no room there for a copy of them.
+        background=config.checkpoint.background and "optimizer" not in config.plan.offloads,
         written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()},
         say=say,
         note=journal.add,
@@ -214,18 +213,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
     # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
-    is_in_chunks = config.plan.pp > 1 or config.plan.zero == 3
-    where = torch.device("meta") if is_in_chunks else device
+    where = torch.device("meta") if config.plan.has_chunks else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
     if late is None:
-        late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
+        is_alone = config.plan.world == 1 and not config.plan.has_chunks
+        late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
-    if is_in_chunks:
+    if config.plan.has_chunks:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid
@@ -237,6 +236,18 @@ def _respect_documents(laid: Laid, end: int) -> None:
     for part in parts:
         assert isinstance(part.module, Transformer)
         part.module.document_end = end
+
+
+def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
+    """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
+    held, precision = laid.gradients.stepped, config.plan.precision
+    if "optimizer" in config.plan.offloads:
+        return HostOptimizer(config.optimizer, held, precision, kernels)
+    # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
+    # give as exactly as 16 bits do, but the sums would round.
+    is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
+    narrowed = product_parameters(laid.module) & held.keys() if is_exact else set()
+    return Optimizer(config.optimizer, held, precision, kernels, narrowed)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ def is_stepped_by_kernels(kernels: str, config: OptimizerConfig, stepped: Parame
 class KernelUpdate:
     """By `tilemesh.kernels.AdamW`: one launch for all parameters of a combination of dtypes, which also divides.
 
-    Masters and 16-bit gradients are read as they are. The number of steps is on the device, so that a captured step
-    counts by itself.
+    16-bit gradients are read as they are, and a 16-bit parameter is written beside its master. The number of steps is
+    on the device, so that a captured step counts by itself.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class KernelUpdate:
     def _begun(self) -> tuple[AdamW, Tensor]:
         """The averages and the count, made when they are first needed: as torch's functions do."""
         if self._kernel is None or self._count is None:
-            has_masters = self.parameters is not self.stepped
             values, wide = list(self.parameters.values()), list(self.stepped.values())
+            masters = [None if value is master else master for value, master in zip(values, wide, strict=True)]
             averages, squares = ([torch.zeros_like(value.detach()) for value in wide] for _ in range(2))
             self._kernel = AdamW(
                 values,
                 averages,
                 squares,
-                masters=wide if has_masters else None,
+                masters=masters,
                 betas=self.config.betas,
                 eps=self.config.epsilon,
                 weight_decay=[self.decays[name] for name in self.stepped],

@@ -18,7 +18,8 @@ from tilemesh.bench.collective.cells import COLLECTIVES, ITEM, Cell
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit
-from tilemesh.comm.runtime.transport import Message, as_bytes
+from tilemesh.comm.runtime.memory import as_bytes
+from tilemesh.comm.runtime.transport import Message
 from tilemesh.comm.schedules.book import is_direct, is_shared
 from tilemesh.core.busy import Busyness
 from tilemesh.measure.busy import spread_of
@@ -35,14 +36,15 @@ READING_S = 0.01
 _TAG = 7  # a user's, of this communicator alone
 
 Say = Callable[[str], None]
+Readings = dict[str, dict[int, Sample]]  # by curve and bytes
 
 
 def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 64 << 20, say: Say = print) -> Fit:
     """A collective call. `seconds`: of readings for each size of each collective."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: Readings = {}
     samples: list[Sample] = []
     _parts(comm, curves, seconds, most_bytes)
-    curves["call"] = [(1, _call(comm, seconds))]
+    curves["call"] = {1: _call(comm, seconds)}
     for collective in COLLECTIVES:
         measured: dict[int, dict[str, float]] = {}
         wanted = [size for size in SIZES if size <= most_bytes]
@@ -53,14 +55,22 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
                 found = times(comm, cell, seconds)
                 samples += found.values()
                 measured[size] = {name: sample.median for name, sample in found.items()}
-                for name, median in measured[size].items():
-                    curves.setdefault(f"{collective}/{name}", []).append((cell.payload, median))
+                for name, sample in found.items():
+                    curves.setdefault(f"{collective}/{name}", {})[cell.payload] = sample
             wanted = between(measured)
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-    fitted = {name: Curve(tuple(dict(sorted(points)).items())) for name, points in curves.items()}
+    fitted = {name: _curve(points) for name, points in curves.items()}
     busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
     return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy)
+
+
+def _curve(points: Mapping[int, Sample]) -> Curve:
+    ordered = sorted(points.items())
+    return Curve(
+        tuple((size, sample.median) for size, sample in ordered),
+        tuple((sample.p20, sample.p80) for _, sample in ordered),
+    )
 
 
 def between(measured: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -128,7 +138,7 @@ def _meeting(comm: Communicator, seconds: float) -> float:
     return found["meet"].median
 
 
-def _parts(comm: Communicator, curves: dict[str, list[tuple[float, float]]], seconds: float, most_bytes: int) -> None:
+def _parts(comm: Communicator, curves: Readings, seconds: float, most_bytes: int) -> None:
     """What other algorithms are made of: a round of messages round the ring, a reduction, a copy."""
     for size in PART_SIZES:
         if size > most_bytes:
@@ -141,14 +151,14 @@ def _parts(comm: Communicator, curves: dict[str, list[tuple[float, float]]], sec
         }
         result = compare(calls, timer=timer_of(comm), repeats=9, seconds=seconds * 2, on_error="raise")
         for name, sample in result.items():
-            curves.setdefault(name, []).append((size, sample.median))
+            curves.setdefault(name, {})[size] = sample
 
 
-def _call(comm: Communicator, seconds: float) -> float:
+def _call(comm: Communicator, seconds: float) -> Sample:
     """What one of our message schedules costs beyond its rounds: an all_reduce of nothing, which sends nothing."""
     nothing = np.empty(0, np.float32)
     calls = {"call": lambda _: comm.all_reduce(nothing, algorithm="ring")}
-    return compare(calls, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")["call"].median
+    return compare(calls, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")["call"]
 
 
 def _round(comm: Communicator, a: Any, b: Any) -> Callable[[int], object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class Contender:
     memory_bytes: int = 0
     losses: Sequence[float] = ()
     """Of the first steps."""
+    settings: TrainConfig | None = None
+    """Of ours with other settings, which the name says."""
 
     @property
     def title(self) -> str:
@@ -59,7 +61,8 @@ class Contender:
     def start(self, config: TrainConfig) -> None:
         """Start the ranks and let them prepare themselves; `wait` for it."""
         self.started = Ranks(self.ranks, transport=self.transport, sink=lambda rank, stream, line: None)
-        self.started.begin(f"{_SIDE}:prepare", self.name, config.to_toml())
+        told = self.name if self.settings is None else OURS
+        self.started.begin(f"{_SIDE}:prepare", told, (self.settings or config).to_toml())
 
     def wait(self) -> None:
         assert self.started is not None
@@ -89,6 +92,7 @@ def compare(
     config: TrainConfig,
     *,
     peers: Sequence[str] = ("eager", "compile", "ddp"),
+    also: Mapping[str, TrainConfig] | None = None,
     transport: str = "auto",
     blocks: int = 8,
     steps: int = 5,
@@ -99,10 +103,12 @@ def compare(
     """Time ours and the peers in turns on this machine. A peer that does not start is missing; ours must start.
 
     `at_once`: let them make themselves ready at the same time, where compiling on many cores takes longer than steps.
-    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing.
+    `profile`: a folder for what each spends its step on, kernel by kernel, taken after the timing. `also`: ours with
+    other settings, as further contenders under these names.
     """
     ours = Contender(OURS, config.plan.world, transport)
     others = [Contender(name, 1 if name in ALONE else config.plan.world, "torch") for name in peers]
+    others += [Contender(name, made.plan.world, transport, settings=made) for name, made in (also or {}).items()]
     with _running([ours, *others], config, at_once, say) as missing:
         ready = [one for one in (ours, *others) if one.name not in missing]
         _take_turns(ready, blocks, steps, say)
@@ -111,7 +117,7 @@ def compare(
     return TrainComparison(
         ours=Sample.of(ours.seconds),
         peers={one.title: Sample.of(one.seconds) for one in ready if one is not ours},
-        missing={PEERS[name]: why for name, why in missing.items()},
+        missing={PEERS.get(name, name): why for name, why in missing.items()},
         memory_bytes={one.title: one.memory_bytes for one in ready},
     )
 
@@ -196,7 +202,7 @@ def _profile(ready: Sequence[Contender], into: Path, say: Callable[[str], None])
     for one in ready:
         kernels = one.turn("profile")
         lines = [f"{seconds * 1e6:10.1f} {calls:7.1f}  {name}" for seconds, calls, name in kernels]
-        path = into / f"{one.name}.txt"
+        path = into / f"{one.name.replace('/', '-')}.txt"
         path.write_text("\n".join(["        us   calls  a step", *lines, ""]))
         total_ms, calls = sum(kernel[0] for kernel in kernels) * 1e3, sum(kernel[1] for kernel in kernels)
         say(f"{one.title}: {total_ms:.2f} ms in {calls:.0f} calls a step, by kernel in {path}")

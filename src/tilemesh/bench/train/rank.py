@@ -30,8 +30,7 @@ from tilemesh.runs.journal import Journal
 from tilemesh.train.config import TrainConfig, from_toml
 from tilemesh.train.loop import Loop
 from tilemesh.train.memory import peak_bytes
-from tilemesh.train.optimizer import Optimizer
-from tilemesh.train.rank import choose_device, keep_collectives, lay_model
+from tilemesh.train.rank import choose_device, keep_collectives, lay_model, make_optimizer
 from tilemesh.train.record import Recorder, observe_mesh
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
@@ -105,8 +104,7 @@ def ours(config: TrainConfig, comm: Communicator, device: torch.device) -> Step:
     keep_collectives(mesh, Choices())
     observe_mesh(mesh, recorder)
     laid = lay_model(config, mesh, device)
-    stepped_by = config.optimizer_kernels_on(device.type)
-    optimizer = Optimizer(config.optimizer, laid.gradients.stepped, config.plan.precision, stepped_by)
+    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     nowhere = Path(os.devnull)
     writer = checkpoint.Writer(nowhere, comm.rank, keep=1)
     source = TextSource(config, open_corpus(config.data), mesh.dp, device)

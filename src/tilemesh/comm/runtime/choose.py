@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilemesh.comm.runtime.arithmetic import is_complex
+from tilemesh.comm.runtime.arithmetic import WIDENED, is_complex, orders, widens
 from tilemesh.comm.runtime.fit import Fit
-from tilemesh.comm.runtime.native import WIDENED, orders, widens
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
 from tilemesh.comm.schedules.collectives import REDUCING
@@ -25,13 +24,16 @@ from tilemesh.core.units import format_bytes, format_seconds
 DIRECT_BYTES = 64 << 10  # below this a copy to the stage costs less than a meeting more
 SETTLED_BYTES = 1 << 20  # from here on bytes decide, and a way that copies less is not slower
 UNSURE = 1.1  # predictions err by about as much
-SURE = 1.05  # how much quicker than the library's own a way of ours must have been measured to be taken instead
+SURE = 1.05  # how much quicker than the library's own a way of ours must have been, in readings apart from its own
 SMALL_BYTES = 16 << 10  # below this rounds cost more than bytes
 
 # Before any fit: the algorithm up to so many bytes. One of ours stands only where it was quicker than MPI's own, called
 # by us, on every machine that was measured (two and sixteen cores, arm64 and x86-64); what it copies to and from the
 # stage makes it the slower one elsewhere, which depends on caches that nobody knows yet.
 _ANY = 1 << 62
+_LINES = (
+    128  # a pair of cache lines: numpy takes longer to be called for each rank's numbers than MPI's loop to add them
+)
 _CROWDED: dict[str, tuple[tuple[int, str], ...]] = {  # ranks outnumber cores
     "all_reduce": ((512, "native"), (32 << 10, "flat_one"), (512 << 10, "native"), (_ANY, "flat_slices")),
     "reduce_scatter": ((512, "native"), (32 << 10, "flat"), (2 << 20, "native"), (_ANY, "flat")),
@@ -40,8 +42,8 @@ _CROWDED: dict[str, tuple[tuple[int, str], ...]] = {  # ranks outnumber cores
     "broadcast": ((_ANY, "flat"),),
 }
 _ROOMY: dict[str, tuple[tuple[int, str], ...]] = _CROWDED | {  # every rank has a core
-    "all_reduce": ((32 << 10, "flat"), (_ANY, "flat_slices")),
-    "reduce_scatter": ((_ANY, "flat"),),
+    "all_reduce": ((_LINES, "native"), (32 << 10, "flat"), (_ANY, "flat_slices")),
+    "reduce_scatter": ((_LINES, "native"), (_ANY, "flat")),
 }
 _FLAT_READ_BYTES = 64 << 10  # by a rank with a core, in an all_reduce: beyond, the ranks had better share the additions
 _MANY = 4  # ranks from which on a rank's own block of an all_gather is little beside what it reads
@@ -217,7 +219,7 @@ def _fitted(request: Request, transport: Transport, fit: Fit) -> Choice | None:
     collective, nbytes = request.collective, request.nbytes
 
     def beats_native(name: str, margin: float) -> bool:
-        return "native" not in known or fit.beats(collective, name, "native", nbytes, margin)
+        return "native" not in known or fit.beats(collective, name, "native", nbytes, margin, apart=margin > 1)
 
     direct = direct_way(collective, nbytes, 1)
     there = min((known[name] for name in known if is_direct(name) and beats_native(name, 1.0)), default=math.inf)

@@ -32,9 +32,13 @@ PARTS = ("message", "reduce", "copy")
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over bytes. Below the first point as there, beyond the last in proportion to bytes."""
+    """Seconds over bytes. Below the first point as there, beyond the last in proportion to bytes.
+
+    `spreads`: p20 and p80 of the readings at each point; empty where they are not known.
+    """
 
     points: tuple[tuple[float, float], ...]
+    spreads: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, nbytes: float) -> float:
         points = self.points
@@ -54,6 +58,11 @@ class Curve:
             return (nbytes,)
         place = bisect_right(sizes, nbytes)
         return tuple(sizes[max(0, place - 1) : place + 1])
+
+    def spread(self, nbytes: float) -> tuple[float, float] | None:
+        """p20 and p80 of what was read at this very size; None: nothing was, or nobody kept them."""
+        sizes = [size for size, _ in self.points]
+        return self.spreads[sizes.index(nbytes)] if self.spreads and nbytes in sizes else None
 
     @property
     def latency_s(self) -> float:
@@ -95,18 +104,25 @@ class Fit:
     def has_measured(self, collective: str, algorithm: str) -> bool:
         return f"{collective}/{algorithm}" in self.curves
 
-    def beats(self, collective: str, one: str, other: str, nbytes: int, margin: float = 1.0) -> bool:
+    def beats(
+        self, collective: str, one: str, other: str, nbytes: int, margin: float = 1.0, *, apart: bool = False
+    ) -> bool:
         """Whether one was measured to be quicker by that factor at the sizes on both sides, not only in between.
 
         A curve has steps (a payload leaves a cache, an algorithm goes over to segments), which a line between two
-        measured sizes does not know. Where the two cross inside, neither is sure.
+        measured sizes does not know. Where the two cross inside, neither is sure. `apart`: nor is it where the readings
+        of the two overlap (p20 to p80), because what was quicker in one run may then be the slower in the next.
         """
         first, second = (self.curves.get(f"{collective}/{name}") for name in (one, other))
         if first is None or second is None:
             seconds = [self.seconds(collective, name, nbytes) for name in (one, other)]
             return seconds[0] is not None and seconds[1] is not None and seconds[0] * margin <= seconds[1]
         sizes = {*first.around(max(1, nbytes)), *second.around(max(1, nbytes))}
-        return all(first.seconds(size) * margin <= second.seconds(size) for size in sizes)
+        return all(
+            first.seconds(size) * margin <= second.seconds(size)
+            and not (apart and _overlap(first.spread(size), second.spread(size)))
+            for size in sizes
+        )
 
     @cached_property
     def _simulated(self) -> Any:
@@ -132,6 +148,7 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         curves = {name: [list(point) for point in curve.points] for name, curve in self.curves.items()}
+        spreads = {name: [list(spread) for spread in curve.spreads] for name, curve in self.curves.items()}
         return {
             "transport": self.transport,
             "ranks": self.ranks,
@@ -139,6 +156,7 @@ class Fit:
             "sync_s": self.sync_s,
             "when": self.when,
             "curves": curves,
+            "spreads": spreads,
         } | ({} if self.busy is None else {"busy": self.busy.to_dict()})
 
     @classmethod
@@ -147,12 +165,21 @@ class Fit:
         curves = {}
         for name, points in data["curves"].items():
             made = tuple(sorted((float(x), float(y)) for x, y in points))
-            if not made or any(x <= 0 or not 0 < y < math.inf for x, y in made):
+            # None in a fit that an earlier version has stored.
+            spreads = tuple((float(p20), float(p80)) for p20, p80 in data.get("spreads", {}).get(name, ()))
+            if not made or any(not 0 < number < math.inf for pair in (*made, *spreads) for number in pair):
                 raise ValueError(f"curve {name} has points that are no measurements")
-            curves[str(name)] = Curve(made)
+            if len(spreads) not in (0, len(made)):
+                raise ValueError(f"curve {name} has {len(made)} points and {len(spreads)} spreads")
+            curves[str(name)] = Curve(made, spreads)
         ranks, cores, sync_s = int(data["ranks"]), int(data["cores"]), float(data["sync_s"])
         busy = Busyness.from_dict(data.get("busy"))
         return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy)
+
+
+def _overlap(first: tuple[float, float] | None, second: tuple[float, float] | None) -> bool:
+    """Whether the readings of two (p20, p80) are known to overlap."""
+    return first is not None and second is not None and first[0] <= second[1] and second[0] <= first[1]
 
 
 def key_of(transport: str, ranks: int, cores: int) -> str:

@@ -16,7 +16,7 @@ from tilemesh.comm.runtime.choose import Choice, Choices, Request, choose, expla
 from tilemesh.comm.runtime.engine import CallEngine
 from tilemesh.comm.runtime.fit import Fit
 from tilemesh.comm.runtime.lower import Planner
-from tilemesh.comm.runtime.observe import Observer, Observers
+from tilemesh.comm.runtime.observe import EVERY, Attached, Every, Observer, Observers
 from tilemesh.comm.runtime.transport import Sent, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.collectives import REDUCING, require_collective
@@ -33,13 +33,14 @@ class Inspected:
         engine: CallEngine,
         watch: Watch,
         node_size: int | None,
-        observers: Sequence[tuple[Observer, int]],
+        observers: Sequence[Attached],
+        parent: Observers | None,
     ) -> None:
         self.transport = transport
         self.engine = engine
         self.watch = watch
         self.label = watch.label
-        self._observers = Observers(watch.label, observers)
+        self._observers = Observers(watch.label, observers, parent)
         self._caller = Caller(transport, engine, watch, self._observers, node_size)
         self._ready = self._caller.ready
 
@@ -103,15 +104,15 @@ class Inspected:
     def __repr__(self) -> str:
         return f"<Communicator {self.label}: rank {self.rank} of {self.size} over {self.backend}>"
 
-    def observe(self, observer: Observer, *, every: int = 16) -> Callable[[], None]:
+    def observe(self, observer: Observer, *, every: int | Every = EVERY) -> Callable[[], None]:
         """Tell the observer of all that passes through this communicator and groups split from it from now on.
 
-        See `observe.py` for what it is asked and told. `every`: where the same call comes again and again, one of so
-        many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs instead of 0.15).
-        Returns what detaches the observer from this communicator, after it has been told of all calls. Each rank does
-        this by itself.
+        See `observe.py` for what it is asked and told. `every`: where the same call of less than 10 µs comes again and
+        again, one of so many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs
+        instead of 0.15 to 0.2); or a function that says how many at present. Returns what detaches the observer from
+        this communicator, after it has been told of all calls. Each rank does this by itself.
         """
-        if check.whole(every, "every") < 1:
+        if not callable(every) and check.whole(every, "every") < 1:
             raise UsageError(f"every {every}: expected at least 1")
         self._observers.attach(observer, every)
         self._ready.clear()  # made anew, observed, by the next call of each kind
@@ -121,6 +122,11 @@ class Inspected:
             self._ready.clear()
 
         return detach
+
+    def tell_observers(self) -> None:
+        """Tell the observers now of repeated calls that were counted and not told of yet, those of groups that were
+        split from this communicator (or with it from another) included."""
+        self._observers.tell_counted()
 
     def breakdown(self, call: Callable[[], object]) -> dict[str, float]:
         """Seconds by part (copy, wire, reduce, wait) inside one blocking call of this communicator, on this rank.

@@ -9,8 +9,10 @@ Collectives, messages and the making of groups are seen; groups that are split f
 observed too, under labels of their own. The one idea: an observer is asked once per *kind* of call, not once per call,
 so that a call which is kept ready is wrapped once, when it is made ready. Reading the clock twice and telling of it
 costs such a call 0.5 µs, which for one of 4 µs is a lot. So of calls that come again and again (beyond the first 64 of
-a kind) only one in `every` is timed and told of, together with how many it stands for: 0.15 µs. `every=1` times all of
-them. A communicator without an observer runs the very same functions as if there were no such thing.
+a kind) and take less than 10 µs only one in `every` is timed and told of, together with how many it stands for: 0.15
+to 0.2 µs. All are counted; `comm.tell_observers()` tells of those that were counted and not told of yet. `every=1`
+times all of them.
+A communicator without an observer runs the very same functions as if there were no such thing.
 
 The watchdog is not an observer. It must know of a call that never ends, which an observer is told of too late, and
 telling it at the beginning of every call would cost each of them as much as an observer does; see `watch.py`.
@@ -22,12 +24,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 from tilemesh.comm.runtime.transport import ReadyCall
 
 # Phases: a blocking call is seen once, as a whole; of one that is not, each stretch in which it had the rank is seen.
 CALL, BEGIN, TEST, WAIT = "call", "begin", "test", "wait"
 
+EVERY = 61  # short calls of which one is timed: a prime, or of 20 calls in a program's step it might always be the same
+SHORT_S = 10e-6  # a call that takes longer is timed each time: telling of it costs it less than a twentieth
 _MOST_KINDS = 4096  # of calls that are remembered
 _EACH = 64  # ready calls of a kind that are timed one by one before only one in `every` is
 
@@ -56,22 +61,26 @@ class Seen(NamedTuple):
 
 Note: TypeAlias = Callable[[float, float, int], object]  # (began_s, ended_s) of a call, and how many it stands for
 Observer: TypeAlias = Callable[[Seen], Note | None]
+Every: TypeAlias = Callable[[], int]  # how many repeated calls one is timed of, asked whenever one was
+Attached: TypeAlias = tuple[Observer, int | Every]
 
 
 class Observers:
     """The observers of one communicator. It is false while there are none."""
 
-    def __init__(self, label: str, attached: Iterable[tuple[Observer, int]] = ()) -> None:
-        """`attached`: observers, and of how many repeated calls each is told once."""
+    def __init__(self, label: str, attached: Iterable[Attached] = (), parent: Observers | None = None) -> None:
+        """`attached`: observers, and of how many repeated calls each is told once. `parent`: of what it was split."""
         self.label = label
         self.attached = list(attached)
+        self._family: WeakSet[Observers] = WeakSet() if parent is None else parent._family
+        self._family.add(self)
         self._notes: dict[Seen, Note | None] = {}
         self._untold: list[Callable[[], None]] = []  # what tells of counted calls, for each that is kept ready
 
     def __bool__(self) -> bool:
         return bool(self.attached)
 
-    def attach(self, observer: Observer, every: int) -> None:
+    def attach(self, observer: Observer, every: int | Every) -> None:
         self.flush()
         self.attached.append((observer, every))
         self._notes.clear()
@@ -81,11 +90,17 @@ class Observers:
         self.attached = [one for one in self.attached if one[0] is not observer]
         self._notes.clear()
 
-    def flush(self) -> None:
+    def tell_counted(self) -> None:
         """Tell of the repeated calls that were counted and not told of, as if they had taken as long as the last timed.
 
-        Calls that are kept ready after this must be wrapped anew.
+        Of this communicator and all that have a common origin with it.
         """
+        for observers in list(self._family):
+            for tell in observers._untold:
+                tell()
+
+    def flush(self) -> None:
+        """The same, of this communicator alone, for good: calls that are kept ready must be wrapped anew after it."""
         for tell in self._untold:
             tell()
         self._untold.clear()
@@ -113,10 +128,10 @@ class Observers:
         note = self.note_of(operation, CALL, nbytes, algorithm)
         if note is None:
             return ready
-        every = min(every for _, every in self.attached)
-        if every == 1:
+        every = [every for _, every in self.attached]
+        if 1 in every:
             return _every_one(ready, note)
-        observed, tell = _one_in(every, ready, note)
+        observed, tell = _one_in(_fewest(every), ready, note)
         if len(self._untold) >= _MOST_KINDS:  # the oldest is of a ready call that was given up long ago
             self._untold.pop(0)()
         self._untold.append(tell)
@@ -155,40 +170,50 @@ def _every_one(ready: ReadyCall, note: Note) -> ReadyCall:
     return observed
 
 
-def _one_in(every: int, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
-    """Of each so many the last is timed, and stands for all of them; of the first few, every one.
+def _fewest(every: list[int | Every]) -> Every:
+    """Of all observers the one that is told most often decides."""
+    fixed = min((number for number in every if isinstance(number, int)), default=None)
+    asked = [number for number in every if not isinstance(number, int)]
+    if not asked:
+        return lambda: fixed or 1
+    if fixed is None and len(asked) == 1:
+        return asked[0]
+    return lambda: min(*(number() for number in asked), *([] if fixed is None else [fixed]))
+
+
+def _one_in(every: Every, ready: ReadyCall, note: Note) -> tuple[ReadyCall, Callable[[], None]]:
+    """Of each so many the last is timed, and stands for all of them; of the first few, and of long ones, every one.
 
     Also returns what tells of those that were counted since: they are taken to be like the last one that was timed.
     """
-    calls, stands_for, each, read = 0, 1, _EACH, clock
+    planned = left = 0  # calls before the next one that is timed: when that was decided (or they were told of), and now
+    each, read = _EACH, clock
     began_s = ended_s = 0.0
 
     def observed(x: Any, out: Any) -> Any:
-        nonlocal calls, stands_for, each, began_s, ended_s
-        calls += 1
-        if calls < stands_for:
+        nonlocal planned, left, each, began_s, ended_s
+        if left:
+            left -= 1
             result = ready(x, out)
-            if result is NotImplemented:
-                calls -= 1
+            if result is not NotImplemented:
+                return result
+            left += 1
             return result
         start_s = read()
         result = ready(x, out)
         if result is NotImplemented:
-            calls -= 1
             return result
         began_s, ended_s = start_s, read()
-        note(began_s, ended_s, calls)
-        calls = 0
-        if each:
-            each -= 1
-            stands_for = 1 if each else every
+        note(began_s, ended_s, planned + 1)
+        each -= each > 0
+        planned = left = 0 if each or ended_s - began_s > SHORT_S else every() - 1
         return result
 
     def tell() -> None:
-        nonlocal calls
-        if calls:
-            note(began_s, ended_s, calls)
-            calls = 0
+        nonlocal planned
+        counted, planned = planned - left, left
+        if counted:
+            note(began_s, ended_s, counted)
 
     return observed, tell
 

@@ -28,19 +28,30 @@ def activate(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def slope(saved, ACTIVATION: tl.constexpr):
     """The activation's derivative: from D for relu (its sign is enough), from the value before it for the others."""
-    one = tl.full(saved.shape, 1.0, saved.dtype)
     if ACTIVATION == "relu":
-        return tl.where(saved <= 0.0, 0.0, one)
-    elif ACTIVATION == "squared_relu":  # noqa: RET505  (branches are chosen when compiled)
-        return tl.where(saved <= 0.0, 0.0, 2.0 * saved)
+        steep = tl.where(saved <= 0.0, 0.0, 1.0)
+    elif ACTIVATION == "squared_relu":
+        steep = tl.where(saved <= 0.0, 0.0, 2.0 * saved)
     elif ACTIVATION == "gelu":
         below = 0.5 * (1.0 + tl.erf(saved * 0.7071067811865476))
-        return below + saved * 0.3989422804014327 * tl.exp(-0.5 * saved * saved)
+        steep = below + saved * 0.3989422804014327 * tl.exp(-0.5 * saved * saved)
     elif ACTIVATION == "gelu_tanh":
-        u = 0.7978845608028654 * saved * (1.0 + 0.044715 * saved * saved)
-        gate = 1.0 / (1.0 + tl.exp(-2.0 * u))
-        return gate + saved * 2.0 * gate * (1.0 - gate) * 0.7978845608028654 * (1.0 + 0.134145 * saved * saved)
+        # x sigmoid(v) with v = 1.5958 x + 0.0714 x^3: the derivative is sigmoid(v) (1 + x (1 - sigmoid(v)) v').
+        square = saved * saved
+        gate = 1.0 / (1.0 + tl.exp(saved * (-1.5957691216057308 - 0.07135481627260025 * square)))
+        steep = gate * (1.0 + saved * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780073 * square))
     elif ACTIVATION == "silu":
         gate = 1.0 / (1.0 + tl.exp(-saved))
-        return gate * (1.0 + saved * (1.0 - gate))
-    return one
+        steep = gate * (1.0 + saved * (1.0 - gate))
+    else:
+        steep = tl.full(saved.shape, 1.0, saved.dtype)
+    return steep
+
+
+@triton.jit
+def through(grad, saved, ACTIVATION: tl.constexpr):
+    """grad * act'(saved); an infinite gradient of a closed relu stays zero, as in torch."""
+    made = grad * slope(saved, ACTIVATION)
+    if ACTIVATION == "relu" or ACTIVATION == "squared_relu":
+        made = tl.where(saved <= 0.0, 0.0, made)
+    return made

@@ -27,8 +27,8 @@ class AdamW:
     """Steps these parameters in place, all in one launch per combination of dtypes.
 
     parameters, exp_avgs, exp_avg_sqs: contiguous, of equal shapes, one device; the averages are float32 (float64 for
-    float64 parameters). masters: float32 copies of 16-bit parameters, which are what is stepped. weight_decay: one
-    number, or one per parameter.
+    float64 parameters). masters: float32 copies of 16-bit parameters, which are what is stepped; None in the place of a
+    parameter that is stepped itself. weight_decay: one number, or one per parameter.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AdamW:
         exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor],
         *,
-        masters: Sequence[Tensor] | None = None,
+        masters: Sequence[Tensor | None] | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | Sequence[float] = 0.01,
@@ -46,19 +46,24 @@ class AdamW:
         count = len(parameters)
         decays = [weight_decay] * count if isinstance(weight_decay, (int, float)) else list(weight_decay)
         _check_numbers(betas, eps, decays, count)
-        lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-        lists |= {} if masters is None else {"masters": masters}
+        masters = [None] * count if masters is None else masters
+        if len(masters) != count:
+            raise UsageError(
+                f"{len(masters)} masters for {count} parameters: expected as many, None where there is none"
+            )
+        wide = [value if master is None else master for master, value in zip(masters, parameters, strict=True)]
+        lists = {"parameters": parameters, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": wide}
         _check_lists(lists)
         for name, tensors in lists.items():
             for at, (tensor, parameter) in enumerate(zip(tensors, parameters, strict=True)):
-                wanted = parameter.dtype if name == "parameters" else accumulator(parameter.dtype)
+                wanted = parameter.dtype if tensor is parameter else accumulator(parameter.dtype)
                 if tensor.dtype != wanted or not tensor.is_contiguous():
                     raise UsageError(
                         f"{name}[{at}] is {dtype_name(tensor.dtype)} with strides {tensor.stride()}: expected a "
                         f"contiguous {dtype_name(wanted)} tensor for a {dtype_name(parameter.dtype)} parameter"
                     )
         self.parameters, self.exp_avgs, self.exp_avg_sqs = list(parameters), list(exp_avgs), list(exp_avg_sqs)
-        self.masters = None if masters is None else list(masters)
+        self.masters = list(masters)
         self.betas, self.eps, self.decays = (float(betas[0]), float(betas[1])), float(eps), [*map(float, decays)]
         self.how = implementation_of(implementation, parameters)
         self._groups: dict[tuple[object, ...], list[_Group]] = {}
@@ -96,14 +101,12 @@ class AdamW:
             written = parameters
             if self.how == "interpret":  # which truncates where it should round to bfloat16
                 parameters = [p.float() if p.dtype is torch.bfloat16 else p.detach() for p in parameters]
-            masters = parameters if self.masters is None else [self.masters[at] for at in group.members]
+            masters = [master for at in group.members if (master := self.masters[at]) is not None]
             of_group = ([of[at] for at in group.members] for of in (gradients, self.exp_avgs, self.exp_avg_sqs))
-            given = {"table": group.table.rows([parameters, *of_group, masters]), "owners": group.table.owners}
+            columns = [parameters, *of_group, masters if group.has_masters else parameters]
+            given = {"table": group.table.rows(columns), "owners": group.table.owners}
             given |= {"scalars": scalars} | group.likes(parameters[0].dtype)
-            launch(
-                kernel.update_plan, given, written=(), masters=self.masters is not None, aligned=group.aligned,
-                **constants,
-            )  # fmt: skip
+            launch(kernel.update_plan, given, written=(), masters=group.has_masters, aligned=group.aligned, **constants)
             for parameter, made in zip(written, parameters, strict=True):
                 if made.dtype != parameter.dtype:
                     parameter.copy_(made)
@@ -128,10 +131,12 @@ class AdamW:
         return made
 
     def _grouped(self, gradients: Sequence[Tensor]) -> list[_Group]:
-        lists = [self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs, *([self.masters] if self.masters else [])]
-        kinds = tuple(
-            [(tensors[0].dtype, tensors[1].dtype, is_aligned(*tensors)) for tensors in zip(*lists, strict=True)]
-        )
+        lists = (self.parameters, gradients, self.exp_avgs, self.exp_avg_sqs)
+        kinds = tuple([
+            (tensors[0].dtype, tensors[1].dtype, is_aligned(*tensors, *([] if master is None else [master])),
+             master is not None)
+            for master, *tensors in zip(self.masters, *lists, strict=True)
+        ])  # fmt: skip
         if kinds not in self._groups:
             made = []
             for kind in dict.fromkeys(kinds):
@@ -154,7 +159,8 @@ class AdamW:
         for at, (parameter, average, square) in enumerate(
             zip(self.parameters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         ):
-            value = parameter if self.masters is None else self.masters[at]
+            master = self.masters[at]
+            value = parameter if master is None else master
             moved, slope = value.to(average.dtype), gradients[at].to(average.dtype) / divisor
             moved = moved - rate * self.decays[at] * moved
             average.mul_(beta1).add_(slope, alpha=1 - beta1)
@@ -166,10 +172,13 @@ class AdamW:
 
 
 class _Group:
-    """Parameters that one launch steps: equal dtypes and alignment."""
+    """Parameters that one launch steps: equal dtypes and alignment, all with masters or none."""
 
-    def __init__(self, members: list[int], kind: tuple[torch.dtype, torch.dtype, bool], table: BlockTable) -> None:
-        self.members, self.kind, self.table, self.aligned = members, kind, table, kind[2]
+    def __init__(
+        self, members: list[int], kind: tuple[torch.dtype, torch.dtype, bool, bool], table: BlockTable
+    ) -> None:
+        self.members, self.kind, self.table = members, kind, table
+        self.aligned, self.has_masters = kind[2:]
         self._likes: dict[torch.dtype, dict[str, Tensor]] = {}
 
     def likes(self, parameter: torch.dtype) -> dict[str, Tensor]:
@@ -189,7 +198,7 @@ def adamw(
     gradients: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor] | None = None,
+    masters: Sequence[Tensor | None] | None = None,
     *,
     rate: float | Tensor = 1e-3,
     step: int | Tensor = 1,

@@ -170,6 +170,8 @@ def shared_bytes(config: Config, element_bytes: int) -> int:
 
 def refusal(config: Config, problem: Problem, *, shared_limit: int = HOPPER_SHARED_BYTES) -> str | None:
     """Why this configuration cannot compute this problem, or None when it can."""
+    if problem.slope and (config.kind != "pingpong" or problem.c_kind != "full" or problem.keep):
+        return "a product times an activation's derivative needs kind pingpong, a C of D's shape, and keeps nothing"
     if config.padded and config.kind != "library":
         return "padded needs kind library"
     if config.kind not in TILE_KINDS:

@@ -127,6 +127,15 @@ def _eager(
     return d, z
 
 
+def product_and_sum(
+    a: Tensor, b: Tensor, c: Tensor | None, activation: str, implementation: str
+) -> tuple[Tensor, Tensor]:
+    """(act(A @ B + C), A @ B + C) without gradients, for operators that have a gradient of their own."""
+    d, z = _eager(a, b, c, activation, None, implementation, None, True)
+    assert z is not None
+    return d, z
+
+
 def _prepare(
     a: Tensor, b: Tensor, c: Tensor | None, activation: str, out: Tensor | None, implementation: str,
     config: Config | None, keep: bool,

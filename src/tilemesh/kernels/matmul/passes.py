@@ -8,7 +8,7 @@ All are bound by memory: each says what it reads and writes. Like kernel.py, thi
 import triton
 import triton.language as tl
 
-from tilemesh.kernels.activations.kernel import activate, slope
+from tilemesh.kernels.activations.kernel import activate, through
 from tilemesh.kernels.matmul.kernel import load_c, locate, store_tile, take_turn
 
 
@@ -65,12 +65,7 @@ def gradient_pass(
     value = load_c(grad, row0, col0, M, N, g_m, g_n, ROWS, COLUMNS, "full").to(tl.float32)
     if ACTIVATION != "none":
         kept = load_c(saved, row0, col0, M, N, s_m, s_n, ROWS, COLUMNS, "full").to(tl.float32)
-        # Not a product where the slope is zero: an infinite gradient of a closed relu stays zero, as in torch.
-        steep = slope(kept, ACTIVATION)
-        if ACTIVATION == "relu" or ACTIVATION == "squared_relu":
-            value = tl.where(kept <= 0.0, 0.0, value * steep)
-        else:
-            value = value * steep
+        value = through(value, kept, ACTIVATION)
     store_tile(out, value, row0, col0, M, N, o_m, o_n, ROWS, COLUMNS)
     if C_KIND == "row":
         columns = col0 + tl.arange(0, COLUMNS)

@@ -3,8 +3,9 @@
 Written in Gluon, Triton's lower level, because Triton itself cannot say what this kernel is about. The two groups take
 turns: while one multiplies its tile, the other adds C, activates and writes the tile before, so the tensor cores
 hardly pause. C, too, is brought to shared memory by the loading warp, long before it is needed: its latency is never
-waited for. With PAIRED the groups share one tile twice as tall instead, each its half of the rows: B is loaded once for
-both, but nothing is multiplied while they finish.
+waited for. With SLOPE C is not added: D = (A @ B) act'(C), a product of a backward pass. With PAIRED the groups share
+one tile twice as tall instead, each its half of the rows: B is loaded once for both, but nothing is multiplied while
+they finish.
 
 Shared memory: a ring of STAGES (A, B) tiles in the order of the tiles, and for each group one tile that first holds C
 and then D. `ready` barriers say that a tile has arrived, `free` ones that it may be overwritten, `order` ones whose
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilemesh.kernels.activations.kernel import activate
+from tilemesh.kernels.activations.kernel import activate, through
 from tilemesh.kernels.matmul.kernel import locate
 from tilemesh.kernels.warps import barriers
 
@@ -89,7 +90,7 @@ def compute_tiles(
     group: gl.constexpr, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
     c_m, c_n, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr,
-    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr,
+    C_KIND: gl.constexpr, ACTIVATION: gl.constexpr, KEEP: gl.constexpr, SLOPE: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: every other tile of this program, or its half of each, from product to store."""
     ROWS: gl.constexpr = BLOCK_M // 2 if PAIRED else BLOCK_M
@@ -138,7 +139,11 @@ def compute_tiles(
         used += steps if PAIRED else GROUPS * steps
         if C_TMA:
             mbarrier.wait(c_ready.index(group), turn & 1)
-            value += part.load(layout).to(gl.float32)
+            beside = part.load(layout).to(gl.float32)
+            if SLOPE:
+                value = through(value, beside, ACTIVATION)
+            else:
+                value += beside
         else:
             if C_KIND == "row":
                 columns = col0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -152,7 +157,9 @@ def compute_tiles(
             fence_async_shared()
             tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
             tma.store_wait(0)
-        part.store(activate(value, ACTIVATION).to(d_desc.dtype))
+        if not SLOPE:
+            value = activate(value, ACTIVATION)
+        part.store(value.to(d_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(d_desc, [row0, col0], part)
         if C_TMA:
@@ -167,7 +174,7 @@ def pingpong_tiles(
     a_desc, b_desc, c_desc, d_desc, z_desc, c, M, N, K, c_m, c_n, tiles, c_at,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PAIRED: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, C_TMA: gl.constexpr, C_KIND: gl.constexpr,
-    ACTIVATION: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, KEEP: gl.constexpr, SLOPE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Tiles 0..tiles over as many programs as multiprocessors. Descriptors bound every access: nothing is masked."""
     dtype: gl.constexpr = a_desc.dtype
@@ -189,10 +196,10 @@ def pingpong_tiles(
     gl.warp_specialize([
         (compute_tiles, (0, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
                          c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
-                         C_KIND, ACTIVATION, KEEP)),
+                         C_KIND, ACTIVATION, KEEP, SLOPE)),
         (compute_tiles, (1, c, d_desc, z_desc, a_ring, b_ring, parts, ready, free, order, c_ready, c_free, M, N, K,
                          c_m, c_n, tiles, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA,
-                         C_KIND, ACTIVATION, KEEP)),
+                         C_KIND, ACTIVATION, KEEP, SLOPE)),
         (load_tiles, (a_desc, b_desc, c_desc, a_ring, b_ring, parts, ready, free, c_ready, c_free, M, N, K, tiles,
                       c_at, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, STAGES, PAIRED, A_TURNED, B_TURNED, C_TMA)),
     ], [4, 1], [GROUP_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -184,7 +184,7 @@ def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, mu
     }
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "A_TURNED", "B_TURNED", "C_KIND", "ACTIVATION", "KEEP", "EARLY")
     constants = {name: whole.constants[name] for name in names}
-    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma}
+    constants |= {"STAGES": config.stages, "PAIRED": config.paired, "C_TMA": c_tma, "SLOPE": problem.slope}
     grid, varying = (min(tiles, multiprocessors), 1), (*whole.varying, "c_at")
     return replace(
         whole, kernel=f"{PINGPONG}:pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying

@@ -55,7 +55,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Problem:
-    """One fused matmul. `keep` asks for the value before the activation too, which some gradients need."""
+    """One fused matmul. `keep` asks for the value before the activation too, which some gradients need.
+
+    `slope`: instead, D = (A @ B) act'(C) with a C of D's shape, for gradients; `pingpong` alone computes it.
+    """
 
     a: Matrix
     b: Matrix
@@ -66,6 +69,7 @@ class Problem:
     activation: str
     precision: str = "tf32"  # of a float32 product: "tf32" or "ieee"; other dtypes ignore it
     keep: bool = False
+    slope: bool = False
 
     @property
     def m(self) -> int:
@@ -138,7 +142,9 @@ class Problem:
     def key(self) -> str:
         """The name under which a tuned configuration is stored, e.g. `2048x2048x2048 float16 nn full relu`."""
         dtype = self.dtype + ("-ieee" if self.dtype == "float32" and self.precision == "ieee" else "")
-        return f"{self.m}x{self.n}x{self.k} {dtype} {self.layout} {self.c_kind} {self.activation}"
+        return (
+            f"{self.m}x{self.n}x{self.k} {dtype} {self.layout} {self.c_kind} {self.activation}{'-slope' * self.slope}"
+        )
 
 
 def _turn(matrix: Matrix) -> str:
