@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report_pages import NARROW, WIDE, check
 
 from tilemesh.bench.serve.record import write_serve_run
 from tilemesh.bench.serve.run import LoadPoint, ServeFindings
@@ -23,6 +22,8 @@ from tilemesh.runs.contents import read_contents
 from tilemesh.serve.figures import ServeGoal, load_figures
 from tilemesh.serve.scheduler import ServeLimits
 from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, predicted, simulate
+
+CHECKS = Path(__file__).with_name("checks.js").read_text()
 
 
 def findings() -> ServeFindings:
@@ -67,11 +68,18 @@ def test_the_folder_has_every_step_and_what_it_came_to(folder: Path) -> None:
     assert page_of("serve") is not page_of("anything")
 
 
-@pytest.mark.parametrize(("width", "dark"), [(WIDE, False), (NARROW, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_the_page_in_a_browser(browser: Any, folder: Path, width: int, dark: bool) -> None:
     (path,) = make([str(folder)], None)
     with browser.open(f"file://{path}", width=width, dark=dark) as page:
-        check(page, charts=16)
+        page.value(CHECKS)
+        assert page.complaints() == []
+        assert page.requests() == []
+        assert page.value("document.querySelectorAll('figure svg').length") >= 16
+        assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth")
+        assert page.value("checks.small()") == []
+        assert page.value("checks.overlaps()") == []
+        assert page.value("checks.contrast()") >= 4.5
         text = page.value("document.body.innerText")
         for words in ("Latency against load", "Tokens in each step", "page waste", "predicted"):
             assert words in text
