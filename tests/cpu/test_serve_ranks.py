@@ -173,7 +173,7 @@ def test_what_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_shared_by_so_many_says_why(folder: Path) -> None:
-    with pytest.raises(RunError, match="did not start.*heads"):
+    with pytest.raises(RunError, match=r"did not start.*heads"):
         Engine(folder, pages=9, ranks=3)  # 4 heads over 3 ranks
 
 
