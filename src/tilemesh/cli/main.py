@@ -22,6 +22,7 @@ from tilemesh.cli import (
     bench_collective,
     bench_exchange,
     bench_kernel,
+    bench_serve,
     bench_train,
     calibrate,
     config,
@@ -62,6 +63,7 @@ bench.command("kernel")(bench_kernel.bench_kernel)
 bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
+bench.command("serve")(bench_serve.bench_serve)
 app.add_typer(bench, name="bench")
 
 # typer's own errors: it carries them, but exports only the most special one by name.

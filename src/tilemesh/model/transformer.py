@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,11 +26,12 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
+from tilemesh.kernels.gated.reference import geglu, swiglu
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.rotary.table import cosines_and_sines
-from tilemesh.model.cache import KeyValueCache
+from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
 from tilemesh.model.dropout import ORIGIN, DropoutPlace, Site, dropout
@@ -36,6 +39,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
+from tilemesh.model.stacked import StackedProduct
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -125,6 +129,8 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
+        self.stacked: StackedProduct | None = None
+        """The same for a model that only computes forward: see `model.stacked`."""
         self.fc_q = Linear(width, config.query_width, biases, device="meta", dtype=dtype)
         self.fc_k = Linear(width, kv_width, biases, device="meta", dtype=dtype)
         self.fc_v = Linear(width, kv_width, biases, device="meta", dtype=dtype)
@@ -139,7 +145,16 @@ class Attention(nn.Module):
         if is_ours and self.joined and rotary is None and self.qk_norm == "none" and self.query_factor == 1:
             y_BTD = self.fc_o(self._attend_joined(joined(x_BTD, projections)))
             return y_BTD
-        if self.joined:
+        if self.stacked is not None:
+            qkv_BTF = self.stacked(x_BTD)
+            attend_joined = self._joined_cache(now, rotary)
+            if attend_joined is not None:
+                held = {"heads": self.heads, "kv_heads": self.kv_heads}
+                y_BTHE = attend_joined(self.layer, qkv_BTF, rotary, **held, window=self.window)
+                y_BTD = self.fc_o(y_BTHE.flatten(-2))
+                return y_BTD
+            q, k, v = torch.split(qkv_BTF, self.stacked.widths, dim=-1)
+        elif self.joined:
             q, k, v = torch.split(joined(x_BTD, projections), [one.weight.shape[0] for one in projections], dim=-1)
         else:
             q, k, v = (one(x_BTD) for one in projections)
@@ -166,6 +181,14 @@ class Attention(nn.Module):
             y_BTHE = now.cache.attend(self.layer, q_BTHE, k_BTKE, v_BTKE, **kept)
         y_BTD = self.fc_o(y_BTHE.flatten(-2))
         return y_BTD
+
+    def _joined_cache(self, now: Pass, rotary: tuple[Tensor, Tensor] | None) -> AttendJoined | None:
+        """The cache's attention over queries, keys and values side by side, where it has one and nothing but turning
+        whole heads lies between the product and attention."""
+        if now.cache is None or self.qk_norm != "none" or self.query_factor != 1:
+            return None
+        whole = rotary is None or 2 * rotary[0].shape[-1] * self.heads == self.fc_o.weight.shape[1]
+        return getattr(now.cache, "attend_joined", None) if whole else None
 
     def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
@@ -206,6 +229,9 @@ class Mlp(nn.Module):
         super().__init__()
         width, hidden, biases = config.width, config.mlp_width, config.has_biases("mlp")
         self.fc_gate = None
+        self.stacked: StackedProduct | None = None
+        """Gate and first projection by one product, in a model that only computes forward: see `model.stacked`."""
+        self.gate = _GATE_ACTIVATION.get(config.activation)
         if config.activation in _GATE_ACTIVATION:
             gate = _GATE_ACTIVATION[config.activation]
             self.fc_gate = make_projection(width, hidden, biases, gate, kernels.projections, dtype)
@@ -221,9 +247,13 @@ class Mlp(nn.Module):
                 activation=self.activation, implementation=self.implementation,
             )  # fmt: skip
             return made_BTD
-        h_BTF = self.fc_in(x_BTD)
-        if self.fc_gate is not None:
-            h_BTF = self.fc_gate(x_BTD) * h_BTF
+        if self.stacked is not None:
+            gate_BTF, h_BTF = self.stacked(x_BTD).chunk(2, -1)
+            h_BTF = swiglu(gate_BTF, h_BTF) if self.gate == "silu" else geglu(gate_BTF, h_BTF)
+        else:
+            h_BTF = self.fc_in(x_BTD)
+            if self.fc_gate is not None:
+                h_BTF = self.fc_gate(x_BTD) * h_BTF
         y_BTD: Tensor = self.fc_out(h_BTF)
         return y_BTD
 
@@ -322,6 +352,7 @@ class Transformer(nn.Module):
         self.output = None
         if self.part.head and not config.tied:
             self.output = Linear(config.width, config.vocabulary, bias=False, device="meta", dtype=dtype)
+        self._rotary_kept: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
             _give_memory(self, target)
@@ -387,6 +418,11 @@ class Transformer(nn.Module):
             held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
             wide = held.dtype == torch.float64
             dtype = torch.float64 if wide else torch.float32
+            if cache is not None and self._rotary_kept is not None:
+                rotary = local = _looked_up(self._rotary_kept[0], cache.positions_BT)
+                if config.has_local_rotary:
+                    local = _looked_up(self._rotary_kept[1], cache.positions_BT)
+                return Pass(rotary, local, dropout_seed if dropping else None, place, cache)
             if cache is None:
                 positions = torch.arange(place.token, end, device=tokens_BT.device)
             else:
@@ -395,6 +431,18 @@ class Transformer(nn.Module):
             if config.has_local_rotary:
                 local = rotary_table(positions, config, dtype, is_local=True)
         return Pass(rotary, local, dropout_seed if dropping else None, place, cache)
+
+    def keep_rotary(self) -> None:
+        """Compute the cosines and sines of all positions once; passes with a cache look theirs up from now on."""
+        if self.config.positions == "rotary":
+            held = next(self.parameters())
+            dtype = torch.float64 if held.dtype == torch.float64 else torch.float32
+            positions = torch.arange(self.config.context, device=held.device)
+            whole = rotary_table(positions, self.config, dtype)
+            local = (
+                rotary_table(positions, self.config, dtype, is_local=True) if self.config.has_local_rotary else whole
+            )
+            self._rotary_kept = (whole, local)
 
     def embed(self, tokens_BT: Tensor, now: Pass) -> Tensor:
         """Tokens to activations: what comes before the first layer."""
@@ -513,6 +561,13 @@ def rotary_table(
     return cosines_and_sines(angle)
 
 
+def _looked_up(tables: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of cosines and sines as (B, T, 1, R/2)."""
+    shape = (*positions_BT.shape, 1, -1)
+    cos, sin = (table.index_select(0, positions_BT.reshape(-1)).view(shape) for table in tables)
+    return cos, sin
+
+
 def _stretched(frequency: Tensor, config: ModelConfig) -> Tensor:
     """Rotary frequencies for a longer context than the model was first trained with."""
     if config.rotary_scaling == "none":
@@ -546,8 +601,24 @@ def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None
     depth = model.config.layers if isinstance(model, Transformer) else layers
     if depth is None:
         raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(draw(f"{prefix}{name}", parameter.shape, seed, depth))
+    wanted = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
+    for name, drawn in drawn_ahead({name: parameter.shape for name, parameter in wanted.items()}, seed, depth):
+        wanted[name].copy_(drawn)
+
+
+def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """What `draw` gives for each of these names, in their order, by as many threads as torch has: a generator draws its
+    numbers one after the other, and billions of them take minutes. Never more than two per thread are held."""
+    threads = torch.get_num_threads()
+    waiting: deque[tuple[str, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for name, shape in shapes.items():
+            if len(waiting) >= 2 * threads:
+                first, drawn = waiting.popleft()
+                yield first, drawn.result()
+            waiting.append((name, pool.submit(draw, name, shape, seed, layers)))
+        for first, drawn in waiting:
+            yield first, drawn.result()
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:

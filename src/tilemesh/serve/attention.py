@@ -1,9 +1,9 @@
-"""Keys and values in pages, and attention over them in plain torch: the cache that a model is given when it serves.
+"""Keys and values in pages, and attention over them: the cache that a model is given when it serves.
 
 The one idea: the pool of a layer is one tensor of places, a page being `page_tokens` of them in a row. New keys and
-values are written to their places; the pages of a group of sequences are gathered into one padded tensor and attended
-to by torch. Gathering reads and writes every byte once more; on two cores that is a third of the attention's own time
-(docs/serve/LOG.md), and one call for many sequences saves more than that.
+values are written to their places. On a GPU our kernel then reads the pages where they lie. In plain torch the pages of
+a group of sequences are gathered into one padded tensor: that reads and writes every byte once more; on two cores it is
+a third of the attention's own time (docs/serve/LOG.md), and one call for many sequences saves more than that.
 
 R: sequences of a group; T: new tokens of each; S: tokens attended to; H: query heads; K: key and value heads;
 G: query heads per key head; E: head width.
@@ -18,12 +18,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilemesh.core.errors import UsageError
-from tilemesh.serve.batch import AttentionGroup, Batch
+from tilemesh.kernels.paged_attention.reference import paged_attention
+from tilemesh.kernels.paged_attention.store import store_pages
+from tilemesh.serve.batch import AttentionGroup, Batch, PageLayout, TileSizes
 
 KEY_BLOCK = 64
 """Invariant mode: keys are reduced in blocks of this many positions, the first at position 0."""
 QUERY_BLOCK = 8
 """Invariant mode: queries of one sequence in one product, padded to as many."""
+SPLIT = 256
+"""Our kernels: keys of a sequence that one program attends to, where several share a sequence."""
+_ROWS = {2: 64, 4: 32, 8: 16}
+"""Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
+_LEAST_ROWS = 16
 
 
 class PagedKeyValues:
@@ -41,10 +48,17 @@ class PagedKeyValues:
         device: torch.device | str = "cpu",
         swap_pages: int = 0,
         invariant: bool = False,
+        implementation: str = "auto",
     ) -> None:
+        """`implementation`: of our kernels, as `tilemesh.kernels` takes it. `auto`: they compute on a GPU, and on a CPU
+        plain torch does, with pages gathered."""
         self.pages, self.page_tokens, self.capacity = pages, page_tokens, context
         self.device = torch.device(device)
         self.swap_pages, self.invariant = swap_pages, invariant
+        self.implementation = implementation
+        self.by_kernel = self.device.type == "cuda" or implementation != "auto"
+        """Whether attention is our kernels': batches then need a layout."""
+        self.attend_joined = self._attend_joined if self.by_kernel else None
         self._swapped: dict[int, Tensor] = {}  # the same with the CPU's pages
         self._stored: dict[int, Tensor] = {}  # layer: (2, pages + 1, page_tokens, K, E), keys and values
         self._batch: Batch | None = None
@@ -63,18 +77,72 @@ class PagedKeyValues:
         self._batch = batch
         return self
 
+    def tile_sizes(self, group: int, itemsize: int) -> TileSizes | None:
+        """How our kernels want the tokens of a pass, where `group` query heads share a key head."""
+        if not self.by_kernel:
+            return None
+        least = max(1, _LEAST_ROWS // group)
+        if self.invariant:
+            return TileSizes(least, least, SPLIT, uniform=True)
+        return TileSizes(1, max(least, _ROWS[itemsize] // group), SPLIT)
+
+    def _pool(self, layer: int, like: Tensor, kv_heads: int, width: int) -> Tensor:
+        """Keys and values of a layer; its memory is taken when it first comes."""
+        if layer not in self._stored:
+            # One page more takes what padding writes. Zeros: a weight of 0 times NaN in unused memory would be NaN.
+            self._stored[layer] = like.new_zeros((2, self.pages + 1, self.page_tokens, kv_heads, width))
+        return self._stored[layer]
+
+    def _attend_joined(
+        self,
+        layer: int,
+        qkv_BTF: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        *,
+        heads: int,
+        kv_heads: int,
+        window: int = 0,
+    ) -> Tensor:
+        batch = self._prepared
+        assert batch.layout is not None
+        width = qkv_BTF.shape[2] // (heads + 2 * kv_heads)
+        keys, values = self._pool(layer, qkv_BTF, kv_heads, width)
+        tables = None if rotary is None else (rotary[0][0, :, 0], rotary[1][0, :, 0])
+        q_THE = store_pages(
+            qkv_BTF[0], tables, batch.places_T, keys, values, heads=heads, implementation=self.implementation
+        )
+        return self._attend_tiles(batch.layout, q_THE, keys, values, window)[None]
+
+    def _attend_tiles(self, layout: PageLayout, q_THE: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        found = [
+            paged_attention(
+                q_THE[tokens.begin : tokens.end],
+                keys,
+                values,
+                layout.tables_RM,
+                tokens.tiles_B4,
+                tile=tokens.tile,
+                split=tokens.split,
+                longest=tokens.longest,
+                window=window,
+                implementation=self.implementation,
+            )
+            for tokens in layout.sets
+        ]
+        if found and layout.sets[-1].end < len(q_THE):  # what follows is padding
+            found.append(q_THE[layout.sets[-1].end :])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
     def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         batch = self._prepared
         kv_heads, width = k_BTKE.shape[2:]
-        if layer not in self._stored:
-            # One page more takes what padding writes. Zeros: a weight of 0 times NaN in unused memory would be NaN.
-            shape = (2, self.pages + 1, self.page_tokens, kv_heads, width)
-            self._stored[layer] = k_BTKE.new_zeros(shape)
-        keys, values = self._stored[layer]
+        keys, values = self._pool(layer, k_BTKE, kv_heads, width)
         # Padding writes to place -1: the last one of the page that no sequence has.
         places = batch.places_T
         keys.view(-1, kv_heads, width)[places] = k_BTKE[0]
         values.view(-1, kv_heads, width)[places] = v_BTKE[0]
+        if batch.layout is not None:
+            return self._attend_tiles(batch.layout, q_BTHE[0], keys, values, window)[None]
         y_THE = torch.zeros_like(q_BTHE[0]) if self.invariant else torch.empty_like(q_BTHE[0])
         for group in batch.groups:
             rows = slice(group.begin, group.begin + group.rows * group.tokens)

@@ -1,8 +1,9 @@
 """A step's plan as numbers: which tokens stand where, which places of the pool they fill, who attends to what.
 
 The one idea: all sequences lie one after the other in a single row of tokens, so every product of the model sees one
-large matrix and no padding. Only attention tells sequences apart: those with as many new tokens and about as many old
-ones are attended to together, padded to the longest of their group.
+large matrix and no padding. Only attention tells sequences apart. In plain torch those with as many new tokens and
+about as many old ones are attended to together, padded to the longest of their group; our kernels are given tiles, a
+few tokens of one sequence each, and a table of every sequence's pages.
 
 R: sequences of a group; T: new tokens of each; S: tokens attended to; P: pages.
 """
@@ -40,6 +41,38 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True)
+class TileSet:
+    """Tokens `begin` to `end` of the pass in tiles, as `kernels.paged_attention` takes them."""
+
+    begin: int
+    end: int
+    tiles_B4: Tensor
+    """First tokens are counted from `begin`."""
+    tile: int
+    split: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Who attends to which pages, for our kernels."""
+
+    tables_RM: Tensor
+    sets: tuple[TileSet, ...]
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Tokens of a tile and keys of a part: of sequences that decode, and of prompts (whose keys are in one part)."""
+
+    decode: int
+    prompt: int
+    split: int
+    uniform: bool = False
+    """Whether all tokens are in tiles and parts of one kind, so that a token's bits do not follow from the batch."""
+
+
+@dataclass(frozen=True)
 class TokenSpan:
     """New tokens of one sequence: those of an entry, or a part of them."""
 
@@ -67,10 +100,12 @@ class Batch:
     places_T: Tensor
     """Where each token's keys and values go: page times the tokens of a page, plus its place in the page."""
     groups: tuple[AttentionGroup, ...]
-    wanted: Tensor
-    """Tokens of the pass whose logits are wanted."""
+    wanted: Tensor | None
+    """Tokens of the pass whose logits are wanted; None: all."""
     pieces: tuple[TokenSpan, ...]
     """In the order of the tokens; `wanted` lists theirs one after the other."""
+    layout: PageLayout | None = None
+    """For our kernels; `groups` is empty then."""
 
 
 def token_span(entry: Scheduled, all_logits: bool) -> TokenSpan:
@@ -100,8 +135,15 @@ def cut(whole: Sequence[TokenSpan], most: int) -> Iterator[list[TokenSpan]]:
         yield now
 
 
-def make_batch(pieces: Sequence[TokenSpan], page_tokens: int, device: torch.device, pad_to: int = 0) -> Batch:
-    """One pass over these; padded with tokens of no sequence to `pad_to`, whose keys go to place 0 of the last page."""
+def make_batch(
+    pieces: Sequence[TokenSpan],
+    page_tokens: int,
+    device: torch.device,
+    pad_to: int = 0,
+    tile_sizes: TileSizes | None = None,
+) -> Batch:
+    """One pass over these; padded with tokens of no sequence to `pad_to`, whose keys go to the last place of the last
+    page. `tile_sizes`: for our kernels; without, for plain torch."""
     ordered = sorted(pieces, key=lambda piece: (piece.end - piece.begin, piece.end))
     tokens: list[int] = []
     positions: list[int] = []
@@ -122,14 +164,49 @@ def make_batch(pieces: Sequence[TokenSpan], page_tokens: int, device: torch.devi
     made = torch.tensor(
         [tokens + [0] * padding, positions + [0] * padding, places + [-1] * padding], dtype=torch.int64
     ).to(device)
-    return Batch(
-        made[0:1],
-        made[1:2],
-        made[2],
-        tuple(_group(ordered[a:b], begins[a], page_tokens, device) for a, b in _together(ordered)),
-        torch.tensor(wanted, dtype=torch.int64, device=device),
-        tuple(ordered),
-    )
+    groups: tuple[AttentionGroup, ...] = ()
+    layout = None
+    if tile_sizes is None:
+        groups = tuple(_group(ordered[a:b], begins[a], page_tokens, device) for a, b in _together(ordered))
+    else:
+        layout = _layout(ordered, begins, page_tokens, device, tile_sizes)
+    wanted_N = torch.tensor(wanted, dtype=torch.int64, device=device)
+    return Batch(made[0:1], made[1:2], made[2], groups, wanted_N, tuple(ordered), layout)
+
+
+def _layout(
+    ordered: Sequence[TokenSpan], begins: Sequence[int], page_tokens: int, device: torch.device, sizes: TileSizes
+) -> PageLayout:
+    """Sequences that decode come first: they have one token each."""
+    decoding = 0 if sizes.uniform else sum(piece.end - piece.begin == 1 for piece in ordered)
+    sets = []
+    for first, last, tile, split in (
+        (0, decoding, sizes.decode, sizes.split),
+        (decoding, len(ordered), sizes.prompt, sizes.split if sizes.uniform else 0),
+    ):
+        if first == last:
+            continue
+        begin = begins[first]
+        tiles = [
+            (row, begins[row] - begin + at - piece.begin, min(tile, piece.end - at), at)
+            for row, piece in enumerate(ordered[first:last], first)
+            for at in range(piece.begin, piece.end, tile)
+        ]
+        end = begins[last - 1] + ordered[last - 1].end - ordered[last - 1].begin
+        longest = rounded(max(piece.end for piece in ordered[first:last]))
+        made = torch.tensor(tiles, dtype=torch.int32, device=device)
+        sets.append(TileSet(begin, end, made, tile, split, longest))
+    columns = rounded(max(-(-piece.end // page_tokens) for piece in ordered))
+    tables = torch.zeros(len(ordered), columns, dtype=torch.int32)
+    for row, piece in enumerate(ordered):
+        pages = piece.entry.pages[: -(-piece.end // page_tokens)]
+        tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    return PageLayout(tables.to(device), tuple(sets))
+
+
+def rounded(size: int) -> int:
+    """To the next power of two, at least 64: what differs little from step to step is launched with the same sizes."""
+    return max(64, 1 << (size - 1).bit_length())
 
 
 def _together(ordered: Sequence[TokenSpan]) -> Iterator[tuple[int, int]]:

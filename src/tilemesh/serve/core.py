@@ -6,19 +6,24 @@ belongs to an answer beside its tokens: text, log-probabilities, and who is to b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tilemesh.serve.constrain.mask import Constraint, Cursor
+from tilemesh.serve.device_steps import DrawnTokens
+from tilemesh.serve.draft import DraftModel
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
 from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
 from tilemesh.serve.text import Decoder, TextStream
+
+UNSOUND = "the model's logits are NaN or infinite: are its weights sound?"
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,19 @@ class EngineCore:
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Hears the name of each request that has ended."""
+        self.draft: DraftModel | None = None
+        """What makes the guesses that a plan leaves open."""
         self.history: ServeHistory | None = None
         """Where all that happens is written down, if anyone wants it."""
         self.now_ns = 0
         """When the last orders were taken: the next step begins then."""
+        self._ahead: tuple[StepPlan, DrawnTokens] | None = None
+        """A step that was launched, and whose tokens nobody has read yet."""
         self._last: tuple[StepPlan, Mapping[str, Sequence[int]], list[str], int] | None = None
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        return self.scheduler.busy or self._ahead is not None
 
     def add(
         self, job: PromptJob, max_tokens: int, priority: int = 0, drawn: int = 0, asked_ns: int | None = None
@@ -130,16 +139,80 @@ class EngineCore:
             answer.job.tell(AnswerPart(answer.number, "", (), (), FinishReason.ERROR, None, why))
 
     def step(self) -> None:
+        """Take a step; or launch one whose tokens are read in the next, and end the one that was launched before."""
         plan = self.scheduler.plan()
+        if not self._goes_ahead(plan):
+            self._end_ahead()
+            # Requests that have just ended are no part of it any more.
+            going = tuple(entry for entry in plan.entries if entry.request.state is RequestState.RUNNING)
+            self._compute(plan if len(going) == len(plan.entries) else replace(plan, entries=going))
+            return
+        assert self.runner.ahead is not None
+        try:
+            drawings = [self._drawings(entry, ())[0] for entry in plan.entries if entry.samples]
+            launched = self.runner.ahead.launch(plan, drawings)
+        except Exception as error:
+            self._fail(plan, error)
+            self._end_ahead()
+            return
+        self._end_ahead()
+        self._ahead = (plan, launched)
+        if self.scheduler.can_assume():
+            self.scheduler.assume(plan)
+        else:
+            self._end_ahead()
+
+    def _goes_ahead(self, plan: StepPlan) -> bool:
+        """Whether a step can be launched whose requests' last tokens may be on the device only, and nothing of what it
+        computes but tokens is wanted."""
+        if self.runner.ahead is None or self.draft is not None or self.history is not None or not plan.entries:
+            return False
+        if plan.swapped_in or plan.swapped_out or plan.preempted:
+            return False
+        for entry in plan.entries:
+            answer = self._live[entry.request.name]
+            sampling = answer.job.sampling
+            plain = sampling.logprobs is None and sampling.prompt_logprobs is None and answer.cursor is None
+            if entry.drafts or not plain or sampling.changes_logits:
+                return False
+        return True
+
+    def _end_ahead(self) -> None:
+        """Read the tokens of the step that was launched last, if there is one, and book them."""
+        if self._ahead is None:
+            return
+        (plan, launched), self._ahead = self._ahead, None
+        try:
+            tokens = launched.read()
+        except Exception as error:
+            self._fail(plan, error)
+            return
+        for name in [name for name, token in tokens.items() if token < 0 and name in self._live]:
+            self._end(self._live[name], FinishReason.ERROR, UNSOUND)
+        sampled = {name: [token] for name, token in tokens.items() if token >= 0}
+        for progressed in self.scheduler.commit(plan, sampled):
+            self._tell(progressed, ())
+        self.on_step(plan.tokens, len(plan.preempted))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        """Whatever it was (no memory, most likely), the requests of this step cannot go on, and the others can."""
+        for entry in plan.entries:
+            if entry.request.name in self._live:
+                self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+
+    def _compute(self, plan: StepPlan) -> None:
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         try:
+            if self.draft is not None:
+                plan = self.draft.fill(plan, self._next_drawing)
+            begun = time.perf_counter()
             logits = self.runner.run(plan, self._wants_all)
             sampled, logprobs = self._draw(plan, logits)
+            if self.draft is not None and plan.entries and all(entry.count == 1 for entry in plan.entries):
+                self.draft.observe(plan, time.perf_counter() - begun)
         except Exception as error:
-            # Whatever it was (no memory, most likely), the requests of this step cannot go on, and the others can.
-            for entry in plan.entries:
-                self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+            self._fail(plan, error)
         failed = [entry.request.name for entry in plan.entries if entry.request.state is RequestState.DONE]
         self._last = (plan, sampled, failed, self.now_ns) if self.history is not None else None
         for progressed in self.scheduler.commit(plan, sampled):
@@ -175,8 +248,7 @@ class EngineCore:
             if entry.samples:
                 own_NV = found.logits_NV[entry.start + entry.count - 1 - found.first :]
                 if not bool(torch.isfinite(own_NV).all()):
-                    why = "the model's logits are NaN or infinite: are its weights sound?"
-                    self._end(self._live[entry.request.name], FinishReason.ERROR, why)
+                    self._end(self._live[entry.request.name], FinishReason.ERROR, UNSOUND)
                     continue
                 allowed = self._allowed(entry)
                 if allowed and allowed[0] is not None and not bool(allowed[0].any()):
@@ -239,6 +311,13 @@ class EngineCore:
             )
             for guessed in range(len(entry.drafts) + 1)
         ]
+
+    def _next_drawing(self, entry: Scheduled) -> TokenDraw | None:
+        """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""
+        allowed = self._allowed(entry)
+        if allowed and (allowed[-1] is None or not bool(allowed[-1].any())):
+            return None
+        return self._drawings(entry, allowed)[-1]
 
     def _keep_prompt_logprobs(self, entry: Scheduled, found: RequestLogits) -> None:
         request = entry.request

@@ -20,9 +20,12 @@ from types import TracebackType
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
+from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
+from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
@@ -30,11 +33,13 @@ from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
-from tilemesh.serve.speculate import NgramGuesser
+from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
 _RETRY_S = 0.02
+_DRAFTS = 4
+"""Guesses of a draft model per step at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class Engine:
         swap_pages: int = 0,
         share_prefixes: bool = True,
         speculate: int = 0,
+        draft: str | Path | ServedModel | None = None,
         invariant: bool = False,
+        launch_ahead: bool | None = None,
         dtype: str | None = None,
         device: str = "cpu",
         seed: int = 0,
@@ -112,7 +119,10 @@ class Engine:
         """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
 
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
-        own text repeats; answers stay what they are. `seed`: of requests that bring none. `step`: which checkpoint.
+        own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
+        and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
+        known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
+        none. `step`: which checkpoint.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
@@ -126,9 +136,14 @@ class Engine:
         model = self.served.model
         self.config: ModelConfig = model.config
         longest = self.config.context if context is None else min(context, self.config.context)
+        weight_dtype = next(model.parameters()).dtype
+        if draft is not None and not isinstance(draft, ServedModel):
+            draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
+        if draft is not None:
+            check_draft(draft.model.config, self.config, longest)
         if pages is None:
-            weight_dtype = next(model.parameters()).dtype
-            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place)
+            beside = None if draft is None else draft.model.config
+            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place, beside)
         self.limits = ServeLimits(
             pages=pages,
             context=longest,
@@ -141,9 +156,16 @@ class Engine:
             share_prefixes=share_prefixes,
         )
         Range(0, 64).check("speculate", speculate, whole=True)
-        self._guesser = NgramGuesser(speculate) if speculate else None
+        self._guesser: NgramGuesser | DraftLengths | None = NgramGuesser(speculate) if speculate else None
+        if draft is not None:
+            self._guesser = DraftLengths(speculate or _DRAFTS)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
-        runner = Runner(model, self.limits, place, invariant)
+        on_gpu = place.type == "cuda"
+        graphs: ServeGraphs | None = None
+        if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
+            graphs = CudaGraphs(place) if on_gpu else PlainCalls()
+        implementation = "auto" if on_gpu or graphs is None else "torch"
+        runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
@@ -158,7 +180,11 @@ class Engine:
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
         self._core.history = history
-        if self._guesser is not None:
+        if isinstance(self._guesser, DraftLengths):
+            assert draft is not None
+            self._core.draft = DraftModel(Runner(draft.model, self.limits, place), self._guesser)
+            self._core.on_end = self._core.draft.forget
+        elif self._guesser is not None:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
@@ -291,6 +317,21 @@ class Engine:
             return 1
         per_s = (len(ended) - 1) / max(1e-3, time.monotonic() - ended[0])
         return max(1, min(600, math.ceil((self._unfinished - self.limits.running) / per_s)))
+
+    def watch(self, history: ServeHistory | None) -> None:
+        """From the next step on write everything down there, or nowhere; what came before it stays where it is."""
+        taken = threading.Event()
+
+        def order() -> None:
+            self._core.history = history
+            taken.set()
+
+        with self._lock:
+            if self._closing:
+                raise RunError("the engine is closed, or closing: there is nothing to watch")
+            self._inbox.append(order)
+            self._lock.notify()
+        taken.wait()
 
     def close(self, drain: bool = False) -> None:
         """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""

@@ -102,6 +102,12 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             _BIAS.check(f"logit_bias of token {token}", bias)
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it asks for a bias or a penalty."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or penalties != (1, 0, 0)
+
 
 class RequestState(enum.Enum):
     WAITING = "waiting"
@@ -159,6 +165,11 @@ class ServeRequest:
     def pending(self) -> int:
         """Tokens that are known and not computed: 1 while it decodes, except right after it was preempted."""
         return len(self.tokens) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has as many tokens as it may, of which the last is not known yet."""
+        return len(self.tokens) - self.prompt >= self.max_tokens
 
     @property
     def output(self) -> list[int]:

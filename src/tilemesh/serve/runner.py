@@ -7,15 +7,20 @@ step, and a token's row of it the same bits wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilemesh.model.transformer import ResidualStream, Transformer
+from tilemesh.kernels.modules import FusedLinear
+from tilemesh.model.norm import ResidualNorm
+from tilemesh.model.projection import PlainLinear
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Linear, ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
-from tilemesh.serve.batch import Batch, cut, make_batch, token_span
+from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
+from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
 
@@ -38,26 +43,59 @@ class Runner:
         limits: ServeLimits,
         device: torch.device | str = "cpu",
         invariant: bool = False,
+        implementation: str = "auto",
+        graphs: ServeGraphs | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`implementation`: of the kernels of attention, see `PagedKeyValues`. `graphs`: what captures steps that are
+        launched ahead; without, every step is waited for. `say` hears where capturing fails."""
         self.model = model
         self.limits = limits
         self.device = torch.device(device)
         self.invariant = invariant
         self.cache = PagedKeyValues(
-            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant
+            limits.pages, limits.page_tokens, limits.context, self.device, limits.swap_pages, invariant, implementation
         )
+        config = model.config
+        self._tile_sizes = self.cache.tile_sizes(
+            config.heads // config.kv_heads, next(model.parameters()).element_size()
+        )
+        self._prepare_model()
+        self.ahead: DeviceSteps | None = None
+        """Launches steps without waiting for their tokens, where that can be done."""
+        if graphs is not None and self._tile_sizes is not None and not invariant:
+            self.ahead = DeviceSteps(self._pass, self.cache, limits, config.vocabulary, self._tile_sizes, graphs, say)
+
+    def _prepare_model(self) -> None:
+        """Fewer and larger products, positions' angles computed once, and on a GPU our norms."""
+        stack_products(self.model, (Linear, FusedLinear, PlainLinear))
+        self.model.keep_rotary()
+        if self.device.type == "cuda":
+            for module in self.model.modules():
+                if isinstance(module, ResidualNorm):
+                    module.implementation = "auto"
 
     @torch.inference_mode()
     def run(
         self, plan: StepPlan, wants_all: Callable[[ServeRequest], bool] = lambda request: False
     ) -> Mapping[str, RequestLogits]:
         """Logits by the requests' names: those that something is drawn from, or of all tokens where so wanted."""
+        self.copy_pages(plan)
+        return self.compute([token_span(entry, wants_all(entry.request)) for entry in plan.entries])
+
+    def copy_pages(self, plan: StepPlan) -> None:
         self.cache.copy_out(plan.swapped_out)
         self.cache.copy_in(plan.swapped_in)
-        whole = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
+
+    @torch.inference_mode()
+    def compute(self, whole: Sequence[TokenSpan]) -> Mapping[str, RequestLogits]:
+        """Keys and values of these tokens into their pages; the logits that are wanted, by the requests' names."""
         found: dict[str, RequestLogits] = {}
+        if not whole:
+            return found
         for pieces in cut(whole, ROW_BLOCK) if self.invariant else [whole]:
-            batch = make_batch(pieces, self.limits.page_tokens, self.device, ROW_BLOCK if self.invariant else 0)
+            pad_to = ROW_BLOCK if self.invariant else 0
+            batch = make_batch(pieces, self.limits.page_tokens, self.device, pad_to, self._tile_sizes)
             logits_NV = self._pass(batch)
             begin = 0
             for piece in batch.pieces:
@@ -80,6 +118,8 @@ class Runner:
         for layer in model.layers:
             stream = layer(stream, now)
         x_TD = model.normalize(stream)[0]
+        if batch.wanted is None:
+            return model.project(x_TD)
         if self.invariant:
             return model.project(x_TD)[batch.wanted]
         return model.project(x_TD[batch.wanted])

@@ -11,6 +11,7 @@ N: rows; V: vocabulary.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,26 @@ class TokenDraw:
     """The tokens that a constraint lets through."""
 
 
+class DrawKind(enum.IntEnum):
+    """What the rows of a step ask for at most: what nobody asks for is not computed."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    FILTERED = 2
+
+
+@dataclass(frozen=True)
+class RowDraws:
+    """How each row of a step is drawn from, as tensors on its device: nothing waits for them."""
+
+    temperature_N: Tensor
+    uniform_N: Tensor
+    """The random numbers, from 0 to below 1, of the tokens."""
+    top_k_N: Tensor
+    top_p_N: Tensor
+    min_p_N: Tensor
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities in the model's own distribution: before bias, penalties, temperature and filters."""
@@ -55,7 +76,11 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     if not bool(torch.isfinite(logits_NV).all()):
         raise RunError("the model's logits are NaN or infinite, so there is no token to draw: are its weights sound?")
     rows_NV = logits_NV
-    changed = [index for index, drawing in enumerate(drawings) if _changes_logits(drawing)]
+    changed = [
+        index
+        for index, drawing in enumerate(drawings)
+        if drawing.sampling.changes_logits or drawing.allowed_V is not None
+    ]
     if changed:
         rows_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
         for index in changed:
@@ -68,6 +93,50 @@ def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
     return [int(token) for token in tokens_N.tolist()]
 
 
+def draw_kind(drawings: Sequence[TokenDraw], vocabulary: int) -> DrawKind:
+    kinds = [
+        DrawKind.GREEDY
+        if drawing.sampling.temperature == 0
+        else DrawKind.FILTERED
+        if _filters(drawing.sampling, vocabulary)
+        else DrawKind.SAMPLED
+        for drawing in drawings
+    ]
+    return max(kinds, default=DrawKind.GREEDY)
+
+
+def draw_on_device(logits_NV: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor:
+    """One token for each row, without a look at any value: it can be captured in a CUDA graph.
+
+    -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
+    """
+    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
+    sound_N = torch.isfinite(logits_NV.sum(-1, dtype=torch.promote_types(logits_NV.dtype, torch.float32)))
+    tokens_N = logits_NV.argmax(-1)
+    if kind is not DrawKind.GREEDY:
+        shares_NV = shares(logits_NV, draws.temperature_N)
+        if kind is DrawKind.FILTERED:
+            shares_NV = _filter_rows(shares_NV, draws)
+        tokens_N = torch.where(draws.temperature_N > 0, pick(shares_NV, draws.uniform_N), tokens_N)
+    return torch.where(sound_N, tokens_N, -1)
+
+
+def _filter_rows(shares_NV: Tensor, draws: RowDraws) -> Tensor:
+    """As `_filter`, for all rows at once."""
+    least_N1 = (draws.min_p_N * shares_NV.amax(-1))[:, None].to(shares_NV.dtype)
+    shares_NV = shares_NV.masked_fill(shares_NV < least_N1, 0)
+    ordered_NV = shares_NV.sort(-1, descending=True).values
+    last = shares_NV.shape[1] - 1
+    kth_N1 = ordered_NV.gather(1, (draws.top_k_N - 1).clamp(0, last)[:, None])
+    kth_N1 = torch.where(draws.top_k_N[:, None] > 0, kth_N1, 0)
+    reached_NV = ordered_NV.masked_fill(ordered_NV < kth_N1, 0).cumsum(-1, dtype=torch.float64)
+    wanted_N1 = (draws.top_p_N * reached_NV[:, -1])[:, None]
+    # The first token that reaches the share is kept as well, and with it all that are as likely.
+    end_N1 = (reached_NV < wanted_N1).sum(-1, keepdim=True).clamp(max=last)
+    pth_N1 = torch.where(draws.top_p_N[:, None] < 1, ordered_NV.gather(1, end_N1), 0)
+    return shares_NV.masked_fill((shares_NV < kth_N1) | (shares_NV < pth_N1), 0)
+
+
 def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """For each row, of its token and of so many likeliest."""
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
@@ -78,12 +147,6 @@ def logprobs_of(logits_NV: Tensor, tokens: Sequence[int], top: int) -> list[Toke
         TokenLogprobs(token, logprob, tuple(zip(row_ids, row_values, strict=True)))
         for token, logprob, row_ids, row_values in zip(tokens, own, ids, values, strict=True)
     ]
-
-
-def _changes_logits(drawing: TokenDraw) -> bool:
-    sampling = drawing.sampling
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return bool(sampling.logit_bias) or penalties != (1, 0, 0) or drawing.allowed_V is not None
 
 
 def _change_logits(row_V: Tensor, drawing: TokenDraw) -> None:

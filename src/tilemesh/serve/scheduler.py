@@ -5,6 +5,7 @@ threads; so the engine and the simulator share this file, and a fake model prove
 
 A step is `plan()`, then whoever computes does what the plan says, then `commit(plan, sampled)`. Requests may be added
 or aborted at any time between; an abort during a step frees pages at once, and the step's results are dropped.
+Whoever computes may also begin a step before the tokens of the one before are known: `assume(plan)` between the two.
 
 Who runs: requests in line by rank. A rank is the step of arrival plus `patience` steps for each unit of priority, so
 only those that come within so many steps can overtake a request: nobody starves. A request that needs a page takes it
@@ -22,6 +23,9 @@ from tilemesh.core.ranges import Range
 from tilemesh.serve.pages import PagePool
 from tilemesh.serve.prefix import Key, PrefixCache
 from tilemesh.serve.request import FinishReason, RequestState, ServeRequest
+
+UNKNOWN = -1
+"""A token that was drawn and not read yet: see `Scheduler.assume`."""
 
 
 class QueueFullError(RunError):
@@ -177,6 +181,8 @@ class Scheduler:
         if request.state is RequestState.DONE:
             return
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
+        while request.tokens[-1] == UNKNOWN:
+            del request.tokens[-1]
         self._free(request)
         self.swap.release(request.swapped)
         request.swapped = []
@@ -190,7 +196,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         self.step += 1
-        decoding = sum(request.pending == 1 for request in self.running)
+        decoding = sum(request.pending == 1 and not request.complete for request in self.running)
         draft = _Draft(left=self.limits.step_tokens - decoding)
         for request in list(self.running):
             if request.state is RequestState.RUNNING:  # an earlier one may just have preempted it
@@ -198,6 +204,24 @@ class Scheduler:
         if not draft.stalled:
             self._admit_waiting(draft)
         return StepPlan(self.step, tuple(draft.entries), tuple(draft.out), tuple(draft.into), tuple(draft.preempted))
+
+    def can_assume(self) -> bool:
+        """Whether the next step may be planned before this one's tokens are known: nobody can be preempted in it, who
+        would have to be computed again from tokens that are not known."""
+        wanted = self.limits.step_tokens + len(self.running) * self.limits.page_tokens
+        return self._propose is no_drafts and self.pool.available * self.limits.page_tokens >= wanted
+
+    def assume(self, plan: StepPlan) -> None:
+        """Go on as if the step were done: a request that samples has one token more, which is UNKNOWN until `commit`.
+
+        At most one step may be assumed at a time, and none with drafts.
+        """
+        for entry in plan.entries:
+            request = entry.request
+            if request.state is RequestState.RUNNING:
+                request.computed = entry.start + entry.count
+                if entry.samples:
+                    request.tokens.append(UNKNOWN)
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> list[Progressed]:
         """What the step gave, by the requests' names: after its last token one, and one more per accepted draft."""
@@ -210,11 +234,13 @@ class Scheduler:
             accepted = tuple(new[:-1])
             if entry.samples and (not new or accepted != entry.drafts[: len(accepted)]):
                 raise RunError(f"{request.name}: tokens {new} after drafts {entry.drafts}: a bug in the engine")
-            taken, reason = self._extend(request, new)
-            # The step computed the drafts too; of those, the accepted ones are tokens of the request now.
-            request.computed = min(entry.start + entry.count + len(accepted), len(request.tokens))
+            taken, reason = self._extend(request, entry.start + entry.count, new)
+            # The step computed the drafts too; of those, the accepted ones are tokens of the request now. Where the
+            # step was assumed, the next one may have been as well.
+            known = min(entry.start + entry.count + len(accepted), len(request.tokens))
+            request.computed = max(request.computed, known)
             if self.limits.share_prefixes:
-                self._publish(request)
+                self._publish(request, known)
             if reason is not None:
                 self.finish(request, reason)
             if taken or reason is not None:
@@ -225,6 +251,8 @@ class Scheduler:
 
     def _continue(self, request: ServeRequest, draft: _Draft) -> None:
         """Give a running request its part of the step."""
+        if request.complete:  # its last token is not known yet, and none follows
+            return
         decodes = request.pending == 1
         count = 1 if decodes else min(request.pending, self.limits.chunk_tokens, draft.left)
         if count == 0:
@@ -338,19 +366,21 @@ class Scheduler:
         self._schedule(request, count, draft)
         return True
 
-    def _extend(self, request: ServeRequest, new: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append sampled tokens up to the one that ends the request."""
+    def _extend(
+        self, request: ServeRequest, place: int, new: Sequence[int]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Put sampled tokens in their places, from `place` on, up to the one that ends the request."""
         for index, token in enumerate(new):
-            request.tokens.append(token)
+            request.tokens[place + index : place + index + 1] = [token]  # appended, or in place of an unknown one
             if token in request.ends:
                 return tuple(new[: index + 1]), FinishReason.STOP
-            if len(request.tokens) - request.prompt == request.max_tokens:
+            if place + index + 1 - request.prompt == request.max_tokens:
                 return tuple(new[: index + 1]), FinishReason.LENGTH
         return tuple(new), None
 
-    def _publish(self, request: ServeRequest) -> None:
-        """Let others find the pages that are full now."""
-        while (len(request.published) + 1) * self.limits.page_tokens <= request.computed:
+    def _publish(self, request: ServeRequest, known: int) -> None:
+        """Let others find the pages that are full now, of the first `known` tokens."""
+        while (len(request.published) + 1) * self.limits.page_tokens <= known:
             number = len(request.published)
             key = self.prefixes.key(request.tokens, request.published)
             request.pages[number], serial = self.prefixes.publish(key, request.pages[number])

@@ -57,7 +57,12 @@ def check(
         )
 
 
-@operator(kernel="tilemesh.kernels.paged_attention.kernel", check=check)
+def served(q: Tensor, *_: object) -> bool:
+    """On a GPU float64 is torch's; in the interpreter, whose tensors are on a CPU, it is ours too."""
+    return q.dtype is not torch.float64 or q.device.type == "cpu"
+
+
+@operator(kernel="tilemesh.kernels.paged_attention.kernel", check=check, served=served)
 def paged_attention(
     q: Tensor,
     keys: Tensor,

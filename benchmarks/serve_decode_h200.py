@@ -1,0 +1,215 @@
+"""Decoding on one GPU, with random weights: seconds of a step against the bytes it must read, as graphs and eagerly.
+
+    python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--profile] [--json FILE]
+
+Three times per case. *device*: a captured step replayed, by CUDA events; no host is in it. *step*: an engine that
+decodes, planning and launching ahead; one less device/step is the share in which the GPU waits for the host. *eager*:
+the same engine with every kernel launched by itself and every token waited for. The limit is the weights and the keys
+and values that a step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024
+tokens each way against the larger of bytes and FLOPs, step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilemesh.core.hardware import DEVICES
+from tilemesh.data.tokenizer import Unknown
+from tilemesh.model.config import ModelConfig, preset
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.load import ServedModel
+from tilemesh.serve.memory import token_bytes
+from tilemesh.serve.sampling import DrawKind
+from tilemesh.serve.scheduler import StepPlan
+
+FIGURES = DEVICES["h200"]
+REPLAYS = 30
+STEPS = 48
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """Weights drawn on the GPU: what they are changes no time."""
+    model = Transformer(config, device="meta", dtype=torch.bfloat16)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            made = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=False))
+    return model.eval()
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Read in every step: all weights but the rows of the embedding that no token has."""
+    table = 0 if model.config.tied or model.token_embedding is None else model.token_embedding.weight.nbytes
+    return sum(parameter.nbytes for parameter in model.parameters()) - table
+
+
+class Watched:
+    """When each step ended, and what it had to do at least."""
+
+    def __init__(self, engine: Engine, model: Transformer) -> None:
+        self.ended: list[float] = []
+        self.tokens: list[int] = []
+        self.limits: list[float] = []
+        self._weights, self._config = weight_bytes(model), model.config
+        core = engine._core
+        commit = core.scheduler.commit
+
+        def watched(plan: StepPlan, sampled: Any) -> Any:
+            self.ended.append(time.perf_counter())
+            self.tokens.append(plan.tokens)
+            self.limits.append(self.limit_s(plan))
+            return commit(plan, sampled)
+
+        core.scheduler.commit = watched  # type: ignore[method-assign]
+
+    def limit_s(self, plan: StepPlan) -> float:
+        stored = sum(entry.start + entry.count for entry in plan.entries)
+        moved = self._weights + stored * token_bytes(self._config, 2)
+        products = self._weights // 2 * 2 * plan.tokens
+        width = self._config.query_width * self._config.layers
+        attention = sum(4 * entry.count * (entry.start + entry.count / 2) * width for entry in plan.entries)
+        return max(moved / FIGURES.memory_bytes_per_s, (products + attention) / FIGURES.peak_flops_per_s["bf16"])
+
+    def decode_s(self, rows: int) -> float:
+        """The median step in which so many requests decode."""
+        pairs = zip(self.ended, self.ended[1:], self.tokens, self.tokens[1:], strict=False)
+        found = [end - begin for begin, end, before, now in pairs if before == now == rows]
+        return statistics.median(found[len(found) // 4 :])
+
+
+def generate(engine: Engine, rows: int, prompt: int, output: int) -> float:
+    draw = random.Random(0)
+    prompts = [[draw.randrange(engine.config.vocabulary) for _ in range(prompt)] for _ in range(rows)]
+    began = time.perf_counter()
+    for _ in engine.generate(prompts, Sampling(max_tokens=output, temperature=0, ignore_eos=True)):
+        pass
+    return time.perf_counter() - began
+
+
+def engine_of(model: Transformer, rows: int, ahead: bool, **options: Any) -> Engine:
+    served = ServedModel("random", model, Unknown(model.config.vocabulary), frozenset())
+    sizes = {"pages": rows * 72 + 200, "running": rows, "step_tokens": 4096, "share_prefixes": False, **options}
+    return Engine(served, device="cuda", launch_ahead=ahead, say=print, **sizes)
+
+
+def device_s(engine: Engine, rows: int) -> float | None:
+    """Of the captured step, with what the last step left in its tensors."""
+    ahead = engine._core.runner.ahead
+    captured = None if ahead is None else ahead._captured.get((rows, DrawKind.GREEDY))
+    if captured is None:
+        return None
+    for _ in range(3):
+        captured.replay()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(REPLAYS):
+        captured.replay()
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3 / REPLAYS
+
+
+def profile(engine: Engine, rows: int) -> None:
+    """Which kernels a captured step is made of, by their time."""
+    ahead = engine._core.runner.ahead
+    assert ahead is not None
+    captured = ahead._captured[rows, DrawKind.GREEDY]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            captured.replay()
+        torch.cuda.synchronize()
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70))
+
+
+def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool) -> dict[str, Any]:
+    config = model.config
+    moved = weight_bytes(model) + rows * (prompt + STEPS) * token_bytes(config, 2)
+    limit = moved / FIGURES.memory_bytes_per_s
+    row: dict[str, Any] = {**told, "rows": rows, "context": prompt + STEPS, "limit_ms": limit * 1e3}
+    for ahead in (True, False):
+        with engine_of(model, rows, ahead) as engine:
+            generate(engine, rows, 16, 4)  # compiles and captures
+            watched = Watched(engine, model)
+            whole_s = generate(engine, rows, prompt, STEPS)
+            row["step_ms" if ahead else "eager_ms"] = watched.decode_s(rows) * 1e3
+            if ahead:
+                first = next(at for at, tokens in enumerate(watched.tokens) if tokens == rows)
+                row["prompt_s"] = whole_s - (watched.ended[-1] - watched.ended[first])
+                on_device = device_s(engine, rows)
+                row["device_ms"] = None if on_device is None else on_device * 1e3
+                if with_profile and on_device is not None:
+                    profile(engine, rows)
+        torch.cuda.empty_cache()
+    best = row["step_ms"]
+    row["share"] = row["limit_ms"] / best
+    row["graphs_speedup"] = row["eager_ms"] / best
+    if row["device_ms"]:
+        row["device_share"] = row["limit_ms"] / row["device_ms"]
+        row["waits"] = max(0.0, 1 - row["device_ms"] / best)
+    return shown(row)
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    words = (f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    print(" | ".join(words), flush=True)
+    return row
+
+
+def serve_many(model: Transformer, told: dict[str, Any], count: int = 256) -> dict[str, Any]:
+    draw = random.Random(1)
+    vocabulary = model.config.vocabulary
+    with engine_of(model, count, True, pages=count * 130, context=2048) as engine:
+        generate(engine, count, 16, 4)
+        watched = Watched(engine, model)
+        sizes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)]
+        done: list[int] = []
+        began = time.perf_counter()
+        for prompt, output in sizes:
+            sampling = Sampling(max_tokens=output, temperature=0, ignore_eos=True)
+            tokens = [draw.randrange(vocabulary) for _ in range(prompt)]
+            engine.submit(tokens, sampling, lambda part: done.append(len(part.tokens)) if part.finish else None)
+        while len(done) < count:
+            time.sleep(0.005)
+        took = time.perf_counter() - began
+    produced, limit = sum(output for _, output in sizes), sum(watched.limits)
+    row = {**told, "requests": count, "seconds": took, "limit_s": limit, "share": limit / took}
+    row["tokens_per_s"] = produced / took
+    return shown(row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="tinyllama-1.1b,llama-3-8b")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--json")
+    asked = parser.parse_args()
+    rows = []
+    began = time.perf_counter()
+    for shape in asked.shapes.split(","):
+        model = random_model(preset(shape))
+        print(f"{shape}: weights {weight_bytes(model) / 1e9:.2f} GB per step; {time.perf_counter() - began:.0f} s")
+        for batch, prompt in ((1, 128), (64, 1000)):
+            rows.append(one_case(model, batch, prompt, {"shape": shape}, asked.profile))
+            print(f"{time.perf_counter() - began:.0f} s")
+        if asked.serve:
+            rows.append(serve_many(model, {"shape": shape}))
+            print(f"{time.perf_counter() - began:.0f} s")
+        del model
+        torch.cuda.empty_cache()
+    if asked.json:
+        with open(asked.json, "w") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

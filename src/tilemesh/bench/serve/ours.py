@@ -1,0 +1,113 @@
+"""Our engine under a load: all requests at once, or each at its time; and its steps timed for a prediction.
+
+The prediction of a load is made before the load runs: step times are fitted to a few steps of other requests
+(`timed_steps`), and the simulator drives the real scheduler with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, to_simulate
+from tilemesh.core.errors import RunError
+from tilemesh.model.work.decoding import SequencePart
+from tilemesh.plan.serving_clock import FittedSteps
+from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.history import RequestRecord, ServeHistory
+from tilemesh.serve.request import FinishReason, Sampling
+from tilemesh.serve.scheduler import QueueFullError
+from tilemesh.serve.simulate import predicted, simulate
+
+_LONGEST_S = 3600.0
+
+
+def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
+    """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early.
+
+    `watched`: with all steps. An engine that is watched does not launch steps ahead; where it would, requests alone are
+    timed, by whoever hears their tokens.
+    """
+    history = ServeHistory()
+    if watched:
+        engine.watch(history)
+    done = threading.Semaphore(0)
+    errors: list[str] = []
+
+    def tell(part: AnswerPart, record: RequestRecord | None = None) -> None:
+        if record is not None:
+            record.output += part.tokens
+            record.token_ns += [time.monotonic_ns()] * len(part.tokens)
+            record.finish = part.finish
+        if part.finish is not None:
+            if part.finish is FinishReason.ERROR:
+                errors.append(part.error or "no reason given")
+            done.release()
+
+    began, asked = time.monotonic(), 0
+    for number, request in enumerate(load):
+        wait = began + request.at_s - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        sampling = Sampling(max_tokens=request.output, temperature=0, ignore_eos=True)
+        heard = tell
+        if not watched:
+            now = time.monotonic_ns()
+            record = RequestRecord(f"{number + 1}/0", now, now, number, request.prompt, request.output)
+            history.requests[record.name] = record
+            heard = functools.partial(tell, record=record)
+        try:
+            engine.submit(request.prompt, sampling, heard)
+            asked += 1
+        except QueueFullError:
+            history.refused += 1
+    for _ in range(asked):
+        if not done.acquire(timeout=_LONGEST_S):
+            raise RunError(f"the engine did not answer {asked} requests within {_LONGEST_S:.0f} s")
+    if watched:
+        engine.watch(None)
+    if errors:
+        raise RunError(f"the engine could not answer {len(errors)} of {asked} requests: {errors[0]}")
+    return history
+
+
+def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> list[tuple[list[SequencePart], float]]:
+    """Steps of warm engines: so many sequences decoding at short and longer lengths, and chunks of prompts alone."""
+    longest = engine.limits.context
+    short, long = max(1, min(24, longest // 4)), max(1, min(384, longest // 2))
+    found: list[tuple[list[SequencePart], float]] = []
+    for number, batch in enumerate(batches):
+        for length in (short, long):
+            load = make_load(
+                batch, Lengths(length, length), Lengths(6, 6), engine.config.vocabulary, seed=seed + number
+            )
+            history = run_load(engine, load)
+            found += [(step.works, step.seconds) for step in history.steps]
+    for length in (16, 64, 200, longest // 2):
+        load = make_load(1, Lengths(length, length), Lengths(1, 1), engine.config.vocabulary, seed=seed - length)
+        found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
+    return found
+
+
+def fit_engine(engine: Engine, batches: Sequence[int]) -> FittedSteps:
+    """Step times of this engine, from a few of its steps; the first round warms it up and is not counted."""
+    timed_steps(engine, batches[-1:], seed=5000)
+    return FittedSteps.of(timed_steps(engine, batches))
+
+
+def predict_load(
+    engine: Engine, load: Sequence[LoadRequest], clock: Callable[[Sequence[SequencePart]], float]
+) -> ServeHistory:
+    """What the engine will do, by the simulator."""
+    return simulate(engine.limits, to_simulate(load), predicted(clock))
+
+
+def fitting_batches(running: int) -> list[int]:
+    """1, 4, 16, ... up to what runs at a time."""
+    made = [1]
+    while made[-1] * 4 < running:
+        made.append(made[-1] * 4)
+    return [*made, running] if made[-1] != running else made

@@ -1,0 +1,207 @@
+"""The process of one peer: opens the library, then answers the loads that come as lines of JSON (`peers.py`)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tilemesh.core.cores import available_cores
+from tilemesh.core.errors import RunError
+
+LONG_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+AskedRequest = Mapping[str, Any]
+"""{"prompt": tokens, "output": how many}"""
+
+
+class ServePeer(Protocol):
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        """Answer all, or raise."""
+        ...
+
+
+def _most(load: Sequence[AskedRequest]) -> int:
+    return max(int(one["output"]) for one in load)
+
+
+class TransformersStatic:
+    """`generate` over a padded batch of all requests; those that want less wait for the longest."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        torch, transformers = import_module("torch"), import_module("transformers")
+        self.device = device
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, LONG_NAMES[dtype])
+        ).to(device)
+        self.model.eval()
+
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        torch = import_module("torch")
+        longest, most = max(len(one["prompt"]) for one in load), _most(load)
+        ids = torch.zeros(len(load), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(load):
+            ids[row, longest - len(request["prompt"]) :] = torch.tensor(request["prompt"])
+            mask[row, longest - len(request["prompt"]) :] = 1
+        with torch.inference_mode():
+            made = self.model.generate(
+                ids.to(self.device), attention_mask=mask.to(self.device), do_sample=False, min_new_tokens=most,
+                max_new_tokens=most, pad_token_id=0, use_cache=True,
+            )  # fmt: skip
+        if made.shape[1] != longest + most:
+            raise RunError(f"transformers gave {made.shape[1] - longest} tokens of {most}")
+
+
+class TransformersContinuous:
+    """`generate_batch`: transformers' own continuous batching over paged attention."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        torch, self.transformers = import_module("torch"), import_module("transformers")
+        wanted = getattr(torch, LONG_NAMES[dtype])
+        self.model = self.transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=wanted, attn_implementation="paged|sdpa"
+        )
+        self.model = self.model.to(device).eval()
+
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        most = _most(load)
+        config = self.transformers.GenerationConfig(
+            max_new_tokens=most, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
+        )
+        made = self.model.generate_batch(inputs=[list(one["prompt"]) for one in load], generation_config=config)
+        found = sum(min(len(one.generated_tokens), most) for one in made.values())
+        wanted = most * len(load)
+        if found < wanted:
+            raise RunError(f"transformers' continuous batching gave {found} tokens of {wanted}")
+
+
+class OpenVino:
+    """openvino-genai's ContinuousBatchingPipeline, from a GGUF file of the same weights in 16 bits."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        if device != "cpu":
+            raise RunError("openvino-genai runs on CPUs here")
+        from tilemesh.bench.serve.gguf_file import write_gguf
+
+        openvino, genai = import_module("openvino"), import_module("openvino_genai")
+        path = folder / "model.gguf"
+        if not path.exists():
+            write_gguf(folder, path)
+        self._tensor, self._genai = openvino.Tensor, genai
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 2
+        scheduler.max_num_batched_tokens = 512
+        scheduler.dynamic_split_fuse = True
+        hint = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[dtype]
+        options = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": "f32" if dtype == "fp32" else hint}
+        self.pipeline = genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", options)
+
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        np = import_module("numpy")
+        prompts = [self._tensor(np.array([one["prompt"]], dtype=np.int64)) for one in load]
+        configs = []
+        for request in load:
+            config = self._genai.GenerationConfig()
+            config.max_new_tokens = config.min_new_tokens = request["output"]
+            config.ignore_eos = True
+            config.do_sample = False
+            configs.append(config)
+        made = self.pipeline.generate(prompts, configs)
+        found = sum(len(one.m_generation_ids[0]) for one in made)
+        wanted = sum(one["output"] for one in load)
+        if found != wanted:
+            raise RunError(f"openvino-genai gave {found} tokens of {wanted}")
+
+
+def convert(folder: str, target: str, dtype: str) -> None:
+    """A Hugging Face folder as ctranslate2 wants it."""
+    ctranslate2 = import_module("ctranslate2")
+    ctranslate2.converters.TransformersConverter(folder).convert(target, quantization=LONG_NAMES[dtype], force=True)
+
+
+class CTranslate2:
+    """ctranslate2's Generator, converted from the same folder."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        ctranslate2 = import_module("ctranslate2")
+        target = folder / f"ctranslate2-{dtype}"
+        if not target.exists():
+            # In a process of its own: a process that has torch in it may stand still in ctranslate2.
+            line = [
+                sys.executable,
+                "-m",
+                "tilemesh.bench.serve.peer_process",
+                "--convert",
+                str(folder),
+                str(target),
+                dtype,
+            ]
+            done = subprocess.run(line, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RunError(f"cannot be converted: {done.stderr.strip().splitlines()[-1:]}")
+        self.generator = ctranslate2.Generator(
+            str(target), device=device, compute_type=LONG_NAMES[dtype], intra_threads=available_cores(), inter_threads=1
+        )
+
+    def generate(self, load: Sequence[AskedRequest]) -> None:
+        most = _most(load)
+        made = self.generator.generate_batch(
+            [[f"t{token}" for token in one['prompt']] for one in load], min_length=most, max_length=most,
+            include_prompt_in_result=False, end_token="t1", sampling_topk=1, max_batch_size=0,
+        )  # fmt: skip
+        found = sum(len(one.sequences_ids[0]) for one in made)
+        if found < most * len(load):
+            raise RunError(f"ctranslate2 gave {found} tokens of {most * len(load)}")
+
+
+_MAKERS: Mapping[str, Callable[[Path, str, str], ServePeer]] = {
+    "transformers-static": TransformersStatic,
+    "transformers-continuous": TransformersContinuous,
+    "openvino-genai": OpenVino,
+    "ctranslate2": CTranslate2,
+}
+_PACKAGES = {"openvino-genai": "openvino-genai", "ctranslate2": "ctranslate2"}
+
+
+def main(name: str, folder: str, dtype: str, device: str) -> None:
+    """Open the peer, say so; then answer a load per line of standard input until that ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        peer = _MAKERS[name](Path(folder), dtype, device)
+    except Exception as error:  # whatever a library of others raises: the row says so
+        _say(out, {"why": _words(error)})
+        return
+    _say(out, {"version": importlib.metadata.version(_PACKAGES.get(name, "transformers"))})
+    for line in sys.stdin:
+        load = json.loads(line)
+        began = time.perf_counter()
+        try:
+            peer.generate(load)
+            _say(out, {"seconds": time.perf_counter() - began})
+        except Exception as error:
+            _say(out, {"why": _words(error)})
+
+
+def _say(out: TextIO, what: Mapping[str, Any]) -> None:
+    out.write(json.dumps(what) + "\n")
+    out.flush()
+
+
+def _words(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {'; '.join(lines) or 'no reason given'}"[:300]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--convert":
+        convert(sys.argv[2], sys.argv[3], sys.argv[4])
+    else:
+        main(*sys.argv[1:5])

@@ -1,0 +1,236 @@
+"""`tilemesh bench serve`: what is measured, in which order, and the rows it gives.
+
+Everything is predicted before it is measured. Offline: all requests at once, ours and each peer in turn, several times.
+Online: one rate after the other, requests at random times. Decode steps: so many sequences of one length.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load
+from tilemesh.bench.serve.ours import fit_engine, fitting_batches, predict_load, run_load
+from tilemesh.bench.serve.peers import PeerProcess, write_folder
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import Cluster, device_for, make_node
+from tilemesh.measure.machine import stamp, this_machine, usable_gpus
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.decoding import SequencePart
+from tilemesh.plan.local import local_machine
+from tilemesh.plan.serving_clock import StepClock
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
+from tilemesh.serve.history import ServeHistory
+
+Clock = Callable[[Sequence[SequencePart]], float]
+_WARM_TOKENS = 16
+
+
+@dataclass
+class LoadPoint:
+    """A load at one rate (None: all at once), as predicted and as it was."""
+
+    rate: float | None
+    predicted: LoadFigures
+    measured: LoadFigures
+    history: ServeHistory
+
+
+@dataclass
+class ServeFindings:
+    """All that a benchmark found."""
+
+    rows: list[Row] = field(default_factory=list)
+    points: list[LoadPoint] = field(default_factory=list)
+    fitted_error: float | None = None
+
+
+def machine_clock(model: ModelConfig, dtype: str, device: str) -> tuple[StepClock | None, str]:
+    """Step times from what this machine was measured to do, or from its GPU's datasheet; or why there are none."""
+    try:
+        if device == "cpu":
+            local = local_machine("1xlocal-cpu", this_machine())
+            return StepClock(model, local.cluster, dtype, rates=local.rates), ""
+        try:
+            local = local_machine("1xlocal", this_machine())
+            return StepClock(model, local.cluster, dtype, rates=local.rates), ""
+        except UsageError:
+            gpus = usable_gpus()
+            known = device_for(gpus[0]) if gpus else None
+            if known is None:
+                return None, f"no datasheet of {gpus[:1]} is known here and it was not measured: run tilemesh calibrate"
+            return StepClock(model, Cluster((make_node(known, 1),)), dtype), ""
+    except (UsageError, RunError) as error:
+        return None, str(error)
+
+
+@dataclass
+class ServeBench:
+    """One engine under measurement. `clock`: the machine's; `predict`: which step times loads are predicted with."""
+
+    engine: Engine
+    case: Mapping[str, CaseValue]
+    clock: StepClock | None
+    why_no_clock: str
+    goal: ServeGoal
+    say: Callable[[str], None]
+    watched: bool = True
+    """Whether steps are recorded; an engine that launches ahead is not, as that would keep it from it."""
+    predict: Clock | None = None
+    found: ServeFindings = field(default_factory=ServeFindings)
+
+    def fit(self) -> None:
+        """Warm the engine up and fit step times to it."""
+        fitted = fit_engine(self.engine, fitting_batches(self.engine.limits.running))
+        self.predict, self.found.fitted_error = fitted, fitted.error
+        self.say(f"step times fitted to {fitted.steps} steps, median error {fitted.error:.1%}")
+
+    # ---- decode steps ------------------------------------------------------------------------------------------
+
+    def steps(self, batches: Sequence[int], length: int, count: int = 40) -> None:
+        """A decode step of so many sequences, each with about `length` tokens."""
+        for batch in batches:
+            parts = [SequencePart(1, length, 1)] * batch
+            guess = None if self.clock is None else self.clock(parts)
+            begin = max(1, length - count // 2)
+            load = make_load(batch, Lengths(begin, begin), Lengths(count, count), self.engine.config.vocabulary, seed=7)
+            history = run_load(self.engine, load, self.watched)
+            whole = [
+                step.seconds for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens
+            ] or [gap for record in history.requests.values() for gap in record.gaps_s[count // 4 :]]
+            limit = None if self.clock is None else self.clock.limit(parts)
+            self._row(
+                "serve, decode step", {"batch": batch, "tokens": length}, "s", guess, limit,
+                Sample.of(whole[2:] or whole), {}, {"peers": "see the offline rows"},
+            )  # fmt: skip
+
+    # ---- offline -----------------------------------------------------------------------------------------------
+
+    def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
+        """Output tokens per second with all requests there from the beginning; everyone in turn."""
+        expected = self._expected(load)
+        guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
+        # Everyone warms up with the same prompts and the beginnings of their answers.
+        short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
+        run_load(self.engine, short, self.watched)
+        for peer in peers:
+            peer.run(short)
+        ours: list[float] = []
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        tokens = sum(request.output for request in load)
+        for block in range(blocks):
+            history = run_load(self.engine, load, self.watched)
+            ours.append(load_figures(history.requests.values()).tokens_per_s)
+            for peer in peers:
+                seconds = peer.run(load)
+                if seconds is not None:
+                    theirs[peer.name].append(tokens / seconds)
+            self.say(f"offline, turn {block + 1} of {blocks}: ours {ours[-1]:,.0f} tokens/s" + "".join(
+                f", {name} {rates[-1]:,.0f}" for name, rates in theirs.items() if rates
+            ))  # fmt: skip
+        measured = load_figures(history.requests.values(), self.goal)
+        if guess is not None:
+            self.found.points.append(LoadPoint(None, guess, measured, history))
+        missing = {peer.name: peer.why or "it gave no answer" for peer in peers if not theirs[peer.name]}
+        if not peers:
+            missing["peers"] = "none was asked for"
+        self._row(
+            "serve, offline", {"requests": len(load)}, "tokens/s", None if guess is None else guess.tokens_per_s,
+            self._limit_rate(history if self.watched else expected), Sample.of(ours),
+            {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
+        )  # fmt: skip
+
+    def _limit_rate(self, history: ServeHistory | None) -> float | None:
+        """Tokens per second if every step of this schedule took its least time."""
+        if self.clock is None or history is None:
+            return None
+        tokens = sum(len(record.output) for record in history.requests.values())
+        return tokens / sum(self.clock.limit(step.works) for step in history.steps if step.parts)
+
+    # ---- online ------------------------------------------------------------------------------------------------
+
+    def online(self, load: Sequence[LoadRequest], rate: float) -> None:
+        """Requests at their times."""
+        guess = self._predicted(load)
+        history = run_load(self.engine, load, self.watched)
+        records = list(history.requests.values())
+        measured = load_figures(records, self.goal)
+        if guess is not None:
+            self.found.points.append(LoadPoint(rate, guess, measured, history))
+        self.say(
+            f"{rate:g} requests/s: first token {measured.ttft_p50:.3f} s, between tokens {measured.itl_p50:.4f} s, "
+            f"{measured.tokens_per_s:,.0f} tokens/s, {measured.goodput:.0%} within the goal"
+        )
+        mean = sum(len(request.prompt) for request in load) // len(load)
+        firsts = Sample.of([record.first_token_s or 0.0 for record in records if record.token_ns])
+        gaps = Sample.of([gap for record in records for gap in record.gaps_s] or [measured.itl_p50])
+        least = (None, None) if self.clock is None else (
+            self.clock.limit([SequencePart(mean, mean, 1)]), self.clock.limit([SequencePart(1, mean, 1)])
+        )  # fmt: skip
+        told = {} if guess is None else guess.to_dict()
+        rows: list[tuple[str, str, float | None, float | None, Sample]] = [
+            ("serve, first token", "s", told.get("ttft_p50"), least[0], firsts),
+            ("serve, between tokens", "s", told.get("itl_p50"), least[1], gaps),
+            ("serve, between tokens, p99", "s", told.get("itl_p99"), least[1], Sample.of([measured.itl_p99])),
+            ("serve, tokens", "tokens/s", told.get("tokens_per_s"), None, Sample.of([measured.tokens_per_s])),
+            ("serve, within the goal", "fraction", told.get("goodput"), 1.0, Sample.of([measured.goodput])),
+        ]
+        case = {"rate": rate, "requests": len(load)}
+        for name, unit, predicted, limit, sample in rows:
+            self._row(name, case, unit, predicted, limit, sample, {}, {"peers": "give --url a peer's server"})
+
+    # ---- helpers -----------------------------------------------------------------------------------------------
+
+    def _expected(self, load: Sequence[LoadRequest]) -> ServeHistory | None:
+        clock = self.predict or self.clock
+        return None if clock is None else predict_load(self.engine, load, clock)
+
+    def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
+        expected = self._expected(load)
+        return None if expected is None else load_figures(expected.requests.values(), self.goal)
+
+    def _row(
+        self, name: str, case: Mapping[str, CaseValue], unit: str, predicted: float | None, limit: float | None,
+        measured: Sample, peers: Mapping[str, Sample], missing: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        why = dict(missing)
+        if predicted is None:
+            why["predicted"] = self.why_no_clock or "step times were not fitted"
+        if limit is None:
+            why["limit"] = self.why_no_clock or "it depends on the load"
+        self.found.rows.append(
+            Row(
+                name=name,
+                case={**self.case, **case},
+                unit=unit,
+                predicted=predicted,
+                measured=measured,
+                limit=limit,
+                peers=peers,
+                missing=why,
+                **stamp(),
+            )
+        )
+
+
+def open_peers(names: Sequence[str], engine: Engine, dtype: str, device: str, closing: ExitStack) -> list[PeerProcess]:
+    """Those asked for, each over a folder with the engine's own weights."""
+    if not names:
+        return []
+    folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-peers-")))
+    write_folder(engine.served.model, folder)
+    return [closing.enter_context(PeerProcess(name, folder, dtype, device)) for name in names]
+
+
+def point_figures(point: LoadPoint) -> dict[str, Any]:
+    """For the run's summary and its page."""
+    return {
+        "rate": point.rate, "measured": point.measured.to_dict(), "predicted": point.predicted.to_dict(),
+    }  # fmt: skip

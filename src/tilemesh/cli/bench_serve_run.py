@@ -1,0 +1,158 @@
+"""What `tilemesh bench serve` does: opens the engine and the peers, runs the loads, prints rows, writes the run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace
+from tilemesh.bench.serve.models import SHAPES, random_served
+from tilemesh.bench.serve.peers import PEERS
+from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.core.ranges import Range
+from tilemesh.measure.row import CaseValue, write_rows
+from tilemesh.measure.table import print_rows
+from tilemesh.model.config import PRESETS, ModelConfig, preset
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.figures import ServeGoal
+from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
+
+_WHOLE = Range(1, 1_000_000)
+
+
+@dataclass(frozen=True)
+class ServeQuestion:
+    """What the command line said, as it was said."""
+
+    model: str
+    requests: int
+    prompt: str
+    output: str
+    rates: str
+    trace: str | None
+    goal: str | None
+    steps: str
+    step_length: int
+    peers: str
+    blocks: int
+    running: int
+    step_tokens: int
+    dtype: str
+    device: str
+    predict: str
+    seed: int
+    json: str | None
+
+
+def answer(asked: ServeQuestion) -> None:
+    console = Console(stderr=asked.json == "-", highlight=False, markup=False)
+    rates, batches, names = _rates(asked.rates), _whole_list("--steps", asked.steps), _peers(asked.peers)
+    goal, prompt, output = ServeGoal.parse(asked.goal), *_lengths(asked)
+    for option, value in (("--requests", asked.requests), ("--running", asked.running)):
+        _WHOLE.check(option, value, whole=True)
+    Range(0, 1000).check("--blocks", asked.blocks, whole=True)
+    if asked.predict not in ("fitted", "machine"):
+        raise unknown("--predict", asked.predict, ("fitted", "machine"))
+    served = _served(asked)
+    config = served.model.config
+    longest = max(prompt.most + output.most, asked.step_length + 64 if batches else 0)
+    if longest > config.context + 1:
+        raise UsageError(
+            f"a request may have {longest} tokens and the context of {asked.model} is {config.context}: give --prompt, "
+            "--output or --step-length fewer"
+        )
+    loads = [(rate, _load(asked, config, rate)) for rate in rates]
+    if asked.trace is not None:
+        traced = read_trace(asked.trace, config.vocabulary, asked.seed)
+        span = traced[-1].at_s - traced[0].at_s
+        loads.append((len(traced) / span if span else float(len(traced)), traced))
+    clock, why = machine_clock(config, asked.dtype, asked.device)
+    with ExitStack() as closing:
+        engine = closing.enter_context(_engine(asked, served, longest))
+        case: dict[str, CaseValue] = {
+            "model": asked.model,
+            "dtype": asked.dtype,
+            "prompt": str(prompt),
+            "output": str(output),
+        }
+        case |= {"running": asked.running, "prediction": asked.predict}
+        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=asked.device == "cpu")
+        peers = open_peers(names, engine, asked.dtype, asked.device, closing) if asked.blocks else []
+        if asked.predict == "fitted" and asked.device == "cpu" and (asked.blocks or loads):
+            bench.fit()
+        if batches:
+            bench.steps(batches, asked.step_length)
+        if asked.blocks:
+            bench.offline(_load(asked, config, None), asked.blocks, peers)
+        for rate, load in loads:
+            bench.online(load, rate)
+    print_rows(bench.found.rows, console)
+    if asked.json is not None:
+        write_rows(bench.found.rows, asked.json)
+
+
+def _engine(asked: ServeQuestion, served: ServedModel, longest: int) -> Engine:
+    # Pages for as many requests as run: what is measured is the engine, not a pool that is too small.
+    pages = -(-longest // 16) * asked.running + asked.running
+    return Engine(
+        served, pages=pages, running=asked.running, step_tokens=max(asked.step_tokens, asked.running),
+        device=asked.device, dtype=asked.dtype, seed=asked.seed, waiting=max(1024, asked.requests),
+    )  # fmt: skip
+
+
+def _served(asked: ServeQuestion) -> ServedModel:
+    """The model of a folder, or random weights of a shape."""
+    dtype, device = read_dtype(asked.dtype), read_device(asked.device)
+    assert dtype is not None
+    known = {**dict.fromkeys(PRESETS), **SHAPES}
+    if asked.model in known:
+        config = SHAPES.get(asked.model) or preset(asked.model)
+        return random_served(asked.model, config.replace(dropout=0.0), dtype, device, asked.seed)
+    if not Path(asked.model).exists():
+        raise unknown("model, and no folder", asked.model, known)
+    return load_served(asked.model, dtype=dtype, device=device)
+
+
+def _load(asked: ServeQuestion, config: ModelConfig, rate: float | None) -> list[LoadRequest]:
+    return make_load(asked.requests, *_lengths(asked), config.vocabulary, rate=rate, seed=asked.seed)
+
+
+def _lengths(asked: ServeQuestion) -> tuple[Lengths, Lengths]:
+    return Lengths.parse("--prompt", asked.prompt), Lengths.parse("--output", asked.output)
+
+
+def _rates(text: str) -> list[float]:
+    found = []
+    for piece in text.split(","):
+        if piece.strip():
+            try:
+                rate = float(piece)
+            except ValueError:
+                rate = 0.0
+            if not 0 < rate < 1e6:
+                raise UsageError(f"--rates has '{piece.strip()}': expected requests per second, above 0")
+            found.append(rate)
+    return found
+
+
+def _whole_list(option: str, text: str) -> list[int]:
+    found = []
+    for piece in text.split(","):
+        if piece.strip():
+            if not piece.strip().isascii() or not piece.strip().isdigit():
+                raise UsageError(f"{option} has '{piece.strip()}': expected whole numbers, such as 1,64")
+            _WHOLE.check(option, int(piece), whole=True)
+            found.append(int(piece))
+    return found
+
+
+def _peers(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
+    for name in names:
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+    return names

@@ -1,0 +1,84 @@
+"""Projections of the same activations by one product, in a model that only computes forward.
+
+The one idea: the weights are laid side by side once, and each projection's own weight becomes a part of that memory. So
+nothing is held twice, a state dict is what it was, and whoever writes into a projection's weight in place writes into
+the stack. It is not for training: there weights are stepped, split and cast (`transformer.joined` serves that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class StackedProduct:
+    """Call it with activations: the projections' results side by side, `widths` of them each."""
+
+    weight: Tensor
+    bias: Tensor | None
+    widths: list[int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@torch.no_grad()
+def stack(projections: Sequence[nn.Linear]) -> StackedProduct:
+    """Lay their weights side by side in new memory, and let theirs be parts of it."""
+    widths = [one.weight.shape[0] for one in projections]
+    weight = torch.cat([one.weight.detach() for one in projections])
+    biases: list[Tensor] = [one.bias for one in projections if one.bias is not None]
+    bias = torch.cat(biases) if len(biases) == len(projections) else None
+    begin = 0
+    for one, width in zip(projections, widths, strict=True):
+        one.weight.data = weight[begin : begin + width]
+        if bias is not None:
+            one.bias.data = bias[begin : begin + width]
+        begin += width
+    return StackedProduct(weight, bias, widths)
+
+
+def stack_products(model: nn.Module, plain: Sequence[type[nn.Linear]]) -> None:
+    """Query, key and value by one product and gate and first projection by another, in every layer where it can be.
+
+    `plain`: classes whose call is a product and an activation that the model knows of, and nothing else. A layer whose
+    projections are others (split over ranks, say) stays as it is.
+    """
+    for layer in model.get_submodule("layers").children():
+        attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
+        heads = [attention.get_submodule(name) for name in ("fc_q", "fc_k", "fc_v")]
+        if _can_stack(heads, plain) and not _is_stacked(attention.stacked, heads):
+            attention.stacked = stack(heads)  # type: ignore[arg-type, assignment]
+        if mlp.fc_gate is not None:
+            gated = [mlp.get_submodule(name) for name in ("fc_gate", "fc_in")]
+            if _can_stack(gated, plain) and not _is_stacked(mlp.stacked, gated):
+                mlp.stacked = stack(gated)  # type: ignore[arg-type, assignment]
+
+
+def _is_stacked(stacked: object, modules: Sequence[nn.Module]) -> bool:
+    """Whether it was done before, and the weights have not moved since (`model.to` moves them)."""
+    if not isinstance(stacked, StackedProduct):
+        return False
+    address, step = stacked.weight.data_ptr(), stacked.weight.stride(0) * stacked.weight.element_size()
+    for module, width in zip(modules, stacked.widths, strict=True):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        if weight.data_ptr() != address or weight.dtype != stacked.weight.dtype:
+            return False
+        address += width * step
+    return True
+
+
+def _can_stack(modules: Sequence[nn.Module], plain: Sequence[type[nn.Linear]]) -> bool:
+    if any(type(one) not in plain or one._forward_hooks or one._forward_pre_hooks for one in modules):
+        return False
+    weights = [one.weight for one in modules]
+    if any(weight.requires_grad for weight in weights):  # somebody steps them, and knows where they are
+        return False
+    alike = {(weight.dtype, weight.device, weight.shape[1]) for weight in weights}  # type: ignore[index]
+    return len(alike) == 1 and len({one.bias is None for one in modules}) == 1

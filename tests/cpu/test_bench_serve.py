@@ -1,0 +1,199 @@
+"""`tilemesh bench serve`: loads, our engine under them, a server under them, peers that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilemesh.bench.serve import peers
+from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace, to_simulate
+from tilemesh.bench.serve.models import SHAPES, random_served
+from tilemesh.bench.serve.ours import fitting_batches, predict_load, run_load
+from tilemesh.bench.serve.peers import PeerProcess, write_folder
+from tilemesh.bench.serve.run import ServeBench
+from tilemesh.bench.serve.url import load_url, read_url
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.model.config import preset
+from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.serving_clock import StepClock
+from tilemesh.serve.engine import Engine
+from tilemesh.serve.figures import ServeGoal
+
+TINY = preset("tiny")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(random_served("tiny", TINY, torch.float32), pages=200, running=4, step_tokens=64) as made:
+        yield made
+
+
+def test_the_shapes_have_the_parameters_they_are_named_for() -> None:
+    assert count_parameters(SHAPES["llama-27m"]).total == pytest.approx(27e6, rel=0.02)
+    assert count_parameters(SHAPES["llama-110m"]).total == pytest.approx(110e6, rel=0.02)
+
+
+def test_loads_repeat_share_a_beginning_and_keep_their_lengths() -> None:
+    load = make_load(20, Lengths(10, 30), Lengths(2, 5), 256, rate=5.0, shared=8, seed=3)
+    assert load == make_load(20, Lengths(10, 30), Lengths(2, 5), 256, rate=5.0, shared=8, seed=3)
+    assert len({request.prompt[:8] for request in load}) == 1
+    assert {len(request.prompt) for request in load} <= set(range(10, 31))
+    assert [request.at_s for request in load] == sorted(request.at_s for request in load)
+    assert load[-1].at_s == pytest.approx(20 / 5.0, rel=0.8)
+    for bad in ("", "0", "5-2", "x", "-3", "1-2-3"):
+        with pytest.raises(UsageError, match="--prompt"):
+            Lengths.parse("--prompt", bad)
+
+
+def test_a_trace_is_read_from_its_first_request_on(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"at": 12.5, "prompt": 3, "output": 2}\n\n{"at": 12.0, "prompt": [5, 6], "output": 1}\n')
+    first, second = read_trace(path, 256)
+    assert first == LoadRequest(0.0, (5, 6), 1)
+    assert (second.at_s, len(second.prompt), second.output) == (0.5, 3, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "x", "[]", '{"at": 1, "prompt": 2}', '{"at": -1, "prompt": 2, "output": 2}',
+     '{"at": 1, "prompt": 0, "output": 2}', '{"at": 1, "prompt": [999], "output": 2}',
+     '{"at": 1, "prompt": 2, "output": true}'],
+)  # fmt: skip
+def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line)
+    with pytest.raises(UsageError, match=r"trace\.jsonl"):
+        read_trace(path, 256)
+
+
+def test_a_load_runs_at_its_times_and_its_prediction_has_the_same_steps(engine: Engine) -> None:
+    load = make_load(6, Lengths(5, 30), Lengths(4, 9), TINY.vocabulary)
+    history = run_load(engine, load)
+    assert [len(record.output) for record in history.requests.values()] == [request.output for request in load]
+    assert sum(step.prefill_tokens for step in history.steps) == sum(len(request.prompt) for request in load)
+    predicted = predict_load(engine, load, lambda parts: 1e-3)
+    # All at once: how long steps take changes nothing about them. The engine may begin before the last has come.
+    assert sum(step.decode_tokens for step in predicted.steps) == sum(step.decode_tokens for step in history.steps)
+    assert len(to_simulate(load)) == 6
+    assert fitting_batches(1) == [1]
+    assert fitting_batches(64) == [1, 4, 16, 64]
+
+
+def test_rows_have_prediction_limit_and_reasons(engine: Engine) -> None:
+    clock = StepClock(TINY, parse_cluster("1xcpu"), "fp32")
+    bench = ServeBench(engine, {"model": "tiny"}, clock, "", ServeGoal(60.0, 60.0), lambda text: None)
+    bench.steps([1, 4], length=40, count=8)
+    bench.offline(make_load(4, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary), 2, [])
+    bench.online(make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary, rate=100.0), 100.0)
+    names = [row.name for row in bench.found.rows]
+    assert names[:3] == ["serve, decode step", "serve, decode step", "serve, offline"]
+    assert "serve, first token" in names
+    for row in bench.found.rows:
+        assert row.predicted is not None
+        assert row.measured is not None
+        assert json.loads(row.to_json())["case"]["model"] == "tiny"
+    offline = bench.found.rows[2]
+    assert offline.measured is not None
+    assert offline.measured.n == 2
+    assert offline.missing["peers"] == "none was asked for"
+    assert bench.found.points[1].measured.goodput == 1.0
+
+
+def test_a_peer_that_is_not_installed_or_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PEERS", {"nobody": ("a_package_that_nobody_has",), "unknown": ("torch",)})
+    with PeerProcess("nobody", tmp_path, "fp32", "cpu") as missing:
+        assert missing.why == "a_package_that_nobody_has not installed"
+        assert missing.run([LoadRequest(0.0, (1,), 1)]) is None
+    with PeerProcess("unknown", tmp_path, "fp32", "cpu") as broken:
+        assert "KeyError" in broken.why
+
+
+@pytest.mark.slow
+def test_transformers_answers_a_load(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_folder(random_served("tiny", TINY, torch.float32).model, tmp_path)
+    load = make_load(3, Lengths(5, 9), Lengths(3, 3), TINY.vocabulary)
+    with PeerProcess("transformers-static", tmp_path, "fp32", "cpu") as peer:
+        assert peer.why == ""
+        assert (peer.run(load) or 0) > 0
+
+
+# A server ---------------------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    """Answers /v1/models and streams as many events as tokens were asked for; `status` instead, where it is not 200."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status, self.bodies = status, list[dict[str, object]]()
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def _serve(self) -> None:
+        async def main() -> None:
+            server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+            self.port = server.sockets[0].getsockname()[1]
+            self._started.set()
+            await asyncio.Event().wait()
+
+        with contextlib.suppress(RuntimeError):  # stopped
+            self._loop.run_until_complete(main())
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"/v1/models" in head:
+            body = b'{"data": [{"id": "fake"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        else:
+            length = int(head.lower().split(b"content-length:")[1].split()[0])
+            asked = json.loads(await reader.readexactly(length))
+            self.bodies.append(asked)
+            writer.write(b"HTTP/1.1 %d Told\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
+            events = [{"choices": [{"text": "x", "finish_reason": None}]}] * asked["max_tokens"]
+            events.append({"choices": [{"text": "", "finish_reason": "length"}]})
+            for event in events if self.status == 200 else [{"error": "no"}]:
+                data = b"data: " + json.dumps(event).encode() + b"\n\n"
+                writer.write(b"%x\r\n" % len(data) + data + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+def test_a_server_on_loopback_is_timed_token_by_token() -> None:
+    server = FakeServer()
+    load = make_load(4, Lengths(3, 5), Lengths(2, 6), 100, rate=200.0)
+    records = load_url(f"http://127.0.0.1:{server.port}/v1", load)
+    server.close()
+    assert [len(record.token_ns) for record in records] == [request.output for request in load]
+    assert all((record.first_token_s or 0) > 0 for record in records)
+    assert {body["model"] for body in server.bodies} == {"fake"}
+    assert sorted(len(body["prompt"]) for body in server.bodies) == sorted(len(r.prompt) for r in load)  # type: ignore[arg-type]
+
+
+def test_a_server_that_refuses_or_is_not_there_is_an_error() -> None:
+    server = FakeServer(status=500)
+    with pytest.raises(RunError, match="500"):
+        load_url(f"http://127.0.0.1:{server.port}", make_load(1, Lengths(3, 3), Lengths(1, 1), 9))
+    server.close()
+    with pytest.raises(RunError, match="does not answer"):
+        load_url("http://127.0.0.1:9", make_load(1, Lengths(3, 3), Lengths(1, 1), 9))
+    for bad in ("127.0.0.1:80", "https://127.0.0.1", "http://example.com", "http://127.0.0.1:99999", "http://10.0.0.1"):
+        with pytest.raises(UsageError, match="--url"):
+            read_url(bad)

@@ -1,0 +1,219 @@
+"""Steps that are launched before the tokens of the last are known: the same answers, and nothing leaks.
+
+On a CPU, with calls in place of CUDA graphs: all of the code but the capture itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import RunError
+from tilemesh.data.tokenizer import Bytes
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.stacked import stack_products
+from tilemesh.model.transformer import Linear, Transformer
+from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.core import EngineCore, PromptJob
+from tilemesh.serve.device_steps import PlainCalls
+from tilemesh.serve.load import ServedModel
+from tilemesh.serve.request import FinishReason
+from tilemesh.serve.runner import Runner
+from tilemesh.serve.sampling import DrawKind, RowDraws, TokenDraw, draw_on_device, draw_tokens
+from tilemesh.serve.scheduler import Scheduler, ServeLimits
+
+CONTEXT = 48
+LLAMA = ModelConfig(
+    layers=2, width=32, heads=4, kv_heads=2, vocabulary=256, context=CONTEXT, norm="rmsnorm", positions="rotary",
+    activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+GPT = ModelConfig(layers=2, width=32, heads=4, vocabulary=256, context=CONTEXT)
+WINDOWED = LLAMA.replace(window=7, full_layers=(1,))
+
+
+def served(config: ModelConfig = LLAMA) -> ServedModel:
+    model = Transformer(config, seed=1, dtype=torch.float64).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4)  # fresh weights say next to nothing; these have opinions
+    return ServedModel("small", model, Bytes(), frozenset({0}))
+
+
+@pytest.fixture(scope="module")
+def models() -> list[ServedModel]:
+    return [served(LLAMA), served(GPT), served(WINDOWED)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**48))
+def test_launched_ahead_is_waited_for(models: list[ServedModel], seed: int) -> None:
+    draw = random.Random(seed)
+    model = draw.choice(models)
+    opening = [draw.randrange(1, 256) for _ in range(draw.choice((0, 8, 20)))]
+    prompts = [
+        [*opening, *(draw.randrange(1, 256) for _ in range(draw.choice((1, 2, 7, 20))))]
+        for _ in range(draw.choice((1, 2, 7)))
+    ]
+    asked = Sampling(
+        max_tokens=draw.choice((1, 3, 8)),
+        temperature=draw.choice((0.0, 1.3)),
+        seed=draw.randrange(2**40),
+        top_k=draw.choice((0, 20)),
+        top_p=draw.choice((1.0, 0.9)),
+        min_p=draw.choice((0.0, 0.02)),
+        stop=draw.choice(((), ("a", "\x05"))),
+        frequency_penalty=draw.choice((0.0, 0.0, 0.5)),
+        logprobs=draw.choice((None, None, 2)),
+    )
+    options = {
+        "pages": draw.choice((14, 60)), "page_tokens": draw.choice((4, 16)), "chunk_tokens": draw.choice((5, 64)),
+        "step_tokens": 64, "running": draw.choice((2, 8)), "swap_pages": draw.choice((0, 30)),
+        "share_prefixes": draw.random() < 0.7,
+    }  # fmt: skip
+    found = []
+    for ahead in (True, False):
+        with Engine(model, launch_ahead=ahead, **options) as engine:  # type: ignore[arg-type]
+            jobs = [engine.submit(prompt, asked, lambda part: None) for prompt in prompts[:2]]
+            for job in jobs:
+                engine.abort(job)
+            found.append([completion.answers[0] for completion in engine.generate(prompts, asked)])
+            assert engine.status.pages_used == 0
+    assert [answer.tokens for answer in found[0]] == [answer.tokens for answer in found[1]]
+    assert [answer.text for answer in found[0]] == [answer.text for answer in found[1]]
+    assert [answer.finish for answer in found[0]] == [answer.finish for answer in found[1]]
+
+
+class Counted(PlainCalls):
+    """How many steps were captured, and how many called."""
+
+    def __init__(self) -> None:
+        self.captured = self.warmed = 0
+
+    def warm(self, body: Callable[[], object]) -> None:
+        self.warmed += 1
+        super().warm(body)
+
+    def capture(self, body: Callable[[], object]):  # type: ignore[no-untyped-def]
+        self.captured += 1
+        return super().capture(body)
+
+
+class Refused(PlainCalls):
+    def capture(self, body: Callable[[], object]):  # type: ignore[no-untyped-def]
+        raise RunError("cannot be captured in a CUDA graph: because")
+
+
+def core_of(model: ServedModel, graphs: PlainCalls, say: Callable[[str], None] = print) -> EngineCore:
+    limits = ServeLimits(pages=80, context=CONTEXT, page_tokens=4, step_tokens=64, running=8)
+    runner = Runner(model.model, limits, implementation="torch", graphs=graphs, say=say)
+    return EngineCore(runner, Scheduler(limits), model.tokenizer, model.ends, 256)
+
+
+def answered(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        core.add(PromptJob(prompt, sampling, 7, lambda part, n=number: tokens[n].extend(part.tokens)), 6)  # type: ignore[misc]
+    while core.busy:
+        core.step()
+    return tokens
+
+
+def test_a_step_is_launched_before_the_last_is_read(models: list[ServedModel]) -> None:
+    graphs = Counted()
+    core = core_of(models[0], graphs)
+    parts: list[int] = []
+    sampling = Sampling(max_tokens=6, temperature=0, ignore_eos=True)
+    core.add(PromptJob([5, 6, 7], sampling, 0, lambda part: parts.extend(part.tokens)), 6)
+    heard = []
+    while core.busy:
+        core.step()
+        heard.append(len(parts))
+    assert heard == [0, 1, 2, 3, 4, 5, 6]  # the prompt's step, five of decoding, and one that only reads
+    assert (graphs.captured, graphs.warmed) == (1, 1)  # one number of rows
+    assert core.scheduler.pool.used == 0
+
+
+def test_rows_are_rounded_up_and_captured_once(models: list[ServedModel]) -> None:
+    graphs = Counted()
+    core = core_of(models[0], graphs)
+    prompts = [[number + 1, 9] for number in range(7)]
+    first = answered(core, prompts, Sampling(temperature=0, ignore_eos=True))
+    assert graphs.captured == 1  # 7 rows as 8
+    assert answered(core, prompts[:3], Sampling(temperature=0, ignore_eos=True)) == first[:3]
+    assert graphs.captured == 2
+    answered(core, prompts[:3], Sampling(temperature=1, ignore_eos=True))
+    assert graphs.captured == 3  # another kind of drawing
+
+
+def test_a_capture_that_fails_is_said_and_done_without(models: list[ServedModel]) -> None:
+    said: list[str] = []
+    prompts = [[3, 4], [5]]
+    sampling = Sampling(temperature=0, ignore_eos=True)
+    found = answered(core_of(models[0], Refused(), said.append), prompts, sampling)
+    assert found == answered(core_of(models[0], PlainCalls()), prompts, sampling)
+    assert said == ["decoding cannot be captured in a CUDA graph: because; steps are launched kernel by kernel"]
+
+
+def test_logits_that_are_nan_end_their_request_alone() -> None:
+    model = served()
+    model.model.token_embedding.weight[200] = torch.nan  # type: ignore[union-attr]
+    heard: list[FinishReason | None] = []
+    core = core_of(model, PlainCalls())
+    for prompt in ([200, 1], [2, 3]):
+        sampling = Sampling(temperature=0, ignore_eos=True, logit_bias={})
+        core.add(PromptJob(prompt, sampling, 0, lambda part: heard.append(part.finish)), 3)
+    while core.busy:
+        core.step()
+    assert heard.count(FinishReason.ERROR) == 1
+    assert core.scheduler.pool.used == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**48))
+def test_rows_drawn_at_once_are_rows_drawn_one_by_one(seed: int) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, vocabulary = draw.choice((1, 5)), draw.choice((7, 300))
+    logits = torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * 3
+    if draw.random() < 0.3:
+        logits = logits.round()  # equal ones are kept or dropped together
+    drawings = [
+        TokenDraw(
+            Sampling(
+                temperature=draw.choice((0.0, 0.7, 1.0)), top_k=draw.choice((0, 1, 5, 1000)),
+                top_p=draw.choice((1.0, 0.5, 0.95)), min_p=draw.choice((0.0, 0.1)),
+            ), seed, 0, number, [], 0,
+        ) for number in range(rows)
+    ]  # fmt: skip
+    from tilemesh.serve.device_steps import _floats_of
+    from tilemesh.serve.sampling import draw_kind
+
+    temperature, uniform, top_p, min_p = torch.tensor(_floats_of(drawings), dtype=torch.float64).t()
+    top_k = torch.tensor([drawing.sampling.top_k for drawing in drawings])
+    draws = RowDraws(temperature, uniform, top_k, top_p, min_p)
+    found = draw_on_device(logits, draws, draw_kind(drawings, vocabulary))
+    assert found.tolist() == draw_tokens(logits, drawings)
+    logits[0, 3] = torch.inf
+    assert draw_on_device(logits, draws, DrawKind.GREEDY).tolist()[0] == -1
+
+
+def test_stacked_weights_are_the_same_memory() -> None:
+    model = served().model
+    tokens = torch.randint(256, (1, 9), generator=torch.Generator().manual_seed(0))
+    before, names = model(tokens), {name: value.clone() for name, value in model.state_dict().items()}
+    stack_products(model, (Linear, type(model.layers[0].mlp.fc_in)))  # type: ignore[index, union-attr]
+    torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-12)
+    attention = model.layers[0].attention  # type: ignore[index, union-attr]
+    assert attention.stacked is not None
+    assert attention.fc_k.weight.data_ptr() == attention.stacked.weight[32:].data_ptr()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, names[name])
+    kept = attention.stacked
+    stack_products(model, (Linear,))
+    assert attention.stacked is kept
+    trained = Transformer(LLAMA)
+    stack_products(trained, (Linear,))
+    assert trained.layers[0].attention.stacked is None  # type: ignore[index, union-attr]
