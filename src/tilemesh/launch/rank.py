@@ -29,8 +29,6 @@ INTERRUPTED_CODE = 128 + signal.SIGINT
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_TIMERSLACK = 29
-_SLACK_NS = 1000
 # Loaded now: the launcher calls die_with_parent between fork and exec, where nothing may be loaded any more.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -52,9 +50,6 @@ def run_command(command: Sequence[str], member: Membership) -> NoReturn:
     threads = min(len(visible_cores()), threads_for(member.local_size, os.cpu_count() or 1))
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, str(threads))
-    if _LIBC is not None:
-        # Linux lets a sleep end 50 us late, to wake up less often. A rank that waits for another sleeps for 100.
-        _LIBC.prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
     status = my_status()
     if not is_python(command):
         _exec(command)

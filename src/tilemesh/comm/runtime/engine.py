@@ -28,7 +28,6 @@ class Running:
         self.token: Token | None = None
         self.is_claimed = False  # a thread is blocked in its token: nobody else may touch it
         self.is_napping = False  # who waits for it leaves its core to others meanwhile
-        self.is_moved = False  # one step that the library ends whenever anybody asks it for anything
         self.is_free = False  # one step that the library ends by itself: only who asks for it looks at it
         self.is_done = False
         self.result: Any = None
@@ -113,11 +112,7 @@ class CallEngine:
         while not running.is_done:
             if self._claims(running):
                 try:
-                    assert running.token is not None
-                    if running.is_napping:
-                        _nap_until(running.token)
-                    else:
-                        running.token.wait()  # nothing else needs anybody
+                    running.token.wait()  # type: ignore[union-attr]  # nothing else needs anybody
                     if running.is_free:
                         running.token = None
                 except Exception as error:
@@ -144,26 +139,13 @@ class CallEngine:
         """Whether nothing else under way needs anybody, so that this thread may block; until it is back, it alone has
         this one."""
         with self.lock:
-            is_alone = all(
-                other is running or other.is_free or (running.is_moved and other.is_moved) for other in self.pending
-            )
-            if running.is_napping and not running.is_moved:
-                return False
-            if not is_alone or running.token is None or running.is_claimed:
+            is_alone = all(other is running or other.is_free for other in self.pending)
+            if not is_alone or running.is_napping or running.token is None or running.is_claimed:
                 return False
             if running not in self.pending:
                 return False
             running.is_claimed = True
             return True
-
-
-def _nap_until(token: Token) -> None:
-    """Wait, with the core left to others, and with as little work at each look as can be: where ranks outnumber cores,
-    those that wait would else keep the cores busy with looking."""
-    looks = 0
-    while not token.test():
-        looks += 1
-        time.sleep(0 if looks < _SPINS else _NAP_S)
 
 
 class Handle:

@@ -41,8 +41,6 @@ class Messages:
         # A library that spins while it waits takes the core of the rank that it waits for. All ranks of the job count:
         # those of other groups want their cores as well.
         running.is_napping = self.transport.caps.spins and self.group.watch.process.board.ranks > self.group.cores
-        # A library that tells sizes needs no header, so there is one step, and asked for one message it moves all.
-        running.is_moved = self.transport.caps.spins and self.transport.caps.tells_sizes
         handle = self.group.start(running, (-1, name, message.nbytes), tell)
         if tell is not None:
             tell(began_s, BEGIN)
