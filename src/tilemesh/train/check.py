@@ -21,6 +21,7 @@ from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.data.records import is_records
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
@@ -97,6 +98,11 @@ def check_values(made: TrainConfig) -> None:
     if made.sample.tokens and not made.sample.prompt:
         raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
     _check_plan(made)
+    if made.data.packing == "documents" and made.plan.slices > 1:
+        raise UsageError(
+            f"data.packing is documents and plan.slices {made.plan.slices}: a slice does not know where the documents "
+            "of the slices before it began; set data.packing=stream, or another plan.schedule"
+        )
     _check_optimizer(made)
     _check_lora(made)
     _check_held_out(made)
@@ -116,8 +122,10 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
         )
-    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
-        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
+    if plan.has_chunks and made.train.compile:
+        given = (
+            f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"
+        )
         raise UsageError(
             f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
             "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
@@ -149,6 +157,7 @@ def _check_lora(made: TrainConfig) -> None:
         "plan.tp=1": (plan.tp > 1, f"plan.tp {plan.tp} cuts the matrices that adapters are added to"),
         "plan.pp=1": (plan.pp > 1, f"plan.pp {plan.pp} makes each stage's layers anew, without adapters"),
         "plan.zero=2": (plan.zero == 3, "plan.zero 3 gathers weights for an update, and frozen ones have none"),
+        "plan.offload=": (plan.has_chunks, f"plan.offload {plan.offload} makes each layer anew, without adapters"),
     }
     for instead, (is_so, why) in layouts.items():
         if is_so:
@@ -192,7 +201,8 @@ def check_machine(made: TrainConfig) -> None:
     _check_host_memory(made)
     check_source(made.data)
     _check_length(made)
-    if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
+    first, _ = made.data.parts[0]
+    if made.data.tokenizer is not None or (first.source != STDLIB and has_shards(source_path(first.source))):
         from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
 
         check_vocabulary(tokenizer_of(made.data), made.model.vocabulary)
@@ -225,8 +235,10 @@ def _check_host_memory(made: TrainConfig) -> None:
 
 def _check_length(made: TrainConfig) -> None:
     """Refuse one text that is shorter than a sequence; how long several files are, reading them shows."""
-    file = None if made.data.source == STDLIB or made.data.tokenizer is not None else source_path(made.data.source)
-    if file is not None and file.is_file() and file.stat().st_size <= made.context:
+    if made.data.source == STDLIB or made.data.tokenizer is not None or made.data.mixture:
+        return
+    file = source_path(made.data.source)
+    if file.is_file() and not is_records(file) and file.stat().st_size <= made.context:
         raise UsageError(
             f"data.source {made.data.source} has {file.stat().st_size} bytes and a sequence {made.context + 1}: set "
             "train.context lower, or give more text"
