@@ -213,7 +213,7 @@ def _side_by_side(first: Run, second: Run, names: tuple[str, str]) -> Html | Non
     keys = [
         key for key in ("seconds", "prefill", "decode", "running") if key in first.figures and key in second.figures
     ]
-    charts = [run_parts.overlay(key, key, key, first, second, names, zero=True) for key in keys]
+    charts = [run_parts.overlay(key, key, key, (first, second), names, zero=True) for key in keys]
     return el("div", *charts, class_="pair") if charts else None
 
 
