@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "data": ["core"],
     "kernels": ["core", "measure"],
     "comm": ["core", "measure"],
+    "graph": ["core", "measure", "kernels"],
     "model": ["core", "kernels"],
     # Of kernels only */cost.py: see below.
     "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules"],
@@ -185,6 +186,10 @@ LIGHT = (
     "tilemesh.serve.speculate",
     "tilemesh.train.config",
     "tilemesh.train.job",
+    "tilemesh.graph.ir",
+    "tilemesh.graph.derive",
+    "tilemesh.graph.rewrite",
+    "tilemesh.graph.memory",
     "tilemesh.cli.train_run",
     "tilemesh.report.run_page",
     "tilemesh.report.plan_page",

@@ -6,6 +6,7 @@ belongs to an answer beside its tokens: text, log-probabilities, and who is to b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tilemesh.serve.constrain.mask import Constraint, Cursor
 from tilemesh.serve.device_steps import DrawnTokens
+from tilemesh.serve.draft import DraftModel
 from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.ranks import RankRunner, RanksLostError
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
 from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
@@ -74,7 +77,7 @@ class LiveAnswer:
 
 class EngineCore:
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, decoder: Decoder, ends: frozenset[int], vocabulary: int
+        self, runner: Runner | RankRunner, scheduler: Scheduler, decoder: Decoder, ends: frozenset[int], vocabulary: int
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
@@ -84,6 +87,8 @@ class EngineCore:
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Hears the name of each request that has ended."""
+        self.draft: DraftModel | None = None
+        """What makes the guesses that a plan leaves open."""
         self.history: ServeHistory | None = None
         """Where all that happens is written down, if anyone wants it."""
         self.now_ns = 0
@@ -161,7 +166,7 @@ class EngineCore:
     def _goes_ahead(self, plan: StepPlan) -> bool:
         """Whether a step can be launched whose requests' last tokens may be on the device only, and nothing of what it
         computes but tokens is wanted."""
-        if self.runner.ahead is None or self.history is not None or not plan.entries:
+        if self.runner.ahead is None or self.draft is not None or self.history is not None or not plan.entries:
             return False
         if plan.swapped_in or plan.swapped_out or plan.preempted:
             return False
@@ -195,13 +200,21 @@ class EngineCore:
         for entry in plan.entries:
             if entry.request.name in self._live:
                 self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        if isinstance(error, RanksLostError) and isinstance(self.runner, RankRunner):
+            self.scheduler.lose_pages()
+            self.runner.restart()
 
     def _compute(self, plan: StepPlan) -> None:
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         try:
+            if self.draft is not None:
+                plan = self.draft.fill(plan, self._next_drawing)
+            begun = time.perf_counter()
             logits = self.runner.run(plan, self._wants_all)
             sampled, logprobs = self._draw(plan, logits)
+            if self.draft is not None and plan.entries and all(entry.count == 1 for entry in plan.entries):
+                self.draft.observe(plan, time.perf_counter() - begun)
         except Exception as error:
             self._fail(plan, error)
         failed = [entry.request.name for entry in plan.entries if entry.request.state is RequestState.DONE]
@@ -302,6 +315,13 @@ class EngineCore:
             )
             for guessed in range(len(entry.drafts) + 1)
         ]
+
+    def _next_drawing(self, entry: Scheduled) -> TokenDraw | None:
+        """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""
+        allowed = self._allowed(entry)
+        if allowed and (allowed[-1] is None or not bool(allowed[-1].any())):
+            return None
+        return self._drawings(entry, allowed)[-1]
 
     def _keep_prompt_logprobs(self, entry: Scheduled, found: RequestLogits) -> None:
         request = entry.request

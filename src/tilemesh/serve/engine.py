@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
@@ -25,18 +26,22 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
+from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
+from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
-from tilemesh.serve.speculate import NgramGuesser
+from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
 _RETRY_S = 0.02
+_DRAFTS = 4
+"""Guesses of a draft model per step at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,9 @@ class Engine:
         swap_pages: int = 0,
         share_prefixes: bool = True,
         speculate: int = 0,
+        draft: str | Path | ServedModel | None = None,
+        ranks: int = 0,
+        shared_by: int = 1,
         invariant: bool = False,
         launch_ahead: bool | None = None,
         dtype: str | None = None,
@@ -115,25 +123,38 @@ class Engine:
         """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
 
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
-        own text repeats; answers stay what they are. `launch_ahead`: launch a step before the tokens of the last are
+        own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
+        and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
         known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
         none. `step`: which checkpoint.
+        `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
+        `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")
         SEED.check("seed", seed, whole=True)
         wanted, place = read_dtype(dtype), read_device(device)
+        Range(0, 1024).check("ranks", ranks, whole=True)
         if isinstance(source, ServedModel):
+            if ranks:
+                raise UsageError("ranks read weights themselves: give the folder of a run or of Hugging Face")
             self.served = source
         else:
-            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say)
+            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say, with_weights=not ranks)
+        if ranks and place.type == "cuda" and pages is None:
+            raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model
         self.config: ModelConfig = model.config
         longest = self.config.context if context is None else min(context, self.config.context)
+        weight_dtype = next(model.parameters()).dtype
+        if draft is not None and not isinstance(draft, ServedModel):
+            draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
+        if draft is not None:
+            check_draft(draft.model.config, self.config, longest)
         if pages is None:
-            weight_dtype = next(model.parameters()).dtype
-            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place)
+            beside = None if draft is None else draft.model.config
+            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place, beside)
         self.limits = ServeLimits(
             pages=pages,
             context=longest,
@@ -146,14 +167,21 @@ class Engine:
             share_prefixes=share_prefixes,
         )
         Range(0, 64).check("speculate", speculate, whole=True)
-        self._guesser = NgramGuesser(speculate) if speculate else None
+        self._guesser: NgramGuesser | DraftLengths | None = NgramGuesser(speculate) if speculate else None
+        if draft is not None:
+            self._guesser = DraftLengths(speculate or _DRAFTS)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
         if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
             graphs = CudaGraphs(place) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"
-        runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
+        runner: Runner | RankRunner
+        if ranks:
+            told: dict[str, Any] = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
+            runner = RankRunner(str(source), self.limits, ranks, shared_by=shared_by, say=say, **told)
+        else:
+            runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
@@ -168,10 +196,16 @@ class Engine:
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
         self._core.history = history
-        if self._guesser is not None:
+        if isinstance(self._guesser, DraftLengths):
+            assert draft is not None
+            self._core.draft = DraftModel(Runner(draft.model, self.limits, place), self._guesser)
+            self._core.on_end = self._core.draft.forget
+        elif self._guesser is not None:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
+        if shared_by == 1:
+            self.wait_ready()
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
@@ -270,6 +304,15 @@ class Engine:
         self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
+    def wait_ready(self) -> None:
+        """Until the ranks that compute have read their weights; without ranks at once."""
+        if isinstance(self._core.runner, RankRunner):
+            try:
+                self._core.runner.ready()
+            except BaseException:
+                self.close()
+                raise
+
     # ---- how it stands -----------------------------------------------------------------------------------------
 
     @property
@@ -326,6 +369,8 @@ class Engine:
             self._lock.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if isinstance(self._core.runner, RankRunner):
+            self._core.runner.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -27,7 +27,7 @@ from tilemesh.plan.local import local_machine
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
-from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.history import RequestRecord, ServeHistory
 
 Clock = Callable[[Sequence[SequencePart]], float]
 _WARM_TOKENS = 16
@@ -81,6 +81,8 @@ class ServeBench:
     why_no_clock: str
     goal: ServeGoal
     say: Callable[[str], None]
+    watched: bool = True
+    """Whether steps are recorded; an engine that launches ahead is not, as that would keep it from it."""
     predict: Clock | None = None
     found: ServeFindings = field(default_factory=ServeFindings)
 
@@ -99,29 +101,32 @@ class ServeBench:
             guess = None if self.clock is None else self.clock(parts)
             begin = max(1, length - count // 2)
             load = make_load(batch, Lengths(begin, begin), Lengths(count, count), self.engine.config.vocabulary, seed=7)
-            history = run_load(self.engine, load)
-            whole = [step for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens]
+            history = run_load(self.engine, load, self.watched)
+            whole = [
+                step.seconds for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens
+            ] or [gap for record in history.requests.values() for gap in record.gaps_s[count // 4 :]]
             limit = None if self.clock is None else self.clock.limit(parts)
             self._row(
                 "serve, decode step", {"batch": batch, "tokens": length}, "s", guess, limit,
-                Sample.of([step.seconds for step in whole[2:] or whole]), {}, {"peers": "see the offline rows"},
+                Sample.of(whole[2:] or whole), {}, {"peers": "see the offline rows"},
             )  # fmt: skip
 
     # ---- offline -----------------------------------------------------------------------------------------------
 
     def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
-        guess = self._predicted(load)
+        expected = self._expected(load)
+        guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
         # Everyone warms up with the same prompts and the beginnings of their answers.
         short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
-        history = run_load(self.engine, short)
+        run_load(self.engine, short, self.watched)
         for peer in peers:
             peer.run(short)
         ours: list[float] = []
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):
-            history = run_load(self.engine, load)
+            history = run_load(self.engine, load, self.watched)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
             for peer in peers:
                 seconds = peer.run(load)
@@ -138,13 +143,13 @@ class ServeBench:
             missing["peers"] = "none was asked for"
         self._row(
             "serve, offline", {"requests": len(load)}, "tokens/s", None if guess is None else guess.tokens_per_s,
-            self._limit_rate(history), Sample.of(ours),
+            self._limit_rate(history if self.watched else expected), Sample.of(ours),
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
 
-    def _limit_rate(self, history: ServeHistory) -> float | None:
+    def _limit_rate(self, history: ServeHistory | None) -> float | None:
         """Tokens per second if every step of this schedule took its least time."""
-        if self.clock is None:
+        if self.clock is None or history is None:
             return None
         tokens = sum(len(record.output) for record in history.requests.values())
         return tokens / sum(self.clock.limit(step.works) for step in history.steps if step.parts)
@@ -154,7 +159,7 @@ class ServeBench:
     def online(self, load: Sequence[LoadRequest], rate: float) -> None:
         """Requests at their times."""
         guess = self._predicted(load)
-        history = run_load(self.engine, load)
+        history = run_load(self.engine, load, self.watched)
         records = list(history.requests.values())
         measured = load_figures(records, self.goal)
         if guess is not None:
@@ -183,11 +188,13 @@ class ServeBench:
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
-    def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
+    def _expected(self, load: Sequence[LoadRequest]) -> ServeHistory | None:
         clock = self.predict or self.clock
-        if clock is None:
-            return None
-        return load_figures(predict_load(self.engine, load, clock).requests.values(), self.goal)
+        return None if clock is None else predict_load(self.engine, load, clock)
+
+    def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
+        expected = self._expected(load)
+        return None if expected is None else load_figures(expected.requests.values(), self.goal)
 
     def _row(
         self, name: str, case: Mapping[str, CaseValue], unit: str, predicted: float | None, limit: float | None,
@@ -211,6 +218,25 @@ class ServeBench:
                 **stamp(),
             )
         )
+
+
+def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping[str, CaseValue]) -> list[Row]:
+    """What a server elsewhere did with a load; nothing is known of its model, so nothing is predicted."""
+    figures = load_figures(records, goal)
+    unknown = "nothing is known of the server's model"
+    missing = {"predicted": unknown, "limit": unknown, "peers": "the server is the peer"}
+    gaps = [gap for record in records for gap in record.gaps_s] or [figures.itl_p50]
+    samples = [
+        ("server, first token", "s", Sample.of([one.first_token_s or 0.0 for one in records if one.token_ns])),
+        ("server, between tokens", "s", Sample.of(gaps)),
+        ("server, between tokens, p99", "s", Sample.of([figures.itl_p99])),
+        ("server, tokens", "tokens/s", Sample.of([figures.tokens_per_s])),
+        ("server, within the goal", "fraction", Sample.of([figures.goodput])),
+    ]
+    return [
+        Row(name=name, case=case, unit=unit, predicted=None, measured=sample, limit=None, missing=missing, **stamp())
+        for name, unit, sample in samples
+    ]
 
 
 def open_peers(names: Sequence[str], engine: Engine, dtype: str, device: str, closing: ExitStack) -> list[PeerProcess]:
