@@ -33,7 +33,15 @@ class RequestLogits:
 
     first: int
     """Position of the first token whose logits these are."""
-    logits_NV: Tensor
+    step_NV: Tensor
+    """All logits of the step, or of one pass of it."""
+    begin: int
+    count: int
+    """Which rows of them are this request's."""
+
+    @property
+    def logits_NV(self) -> Tensor:
+        return self.step_NV[self.begin : self.begin + self.count]
 
 
 class Runner:
@@ -94,13 +102,13 @@ class Runner:
             for piece in batch.pieces:
                 if not piece.wanted:
                     continue
-                rows_NV = logits_NV[begin : begin + len(piece.wanted)]
-                begin += len(piece.wanted)
-                name = piece.entry.request.name
-                first = piece.wanted.start
+                name, count = piece.entry.request.name, len(piece.wanted)
+                made = RequestLogits(piece.wanted.start, logits_NV, begin, count)
+                begin += count
                 if name in found:
-                    first, rows_NV = found[name].first, torch.cat((found[name].logits_NV, rows_NV))
-                found[name] = RequestLogits(first, rows_NV)
+                    both_NV = torch.cat((found[name].logits_NV, made.logits_NV))
+                    made = RequestLogits(found[name].first, both_NV, 0, len(both_NV))
+                found[name] = made
         return found
 
     def _pass(self, batch: Batch) -> Tensor:

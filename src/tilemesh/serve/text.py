@@ -28,6 +28,7 @@ class TextStream:
         # before the new ones are decoded along, from the last place where a character began.
         self._tokens: list[int] = []
         self._known = 0  # how many of these have been given out
+        self._before: str | None = None  # the text of those, once it was needed
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the text; it is no part of it."""
@@ -46,12 +47,14 @@ class TextStream:
 
     def _decoded(self, last: bool) -> str:
         """New text, if it ends with a whole character."""
-        before = self._decoder.decode(self._tokens[: self._known])
+        before = self._before
+        if before is None:
+            before = self._before = self._decoder.decode(self._tokens[: self._known])
         whole = self._decoder.decode(self._tokens)
         if not last and (whole.endswith(_REPLACEMENT) or len(whole) <= len(before)):
             return ""
         self._tokens = self._tokens[self._known :]
-        self._known = len(self._tokens)
+        self._known, self._before = len(self._tokens), None
         return whole[len(before) :]
 
     def _pass_on(self, text: str) -> str:
