@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -71,6 +71,8 @@ def main() -> None:
         "--warm", type=int, default=0, help="judge: processes that compile torch.compile's kernels first"
     )
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="compile: which of how many parts")
+    parser.add_argument("--clocks", default="kernel,call", help="judge: which times are taken")
+    parser.add_argument("--peers", default="eager,addmm,compile", help="judge: beside which of these")
     parser.add_argument("--each", type=float, default=1.0, help="judge: seconds of timing per shape and clock")
     parser.add_argument("--out", required=True)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long; what is done is written")
@@ -140,9 +142,10 @@ def judge(problems: list[Problem], device: torch.device, given: argparse.Namespa
             print(f"stopped after {number} of {len(problems)} shapes: time is up", flush=True)
             break
         bench = MatmulBench(problem, device, seed=7)
-        calls = _calls(bench, autotune=number < given.autotune)
+        calls = _calls(bench, autotune=number < given.autotune, peers=given.peers.split(","))
         wrong = bench.wrong(bench.runner(config))
-        for clock, timer in (("kernel", bench.timer), ("call", call_timer(device))):
+        timers = {"kernel": bench.timer, "call": call_timer(device)}
+        for clock, timer in ((name, timers[name]) for name in given.clocks.split(",")):
             result = compare(calls, timer=timer, repeats=11, sets=len(bench.sets), seconds=given.each)
             medians = {name: sample.median for name, sample in result.items()}
             peers = {name: seconds for name, seconds in medians.items() if name != "ours"}
@@ -155,13 +158,15 @@ def judge(problems: list[Problem], device: torch.device, given: argparse.Namespa
             print(f"{clock:6} {ratio:5.2f} {medians['ours'] * 1e6:9.1f} us {problem.key} {config.label}"
                   f"  best {min(peers, key=peers.get)}{' WRONG ' + wrong if wrong else ''}", flush=True)  # fmt: skip
         out.flush()
-    for clock, values in ratios.items():
+    for clock, values in ((clock, values) for clock, values in ratios.items() if values):
         near = sum(value >= 0.98 for value in values)
         print(f"{clock}: {near} of {len(values)} at 0.98 or more, lowest {min(values):.3f}, "
               f"geometric mean {statistics.geometric_mean(values):.3f}", flush=True)  # fmt: skip
 
 
-def _calls(bench: MatmulBench, autotune: bool) -> dict[str, Callable[[int], object]]:
+def _calls(
+    bench: MatmulBench, autotune: bool, peers: Sequence[str] = ("eager", "addmm", "compile")
+) -> dict[str, Callable[[int], object]]:
     from tilemesh.kernels import fused_matmul
 
     activation, sets = bench.problem.activation, bench.sets
@@ -173,7 +178,8 @@ def _calls(bench: MatmulBench, autotune: bool) -> dict[str, Callable[[int], obje
         return torch.addmm(c, a, b).relu_()
 
     torch._dynamo.reset()
-    functions = {"eager": eager, "addmm": addmm, "compile": torch.compile(eager, dynamic=False)}
+    known = {"eager": eager, "addmm": addmm, "compile": torch.compile(eager, dynamic=False)}
+    functions = {name: known[name] for name in peers}
     if autotune:
         functions["max-autotune"] = torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
     functions["ours"] = lambda a, b, c: fused_matmul(a, b, c, activation=activation)

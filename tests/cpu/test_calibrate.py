@@ -24,7 +24,7 @@ from tilemesh.measure.calibrate import Calibrated, assemble, doubts, measure_fig
 from tilemesh.measure.calibrate_layer import BLOCK_CALLS, NORM_MOVES, TURN_MOVES
 from tilemesh.measure.calibrate_pinned import Pinned
 from tilemesh.measure.figure import Figure, FigureOutcome, best, best_size
-from tilemesh.measure.machine import Machine
+from tilemesh.measure.machine import Machine, this_machine
 from tilemesh.measure.row import read_rows
 from tilemesh.measure.sample import Sample
 from tilemesh.measure.timing import Comparison, compare
@@ -212,18 +212,12 @@ def test_a_busy_machine_raises_doubts() -> None:
     assert doubts(assemble(TWO_CORES, slow, rows), rows) == ["copy on all cores reached only 1.04 times one core"]
 
 
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU has tests of its own
-        for module in (calibrate_cpu, calibrate_layer, calibrate_operators):  # the fewest readings there can be
-            patch.setattr(module, "compare", lambda *calls, **named: compare(*calls, **(named | {"seconds": 1e-6})))
-        patch.setattr(calibrate_cpu, "Pinned", lambda cores, seconds: Pinned(cores, 1e-6))
-        return measuring.calibrate(quick=True)
-
-
-def test_this_machine_calibrates(calibrated: Calibrated) -> None:
+def test_this_machine_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the GPU has tests of its own
+    for module in (calibrate_cpu, calibrate_layer, calibrate_operators):  # the fewest readings there can be
+        monkeypatch.setattr(module, "compare", lambda *calls, **named: compare(*calls, **(named | {"seconds": 1e-6})))
+    monkeypatch.setattr(calibrate_cpu, "Pinned", lambda cores, seconds: Pinned(cores, 1e-6))
+    calibrated = measuring.calibrate(quick=True)
     assert all(row.measured is not None for row in calibrated.rows), [row.missing for row in calibrated.rows]
     one = calibrated.calibration.rates("one_core")
     assert set(one.matmul_flops_per_s) == {"fp32", "fp64", "bf16", "fp16"}
@@ -235,8 +229,18 @@ def test_this_machine_calibrates(calibrated: Calibrated) -> None:
 QUIET = Busyness(0.0, 0.0)
 
 
+@pytest.fixture
+def made() -> Calibrated:
+    """A calibration of this machine whose figures cost nothing, for what the command does with one."""
+    figures = some_figures()
+    rows = measure_figures(figures)
+    calibration = assemble(this_machine(), figures, rows)
+    layers = dataclasses.replace(calibration.rates("all_cores"), operation_s=1e-6)
+    return Calibrated(tuple(rows), dataclasses.replace(calibration, all_cores=layers))
+
+
 def run(
-    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, *arguments: str, others: Sequence[float] = (0.0,)
+    made: Calibrated, monkeypatch: pytest.MonkeyPatch, *arguments: str, others: Sequence[float] = (0.0,)
 ) -> tuple[str, str]:
     """`others`: what other work uses of the cores, try by try."""
     left = [Busyness(share, 0.0) for share in others]
@@ -246,7 +250,7 @@ def run(
     def stand_in(quick: bool, progress: Callable[[int, int, str], None], **named: Any) -> Calibrated:
         progress(0, 1, "matmul, one core")
         progress(1, 1, "done")
-        return calibrated
+        return made
 
     monkeypatch.setattr(measuring, "calibrate", stand_in)
     app = typer.Typer()
@@ -256,53 +260,51 @@ def run(
     return result.stdout, result.stderr
 
 
-def test_the_command_shows_rows_and_stores(
-    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out, _ = run(calibrated, monkeypatch, "--json", str(tmp_path / "rows.jsonl"))
+def test_the_command_shows_rows_and_stores(made: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, _ = run(made, monkeypatch, "--json", str(tmp_path / "rows.jsonl"))
     assert "[1/1] matmul, one core" in out
     assert "predicted" in out
-    assert read_rows(tmp_path / "rows.jsonl") == list(calibrated.rows)
-    assert find(calibrated.calibration.identity) == calibrated.calibration.with_section("busy", QUIET.to_dict())
+    assert read_rows(tmp_path / "rows.jsonl") == list(made.rows)
+    assert find(made.calibration.identity) == made.calibration.with_section("busy", QUIET.to_dict())
 
 
 def test_a_busy_machine_is_measured_again_and_its_figures_never_replace_quiet_ones(
-    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch
+    made: Calibrated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity = calibrated.calibration.identity
+    identity = made.calibration.identity
 
     def stored() -> object:
         found = find(identity)
         assert found is not None
         return found.extra["busy"]
 
-    out, _ = run(calibrated, monkeypatch, others=[0.5, 0.3, 0.4])
+    out, _ = run(made, monkeypatch, others=[0.5, 0.3, 0.4])
     assert out.count("measuring again in 5 s") == 2
     assert "measured on a busy machine (other work used 30% of the cores)" in out
     assert stored() == Busyness(0.3, 0.0).to_dict()
-    out, _ = run(calibrated, monkeypatch, others=[0.5, 0.01])
+    out, _ = run(made, monkeypatch, others=[0.5, 0.01])
     assert out.count("measuring again") == 1
     assert stored() == Busyness(0.01, 0.0).to_dict()
-    out, _ = run(calibrated, monkeypatch, others=[0.2, 0.2, 0.2])
+    out, _ = run(made, monkeypatch, others=[0.2, 0.2, 0.2])
     assert "was measured on a quieter machine, and stays" in out
     assert stored() == Busyness(0.01, 0.0).to_dict()
 
 
-def test_if_missing_measures_once(calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "calibrating once, for predictions and limits: " in run(calibrated, monkeypatch, "--if-missing")[0]
-    assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
-    path_for(calibrated.calibration.identity).write_text("{")
-    assert "`tilemesh calibrate` shows them" in run(calibrated, monkeypatch, "--if-missing")[0]
-    all_cores = calibrated.calibration.rates("all_cores")
-    dataclasses.replace(calibrated.calibration, all_cores=dataclasses.replace(all_cores, operation_s=None)).save()
-    assert "calibrating once" in run(calibrated, monkeypatch, "--if-missing")[0]  # of a version that measured no layers
-    assert run(calibrated, monkeypatch, "--if-missing") == ("", "")
+def test_if_missing_measures_once(made: Calibrated, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "calibrating once, for predictions and limits: " in run(made, monkeypatch, "--if-missing")[0]
+    assert run(made, monkeypatch, "--if-missing") == ("", "")
+    path_for(made.calibration.identity).write_text("{")
+    assert "`tilemesh calibrate` shows them" in run(made, monkeypatch, "--if-missing")[0]
+    all_cores = made.calibration.rates("all_cores")
+    dataclasses.replace(made.calibration, all_cores=dataclasses.replace(all_cores, operation_s=None)).save()
+    assert "calibrating once" in run(made, monkeypatch, "--if-missing")[0]  # of a version that measured no layers
+    assert run(made, monkeypatch, "--if-missing") == ("", "")
 
 
 def test_rows_have_standard_output_to_themselves(
-    calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    out, err = run(calibrated, monkeypatch, "--json", "-", "--no-save")
-    assert [json.loads(line)["name"] for line in out.splitlines()] == [row.name for row in calibrated.rows]
+    out, err = run(made, monkeypatch, "--json", "-", "--no-save")
+    assert [json.loads(line)["name"] for line in out.splitlines()] == [row.name for row in made.rows]
     assert "predicted" in err
-    assert find(calibrated.calibration.identity) is None
+    assert find(made.calibration.identity) is None

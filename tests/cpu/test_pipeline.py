@@ -21,7 +21,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.model.transformer import IGNORED, Transformer, loss_sum
 from tilemesh.parallel import Mesh, lay
 from tilemesh.parallel.laid import StepPiece
-from tilemesh.parallel.pipeline import Pipeline, ReducingServices
+from tilemesh.parallel.pipeline import ModelServices, Pipeline
 from tilemesh.parallel.run import StepRunner, StepServices, sends_first
 
 GPT = ModelConfig(layers=4, width=16, heads=4, vocabulary=19, context=8, dropout=0.1)
@@ -141,7 +141,7 @@ def test_forward_passes_done_again() -> None:
     def main(comm: Communicator) -> Any:
         laid = staged(comm, plan, GPT)
         program = exchange(recompute(one_f_one_b(2, 3)))
-        laid.runner = StepRunner(program, comm, laid.passers, ReducingServices(laid.buckets))
+        laid.runner = StepRunner(program, comm, laid.passers, ModelServices(laid.buckets))
         laid.step = PlannedStep(program, laid.step.layers)
         laid.passes(pieces(plan, GPT, 0), dropout_seed=SEED)
         laid.gradients.finish()

@@ -53,6 +53,43 @@ def test_two_stages_that_share_a_gpu_train(precision: str, tmp_path: Path) -> No
     assert losses[-1] < losses[0]
 
 
+SHARED = {
+    "pp 2": ("pp=2", ""),
+    "pp 2 zb-v": ("pp=2", "plan.schedule=zb-v"),
+    "dp 2 zero 1": ("dp=2", "plan.zero=1"),
+    "dp 2 zero 2": ("dp=2", "plan.zero=2"),
+    "dp 2 zero 3": ("dp=2", "plan.zero=3"),
+    "activations on the host": ("dp=1", "plan.offload=activations"),
+    "weights on the host": ("dp=1", "plan.offload=weights"),
+    "all on the host": ("pp=2", "plan.offload=optimizer,activations,weights"),
+}
+"""Layouts of one or two ranks on one GPU: mesh and settings."""
+SMALL = "train.steps=5,train.batch=8,model.layers=4,sample.tokens=0,checkpoint.every=0,evaluate.every=0"
+
+
+def trained(folder: Path, mesh: str, *sets: str) -> list[float]:
+    """Losses of a few steps in float64 on the GPU, over gloo where there are two ranks."""
+    words = ",".join(("plan.precision=fp64,train.device=cuda", SMALL, *filter(None, sets)))
+    line = [sys.executable, "-m", "tilemesh", "train", "--mesh", mesh, "--transport", "torch", "--set", words]
+    done = subprocess.run([*line, "--out", str(folder)], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line["loss"] for line in latest(folder) if line["kind"] == STEP]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process with everything on the GPU."""
+    return trained(tmp_path_factory.mktemp("alone") / "run", "dp=1")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", SHARED)
+def test_layouts_on_one_gpu_train_as_one_process_does(name: str, alone: list[float], tmp_path: Path) -> None:
+    losses = trained(tmp_path / "run", *SHARED[name])
+    assert len(losses) == 5
+    assert losses == pytest.approx(alone, rel=1e-10)
+
+
 @pytest.mark.timeout(180)
 def test_one_rank_over_nccl() -> None:
     if torch.cuda.device_count() != 1:

@@ -35,10 +35,13 @@ NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
 )
 def test_ours_and_a_peer_take_turns_and_are_profiled(peer: str, mesh: str, transport: str, tmp_path: Path) -> None:
     said: list[str] = []
+    also = {"ours unfused": made(tmp_path, "optimizer.fused=false")} if transport == "torch" else {}
     found = compare(
-        made(tmp_path, mesh=mesh), peers=[peer], transport=transport, blocks=3, steps=2, at_once=True,
+        made(tmp_path, mesh=mesh), peers=[peer], also=also, transport=transport, blocks=3, steps=2, at_once=True,
         profile=tmp_path / "profile", say=said.append,
     )  # fmt: skip
+    assert [found.peers[name].n for name in also] == [3] * len(also)
+    said = [line for line in said if "unfused" not in line]
     title = PEERS[peer]
     assert (found.ours.n, found.peers[title].n, found.missing) == (3, 3, {})
     assert 0 < found.ours.p20 <= found.ours.p80 < 60

@@ -22,7 +22,7 @@ from tilemesh.core.plan import Schedule
 from tilemesh.launch.start import find_mpiexec
 from tilemesh.parallel.gate.cases import MODELS, Case, GateLayout, cases, layouts, pipelines
 from tilemesh.parallel.gate.compare import Apart, Gate, GateResult
-from tilemesh.parallel.gate.pairs import _chosen, _possible, combinations, every_case
+from tilemesh.parallel.gate.pairs import OFFLOADED, _chosen, _possible, combinations, every_case
 from tilemesh.parallel.gate.plant import PLANTS, Plant
 
 NEEDS_MPI = pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
@@ -82,7 +82,8 @@ def test_combinations_have_every_pair_of_settings_that_can_be(ranks: int) -> Non
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, possible))
     assert len(chosen) < len(possible) / 4
     layouts_of = [case.layout for case in combinations(ranks)]
-    assert {layout.schedule for layout in layouts_of} == {*get_args(Schedule)} - {"terapipe"}
+    assert {layout.schedule for layout in layouts_of} == {*get_args(Schedule)}
+    assert {layout.offload for layout in layouts_of} == {*OFFLOADED}
     assert {(layout.zero, layout.recompute) for layout in layouts_of} == {
         (zero, recompute) for zero in range(4) for recompute in ("none", "full")
     }

@@ -18,7 +18,7 @@ from started import ranks_of
 
 from tilemesh.comm import run_threads
 from tilemesh.comm.runtime.choose import Request, explanation
-from tilemesh.comm.runtime.native import native_steps
+from tilemesh.comm.runtime.native import library_steps
 from tilemesh.comm.runtime.transport import DONE, Caps, NativeCall, Token
 from tilemesh.launch.start import find_mpiexec
 
@@ -58,7 +58,7 @@ def test_a_library_that_saturates_is_made_to_wrap_around(dtype: str, op: str, da
     mine, other = (np.array(data.draw(numbers), dtype) for _ in range(2))
     result = np.empty_like(mine)
     call = NativeCall("all_reduce", mine, result, op)
-    for token in native_steps(SaturatingTransport(other), call, dtype):  # type: ignore[arg-type]
+    for token in library_steps(SaturatingTransport(other), call, dtype):  # type: ignore[arg-type]
         token.wait()
     wanted = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op](mine, other)
     assert np.array_equal(result, wanted)

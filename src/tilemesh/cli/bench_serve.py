@@ -32,7 +32,8 @@ def bench_serve(
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     predict: Annotated[
-        str, typer.Option(help="fitted: to a few steps of this engine; machine: from its calibration or datasheet.")
+        str,
+        typer.Option(help="fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."),
     ] = "fitted",
     seed: Annotated[int, typer.Option(help="Of the load and of random weights.")] = 0,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,

@@ -80,9 +80,9 @@ def answer(asked: ServeQuestion) -> None:
             "output": str(output),
         }
         case |= {"running": asked.running, "prediction": asked.predict}
-        bench = ServeBench(engine, case, clock, why, goal, console.print)
+        bench = ServeBench(engine, case, clock, why, goal, console.print, watched=asked.device == "cpu")
         peers = open_peers(names, engine, asked.dtype, asked.device, closing) if asked.blocks else []
-        if asked.predict == "fitted" and (asked.blocks or loads):
+        if asked.predict == "fitted" and asked.device == "cpu" and (asked.blocks or loads):
             bench.fit()
         if batches:
             bench.steps(batches, asked.step_length)

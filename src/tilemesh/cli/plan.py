@@ -53,6 +53,21 @@ def plan(
     memory: Annotated[
         float | None, typer.Option(metavar="N", help="Of search: activations kept, in microbatches. [default: stages]")
     ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan for serving instead of training.")] = False,
+    rate: Annotated[
+        float | None, typer.Option(metavar="N", help="Of serving: requests per second. [default: 1]")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(metavar="N", help="Of serving: prompt tokens. [default: 512]")] = None,
+    output: Annotated[int | None, typer.Option(metavar="N", help="Of serving: output tokens. [default: 128]")] = None,
+    goal: Annotated[
+        str | None, typer.Option(metavar="ttft=1,itl=0.05", help="Of serving: what is promised, in seconds.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of serving: bf16, fp32. [default: bf16, on a CPU fp32]")] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Of serving: most tokens in a step. [default: 512]")
+    ] = None,
+    price: Annotated[float | None, typer.Option(metavar="N", help="Of serving: a device's price per hour.")] = None,
+    power: Annotated[float | None, typer.Option(metavar="W", help="Of serving: a device's power.")] = None,
     svg: Annotated[str | None, typer.Option(metavar="FILE", help="Write the drawing as an SVG.")] = None,
     csv: Annotated[str | None, typer.Option(metavar="FILE", help="Write its actions in torch's format.")] = None,
 ) -> None:
@@ -60,6 +75,9 @@ def plan(
     # Late: `tilemesh --help` needs none of it.
     from tilemesh.cli.plan_draw import DrawQuestion, draw_step, require_draw
     from tilemesh.cli.plan_run import PlanQuestion, run
+    from tilemesh.cli.plan_serve import ServePlanQuestion, refuse
+    from tilemesh.cli.plan_serve import run as run_serving
+    from tilemesh.core.errors import UsageError
 
     drawn = DrawQuestion(draw or "", stages, microbatches, chunks, slices, times, memory, svg, csv, json, html)
     others: dict[str, object] = {"MODEL": model, "--cluster": cluster, "--batch": batch, "--batch-tokens": batch_tokens}
@@ -68,6 +86,20 @@ def plan(
         draw_step(drawn, [name for name, value in (others | {"--explain": explain or None}).items() if value])
         return
     require_draw(drawn)
+    serving = {"--rate": rate, "--prompt": prompt, "--output": output, "--goal": goal, "--dtype": dtype}
+    serving |= {"--step-tokens": step_tokens, "--price": price, "--power": power}
+    if serve:
+        others |= {"--explain": explain or None, "--html": html}
+        refuse([name for name, value in others.items() if value and name not in ("MODEL", "--cluster", "--set")])
+        asked_serving = ServePlanQuestion(
+            model, cluster, tuple(sets or ()), 1.0 if rate is None else rate, 512 if prompt is None else prompt,
+            128 if output is None else output, goal, dtype, 512 if step_tokens is None else step_tokens, headroom,
+            price, power, json,
+        )  # fmt: skip
+        run_serving(asked_serving)
+        return
+    if given := [name for name, value in serving.items() if value is not None]:
+        raise UsageError(f"{given[0]} is about serving: add --serve")
 
     asked = PlanQuestion(
         model=model,

@@ -28,6 +28,10 @@ def serve(
     speculate: Annotated[
         int, typer.Option(metavar="N", help="Guess up to N tokens per step from text that repeats.")
     ] = 0,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|FOLDER", help="A smaller model that guesses, up to --speculate tokens (4)."),
+    ] = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Answers do not depend on the batch, bit for bit.")
     ] = False,
@@ -45,7 +49,7 @@ def serve(
         "dtype": dtype, "device": device, "pages": pages, "memory": memory, "page_tokens": page_tokens,
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
         "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache,
-        "invariant": invariant, "speculate": speculate,
+        "invariant": invariant, "speculate": speculate, "draft": draft,
         "seed": seed, "step": step,
     }  # fmt: skip
     raise typer.Exit(run(source, host, port, name, options, _tell))

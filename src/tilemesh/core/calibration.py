@@ -32,6 +32,7 @@ _BY_KEY = (
     "attention_flops_per_s",
     "projection_flops_per_s",
     "host_s",
+    "host_link_bytes_per_s",
 )  # rates that are a number for each key
 
 _AGAIN = "remove it and calibrate this machine again"
@@ -70,6 +71,10 @@ class Rates:
     host_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     """What the host of a GPU needs to launch a training step, by kind of layer, code and part ("gpt-compiled-passes" a
     step, "gpt-compiled-passes-layer" a layer more, "gpt-compiled-update", ...)."""
+
+    host_link_bytes_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Between a GPU and page-locked memory of its host: "in" to the GPU, "out" to the host, and in either
+    direction while "both" are busy."""
 
     def __post_init__(self) -> None:
         for name, value in _leaves(self):

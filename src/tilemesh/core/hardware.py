@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """Devices in one box. `inter` is one adapter to the outside; the box has `adapters` of them."""
 
     device: Device
@@ -86,7 +86,7 @@ class Node:
 class Cluster:
     """Nodes that are all alike: one device, one size, one pair of links."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -95,7 +95,7 @@ class Cluster:
             raise UsageError("the nodes of a cluster must be alike: same device, count and links")
 
     @property
-    def node(self) -> Node:
+    def node(self) -> ClusterNode:
         return self.nodes[0]
 
     @property
@@ -286,6 +286,22 @@ _FABRIC: Mapping[str, tuple[str, str, int]] = {
     "cpu": ("memory", "ethernet10", 1),
 }
 
+# Between a device and its host's memory: sixteen lanes for each GPU, by their datasheets.
+_HOST_LINKS: Mapping[str, str] = {
+    "t4": "pcie3",
+    "a10": "pcie4",
+    "a100-80": "pcie4",
+    "h100": "pcie5",
+    "h200": "pcie5",
+    "b200": "pcie5",
+}
+
+
+def host_link(device: Device) -> Link:
+    """Between a device and its host's memory; a CPU's own memory where the device is one."""
+    return LINKS[_HOST_LINKS.get(device.name, "memory" if device.kind == "cpu" else "pcie4")]
+
+
 # Driver names, less "NVIDIA" and "Tesla", that mean exactly the device above. Deliberately exact: "H100 PCIe",
 # "H200 NVL", "A10G", "A100-SXM4-40GB" and MIG slices have other peaks, and no figure is better than a wrong one.
 _DRIVER_NAMES: Mapping[str, Device] = {
@@ -316,11 +332,11 @@ def device_for(gpu_name: str) -> Device | None:
     return _DRIVER_NAMES.get(re.sub(r"^(nvidia |tesla )+", "", folded))
 
 
-def make_node(device: Device, count: int) -> Node:
+def make_node(device: Device, count: int) -> ClusterNode:
     """A node of so many of a device, with the links such nodes come with."""
     intra, inter, adapters = _FABRIC[device.name]
     # A vendor's board has one adapter per GPU, so a smaller or larger node has fewer or more of them.
-    return Node(device, count, LINKS[intra], LINKS[inter], count if adapters == GPUS_PER_NODE else adapters)
+    return ClusterNode(device, count, LINKS[intra], LINKS[inter], count if adapters == GPUS_PER_NODE else adapters)
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -33,7 +33,9 @@ Precision = Literal["fp32", "bf16", "bf16-master", "fp16", "fp64"]
 OFFLOADS = ("optimizer", "activations", "weights")
 """What may be moved to the host's memory while it is not needed."""
 OFFLOAD_PART_BYTES = 256 << 20
-"""Of optimizer states that are on the host, what is brought to the device at a time."""
+"""Of optimizer states that are on the host, what is brought to the device at a time, about."""
+OFFLOAD_PARTS = 3
+"""Such parts that are on the device at once: one comes in, one is stepped, one goes out."""
 
 _COUNTS = Range(1, 2**31 - 1)
 """Of ranks along an axis, of sequences, of microbatches: what an array's length may be, and far more than any run."""
@@ -201,6 +203,11 @@ class ParallelPlan(StepSettings, ModelPlacement):
         if self.pp == 1:
             return 1
         return self.pp * (2 if self.schedule in IN_A_V else self.interleave)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a step runs by its list of actions, chunk by chunk, and not by whole passes."""
+        return self.pp > 1 or self.zero == 3 or bool({"activations", "weights"} & {*self.offloads})
 
     @property
     def chunks_words(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.plan import IN_A_V, INTERLEAVED, ParallelPlan
 
 
 class Lack(NamedTuple):
@@ -41,12 +41,28 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
     if plan.recompute_every != 1 and plan.recompute != "full":
         given = f"recompute_every is {plan.recompute_every} and recompute is {plan.recompute}"
         yield Lack("recompute_every", given, "only full recomputation has stretches of layers", "recompute=full", True)
-    for name in set(plan.offloads) - {"optimizer"}:
-        yield Lack(f"offload {name}", f"offload is {plan.offload}", f"{name} stay where they are", "offload=")
+    yield from _lacks_of_offloads(plan)
     if plan.recompute == "selective":
         yield Lack("selective", "recompute is selective", "attention here keeps no scores", "recompute=full")
     if plan.attention == "materialized":
         yield Lack("materialized", "attention is materialized", "attention here is one fused kernel", "attention=fused")
+
+
+def _lacks_of_offloads(plan: ParallelPlan) -> Iterator[Lack]:
+    given = f"offload is {plan.offload}"
+    if "activations" in plan.offloads and plan.slices > 1:
+        instead = "offload=" + ",".join(name for name in plan.offloads if name != "activations")
+        yield Lack("offload", f"{given} with slices", "slices of a sequence share keys and values", instead, True)
+    if "weights" not in plan.offloads:
+        return
+    instead = "offload=" + ",".join(name for name in plan.offloads if name != "weights")
+    if plan.zero == 3:
+        why = "ZeRO-3 keeps a rank's rows of the weights alone and has nothing to move"
+        yield Lack("offload", f"{given} with zero 3", why, instead, True)
+    held = plan.interleave if plan.schedule in INTERLEAVED else 2 if plan.schedule in IN_A_V else 1
+    if plan.pp > 1 and held <= 1 + plan.prefetch:
+        why = f"a stage has {held} chunk{'s' * (held > 1)} and holds 1 + prefetch of them, so no weights would move"
+        yield Lack("offload", f"{given} with pp {plan.pp}", why, "prefetch=0" if held > 1 else instead, True)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

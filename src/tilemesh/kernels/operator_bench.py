@@ -72,11 +72,13 @@ class FunctionBench(OperatorBench[SizedProblem]):
     """An operator of `@operator`, whose settings beside the dtype are arguments of its function by name.
 
     make: its arguments (problem, device, seed). exact and bound: the float64 result, and how far from it each element
-    may be; without them the reference in float64, and twice the error that plain torch has. eager: what a user of plain
-    torch would call, where that is not the reference. options: what the function is given by name beside the settings.
+    may be; without them the reference in float64, and twice the error that plain torch has, or, where that is less, the
+    rounding of the result and 16 roundings in the kernels' precision (float32, or float64) of its largest element.
+    eager: what a user of plain torch would call, where that is not the reference. options: what the function is given
+    by name beside the settings.
     constant: positions of floating point arguments that need no gradient.
     With the setting `passes=both`, forward and backward are timed together; the result that is checked is the gradient
-    of the first argument, within twice the error that plain torch has.
+    of the first argument, within twice the error that plain torch has or the same roundings.
     """
 
     function: Callable[..., Tensor]

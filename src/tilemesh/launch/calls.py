@@ -2,8 +2,9 @@
 
 `call("package.module:function", 4, ...)` starts ranks, calls the function on each, and returns the results in rank
 order. `Ranks` keeps them for further calls: `with Ranks(4) as ranks: ranks.call(...)`. The function is named, because
-a rank imports it: nothing is pickled, and arguments and results are JSON values and buffers (`values.py`). A function
-that wants the other ranks calls `tilemesh.comm.connect()`. The rank's side is `serve.py`.
+a rank imports it: nothing is pickled, and arguments and results are JSON values and buffers (`values.py`). One that is
+not there is refused before ranks are started or told of it (`locate.py`). A function that wants the other ranks calls
+`tilemesh.comm.connect()`. The rank's side is `serve.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tilemesh.launch import start, values
 from tilemesh.launch.blame import Failure, death_reason, failure_of
 from tilemesh.launch.folder import job_folder
 from tilemesh.launch.job import Graces, Job, check_ranks, say_line
+from tilemesh.launch.locate import require_function
 from tilemesh.launch.output import Sink, print_line
 from tilemesh.launch.serve import ANSWERS, END, RAISED, YIELDED, answer_file, call_file, orders_file, value_file
 
@@ -58,6 +60,8 @@ def call(
     What is not named here is passed on to the function. The others are those of `Ranks` and `Ranks.call`.
     """
     name = name_of(function)
+    if environ is None:
+        require_function(name)
     with Ranks(ranks, transport=transport, environ=environ, sink=sink) as started:
         return started.call(name, *arguments, timeout_s=timeout_s, hear=hear, **options)
 
@@ -78,6 +82,7 @@ class Ranks:
         sink: Sink | None = None,
         grace_s: float = 3.0,
     ) -> None:
+        self._sees_same = environ is None  # in another environment a rank may find modules elsewhere
         environ = os.environ if environ is None else environ
         member = membership(environ)
         if member is not None:
@@ -132,6 +137,8 @@ class Ranks:
     def begin(self, function: Function, *arguments: Any, hear: Hear | None = None, **options: Any) -> None:
         """Let the ranks begin a call; `results` waits for it. Several `Ranks` can so be busy at the same time."""
         name = name_of(function)
+        if self._sees_same:
+            require_function(name)
         self._check_there()
         if self._under_way is not None:
             raise UsageError(f"the call of {self._under_way} is under way: take its results first")

@@ -19,6 +19,7 @@ from tilemesh.core.calibration import Calibration, Part, Rates, find
 from tilemesh.core.errors import RunError
 from tilemesh.measure.calibrate_cpu import cpu_figures
 from tilemesh.measure.calibrate_gpu import gpu_figures
+from tilemesh.measure.calibrate_link import link_figures
 from tilemesh.measure.figure import Figure, FigureOutcome
 from tilemesh.measure.machine import Machine, stamp, this_machine
 from tilemesh.measure.row import Row
@@ -51,7 +52,7 @@ def calibrate(*, quick: bool = False, progress: Progress | None = None, further:
     machine = this_machine()
     figures = cpu_figures(machine, quick=quick)
     if torch.cuda.is_available():
-        figures += gpu_figures(quick=quick)
+        figures += [*gpu_figures(quick=quick), *link_figures()]
     figures += further
     rows = measure_figures(figures, progress)
     calibration = assemble(machine, figures, rows)

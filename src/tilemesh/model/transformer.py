@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -599,8 +601,24 @@ def initialize(model: nn.Module, seed: int, prefix: str = "", layers: int | None
     depth = model.config.layers if isinstance(model, Transformer) else layers
     if depth is None:
         raise UsageError("initialize of a part of a model: give layers=, the depth its outputs are scaled by")
-    for name, parameter in model.named_parameters():
-        parameter.copy_(draw(f"{prefix}{name}", parameter.shape, seed, depth))
+    wanted = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
+    for name, drawn in drawn_ahead({name: parameter.shape for name, parameter in wanted.items()}, seed, depth):
+        wanted[name].copy_(drawn)
+
+
+def drawn_ahead(shapes: Mapping[str, tuple[int, ...]], seed: int, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """What `draw` gives for each of these names, in their order, by as many threads as torch has: a generator draws its
+    numbers one after the other, and billions of them take minutes. Never more than two per thread are held."""
+    threads = torch.get_num_threads()
+    waiting: deque[tuple[str, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for name, shape in shapes.items():
+            if len(waiting) >= 2 * threads:
+                first, drawn = waiting.popleft()
+                yield first, drawn.result()
+            waiting.append((name, pool.submit(draw, name, shape, seed, layers)))
+        for first, drawn in waiting:
+            yield first, drawn.result()
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:

@@ -76,7 +76,7 @@ def lay(
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
         return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
 
-    if mesh.pp.size > 1 or plan.zero == 3:
+    if mesh.pp.size > 1 or plan.has_chunks:
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))
@@ -228,6 +228,11 @@ def _require_fit(model: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
     elif plan.zero == 3:
         raise UsageError(
             f"ZeRO-3 of a {type(model).__name__}: it gathers layer by layer, tilemesh's Transformer; set zero=2"
+        )
+    elif plan.has_chunks:
+        raise UsageError(
+            f"offload {plan.offload} of a {type(model).__name__}: it moves layer by layer, tilemesh's Transformer; set "
+            "offload=optimizer, or leave it out"
         )
     elif plan.sequence_parallel:
         raise UsageError(f"sequence_parallel of a {type(model).__name__}: only tilemesh's Transformer can be cut so")

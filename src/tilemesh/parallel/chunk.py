@@ -9,6 +9,7 @@ B: rows; T: tokens on this rank; D: width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from tilemesh.core.step.action import Payload
 from tilemesh.model.deferral import Deferral, WeightProduct, multiply
 from tilemesh.model.dropout import DropoutPlace
 from tilemesh.parallel.laid import Laid, StepPiece
+from tilemesh.parallel.offload import ChunkEntry, HostActivations
 from tilemesh.parallel.slices import SliceCache
 
 
@@ -60,6 +62,8 @@ class _Graph(NamedTuple):
     """Of what the forward pass made."""
     cache: SliceCache | None = None
     """Of a slice: the keys and values that it shares with others."""
+    taken: list[Tensor] | None = None
+    """Gets the gradient of the input, where that is no leaf of the graph."""
 
 
 @dataclass
@@ -70,6 +74,9 @@ class ModelChunk:
     data: StepData
     deferral: Deferral | None = None
     """Of the chunk's projections, where backward comes in two halves."""
+    number: int = 0
+    activations: HostActivations | None = None
+    """Where what is kept for the backward pass may go to the host's memory."""
     _graphs: dict[Place, _Graph] = field(default_factory=dict)
     _products: dict[Place, list[WeightProduct]] = field(default_factory=dict)
 
@@ -88,19 +95,29 @@ class ModelChunk:
         cache = None
         if self.data.slices > 1:
             cache = options["cache"] = self._slice(place, tokens_BT, where.token)
-        if x is not None:
+        taken: list[Tensor] | None = None
+        if x is not None and keeps and self.activations is not None:
+            taken = []
+            anchor = torch.empty(0, requires_grad=True, device=x.device)
+            options["x_BTD"], x = ChunkEntry.apply(anchor, x, taken), None  # type: ignore[no-untyped-call]
+        elif x is not None:
             x.requires_grad_(keeps)
-        with torch.set_grad_enabled(keeps):
+        with torch.set_grad_enabled(keeps), self._keeping(place, keeps):
             if self.laid.has_head:
                 total, count = self.laid.loss(tokens_BT, targets_BT, **options)
                 if is_first:
                     self.data.count(total, count)
-                self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache)
+                self._graphs[place] = _Graph(x, total if keeps else None, total.dtype, cache, taken)
                 return None
             made = self.laid.activations(tokens_BT, **options)
         edge = torch.autograd.graph.get_gradient_edge(made) if keeps else None
-        self._graphs[place] = _Graph(x, edge, made.dtype, cache)
+        self._graphs[place] = _Graph(x, edge, made.dtype, cache, taken)
         return made.detach().to(self.laid.stream_dtype)
+
+    def _keeping(self, place: Place, keeps: bool) -> Any:
+        return (
+            nullcontext() if self.activations is None or not keeps else self.activations.keeping((self.number, *place))
+        )
 
     def _slice(self, place: Place, tokens_BT: Tensor, begin: int) -> SliceCache:
         """What this slice attends through: its own keys and values, and those of the slices before it."""
@@ -110,7 +127,9 @@ class ModelChunk:
         return SliceCache(known, begin, tokens_BT, begin + tokens_BT.shape[1])
 
     def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        x, root, dtype, cache = self._graphs.pop((microbatch, piece))
+        x, root, dtype, cache, taken = self._graphs.pop((microbatch, piece))
+        if self.activations is not None:
+            self.activations.ready((self.number, microbatch, piece))
         if gradient is None:
             assert isinstance(root, Tensor)
             gradient = torch.full_like(root, self.data.scale)
@@ -122,6 +141,8 @@ class ModelChunk:
         torch.autograd.backward((root, *roots), (gradient.to(dtype), *gradients))
         if splits and self.deferral is not None:
             self._products[microbatch, piece] = self.deferral.take()
+        if taken is not None:
+            return taken.pop()
         if x is None:
             return None
         found, x.grad = x.grad, None

@@ -31,12 +31,14 @@ from tilemesh.parallel.agree import tell
 from tilemesh.parallel.buckets import Bucketed
 from tilemesh.parallel.chunk import ModelChunk, StepData
 from tilemesh.parallel.gradients import Gradients
+from tilemesh.parallel.host import HostLink
 from tilemesh.parallel.laid import Fresh, Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices
+from tilemesh.parallel.offload import HostActivations, HostWeights
+from tilemesh.parallel.run import ChunkPasses, StepRunner, StepServices, WaitingChunk
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.tensor import Seams
-from tilemesh.parallel.zero3 import GatheredChunk, GatheringServices, ZeroWeights
+from tilemesh.parallel.zero3 import ZeroWeights
 
 
 class StageModule(nn.Module):
@@ -109,17 +111,27 @@ class Pipeline(Laid):
             number: Laid(model, mesh, plan, _own(model, shards), {}, seams, gradients)
             for number, model in chunks.items()
         }
-        self.passers = {
-            number: ModelChunk(part, self.data, defer(part.module) if step.is_split else None)
-            for number, part in self.parts.items()
-        }
-        services: StepServices = ReducingServices(gradients)
         self.gathers = gradients if isinstance(gradients, ZeroWeights) else None
         """Who makes weights whole that are cut over replicas."""
+        self.host_activations: HostActivations | None = None
+        self.host_weights: HostWeights | None = None
+        link = HostLink(next(self.module.parameters()).device)
+        if "activations" in plan.offloads:
+            self.host_activations = HostActivations(link, (*self.module.parameters(), *self.module.buffers()))
+        if "weights" in plan.offloads:
+            reads = {number: list(part.module.parameters()) for number, part in self.parts.items()}
+            self.host_weights = HostWeights(link, reads)
+        self.passers = {
+            number: ModelChunk(
+                part, self.data, defer(part.module) if step.is_split else None, number, self.host_activations
+            )
+            for number, part in self.parts.items()
+        }
         passers: dict[int, ChunkPasses] = dict(self.passers)
-        if self.gathers is not None:
-            services = GatheringServices(self.gathers)
-            passers = {number: GatheredChunk(passes, self.gathers, number) for number, passes in passers.items()}
+        for who in (self.gathers, self.host_weights):
+            if who is not None:
+                passers = {number: WaitingChunk(passes, who.ready, number) for number, passes in passers.items()}
+        services = ModelServices(gradients, self.host_activations, self.host_weights)
         self.runner = StepRunner(step.program, mesh.pp.comm, passers, services, self._note)
 
     @property
@@ -171,6 +183,8 @@ class Pipeline(Laid):
             )
         self.data.pieces, self.data.dropout_seed, self.data.scale = pieces, dropout_seed, scale
         self.buckets.begin(scale)
+        if self.host_weights is not None:
+            self.host_weights.begin()
         self.runner()
         self.data.pieces = ()
 
@@ -181,6 +195,8 @@ class Pipeline(Laid):
         """What a step under way keeps for its backward passes beside what autograd does."""
         for chunk in self.passers.values():
             yield from chunk.put_off()
+        if self.host_activations is not None:
+            yield from self.host_activations.here()
 
     # Forward alone ------------------------------------------------------------------------------------------------
 
@@ -286,14 +302,47 @@ class Pipeline(Laid):
         return set(self.names) - self.shards.keys()
 
 
-class ReducingServices(StepServices):
-    """Of a step whose gradients alone are exchanged."""
+class ModelServices(StepServices):
+    """What a model's step does beside passes and messages: each by whoever does it, where there is one."""
 
-    def __init__(self, gradients: Bucketed) -> None:
-        self.gradients = gradients
+    def __init__(
+        self,
+        gradients: Bucketed,
+        activations: HostActivations | None = None,
+        weights: HostWeights | None = None,
+    ) -> None:
+        self.gradients, self.activations, self.weights = gradients, activations, weights
 
     def reduce(self, chunk: int) -> None:
         self.gradients.reduce(chunk)
+
+    def gather(self, chunk: int) -> None:
+        if not isinstance(self.gradients, ZeroWeights):
+            super().gather(chunk)
+        else:
+            self.gradients.gather(chunk)
+
+    def free(self, chunk: int) -> None:
+        if not isinstance(self.gradients, ZeroWeights):
+            super().free(chunk)
+        else:
+            self.gradients.free(chunk)
+
+    def move_out(self, action: Action) -> None:
+        if action.of == "activation" and self.activations is not None:
+            self.activations.out((action.chunk, action.microbatch, action.slice))
+        elif action.of == "weights" and self.weights is not None:
+            self.weights.out(action.chunk)
+        else:
+            super().move_out(action)
+
+    def move_in(self, action: Action) -> None:
+        if action.of == "activation" and self.activations is not None:
+            self.activations.into((action.chunk, action.microbatch, action.slice))
+        elif action.of == "weights" and self.weights is not None:
+            self.weights.into(action.chunk)
+        else:
+            super().move_in(action)
 
 
 def _own(model: nn.Module, shards: Mapping[str, Shard]) -> dict[str, Shard]:

@@ -13,6 +13,7 @@ rank which action it is at and for whom it waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -66,6 +67,33 @@ class StepServices:
 
     def move_in(self, action: Action) -> None:
         raise UsageError(f"{action}: nothing is moved to the host here")
+
+
+@dataclass
+class WaitingChunk:
+    """A chunk whose passes wait for its weights: until they are whole, or back from the host. W reads none."""
+
+    passes: ChunkPasses
+    ready: Callable[[int], None]
+    chunk: int
+
+    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
+        self.ready(self.chunk)
+        return self.passes.forward(microbatch, piece, x, keeps=keeps)
+
+    def recompute(self, microbatch: int, piece: int) -> None:
+        self.ready(self.chunk)
+        self.passes.recompute(microbatch, piece)
+
+    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
+        self.ready(self.chunk)
+        return self.passes.backward(microbatch, piece, gradient, splits=splits)
+
+    def weights(self, microbatch: int, piece: int) -> None:
+        self.passes.weights(microbatch, piece)
+
+    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
+        return self.passes.landing(microbatch, piece, of)
 
 
 class _Arrival(NamedTuple):

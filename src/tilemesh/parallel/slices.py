@@ -33,7 +33,7 @@ class SliceCache:
         self.positions_BT = positions_T.expand(rows, tokens)
         self.pairs: dict[int, _Pair] = {}
 
-    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+    def attend(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, *, window: int = 0) -> Tensor:
         needs = torch.is_grad_enabled()
         given = k_BTKE.detach().requires_grad_(needs), v_BTKE.detach().requires_grad_(needs)
         self.pairs[layer] = _Pair((k_BTKE, v_BTKE), given)
@@ -42,9 +42,12 @@ class SliceCache:
         values_BSKE = torch.cat([*(values for _, values in before), v_BTKE], dim=1)
         seen, tokens = keys_BSKE.shape[1], q_BTHE.shape[1]
         mask_TS = None
-        if seen > tokens:
+        if seen > tokens or 0 < window < seen:
             positions_S = torch.arange(seen, device=q_BTHE.device)
-            mask_TS = positions_S <= torch.arange(self.begin, self.begin + tokens, device=q_BTHE.device)[:, None]
+            last_T1 = torch.arange(self.begin, self.begin + tokens, device=q_BTHE.device)[:, None]
+            mask_TS = positions_S <= last_T1
+            if window:
+                mask_TS &= positions_S > last_T1 - window
         y_BHTE = functional.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2),
             keys_BSKE.transpose(1, 2),

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import RunError
-from tilemesh.core.step.action import Payload
 from tilemesh.parallel.buckets import BUCKET_BYTES
 from tilemesh.parallel.gradients import Parts
-from tilemesh.parallel.run import ChunkPasses, StepServices
 from tilemesh.parallel.shard import Held
 from tilemesh.parallel.zero import Zero, ZeroBucket
 
@@ -140,46 +138,3 @@ class ZeroWeights(Zero):
             for bucket in self.buckets
             if id(bucket) in self._whole
         )
-
-
-class GatheringServices(StepServices):
-    """Of a step under ZeRO-3."""
-
-    def __init__(self, weights: ZeroWeights) -> None:
-        self.weights = weights
-
-    def gather(self, chunk: int) -> None:
-        self.weights.gather(chunk)
-
-    def free(self, chunk: int) -> None:
-        self.weights.free(chunk)
-
-    def reduce(self, chunk: int) -> None:
-        self.weights.reduce(chunk)
-
-
-@dataclass
-class GatheredChunk:
-    """A chunk whose passes wait until its weights are whole; W reads none."""
-
-    passes: ChunkPasses
-    weights_of: ZeroWeights
-    chunk: int
-
-    def forward(self, microbatch: int, piece: int, x: Tensor | None, *, keeps: bool) -> Tensor | None:
-        self.weights_of.ready(self.chunk)
-        return self.passes.forward(microbatch, piece, x, keeps=keeps)
-
-    def recompute(self, microbatch: int, piece: int) -> None:
-        self.weights_of.ready(self.chunk)
-        self.passes.recompute(microbatch, piece)
-
-    def backward(self, microbatch: int, piece: int, gradient: Tensor | None, *, splits: bool) -> Tensor | None:
-        self.weights_of.ready(self.chunk)
-        return self.passes.backward(microbatch, piece, gradient, splits=splits)
-
-    def weights(self, microbatch: int, piece: int) -> None:
-        self.passes.weights(microbatch, piece)
-
-    def landing(self, microbatch: int, piece: int, of: Payload) -> Tensor:
-        return self.passes.landing(microbatch, piece, of)

@@ -16,7 +16,7 @@ from tilemesh.model.work.weights import output_weight
 from tilemesh.plan.choose import SearchResult
 from tilemesh.plan.explain import ExplainedFigure, ExplainedPart, activation_section, flops_section
 from tilemesh.plan.memory import STATE_BYTES
-from tilemesh.plan.offload import host_bytes_per_s
+from tilemesh.plan.offload import host_rates
 from tilemesh.plan.prediction import Prediction
 from tilemesh.plan.speed import speed_of
 from tilemesh.plan.step import Estimator
@@ -191,7 +191,7 @@ def time_section(estimator: Estimator, best: Prediction) -> ExplainedPart:
         ExplainedFigure(
             "moving to the host",
             "bytes / link, what no pass hides",
-            f"{format_bytes(host_bytes_per_s(estimator.cluster.device))}/s",
+            f"{format_bytes(host_rates(estimator.cluster.device, estimator.rates).both)}/s each way",
             format_seconds(times.offload_s),
         ),
         ExplainedFigure(

@@ -18,7 +18,7 @@ from tilemesh.core.busy import Busyness
 from tilemesh.core.calibration import Calibration, Rates
 from tilemesh.core.cores import threads_for
 from tilemesh.core.errors import UsageError, nearest, unknown
-from tilemesh.core.hardware import CPU, DEVICES, Cluster, Link, Node, device_for, make_node
+from tilemesh.core.hardware import CPU, DEVICES, Cluster, ClusterNode, Link, device_for, make_node
 from tilemesh.plan import constants
 
 NAME = "local"
@@ -112,7 +112,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
     )
     link = measured_link(calibration, ranks, cores) or assumed_link(copy, ranks, cores)
     words = _measured(calibration)
-    return MeasuredCluster(Cluster((Node(device, ranks, link, link, ranks),)), rates, words)
+    return MeasuredCluster(Cluster((ClusterNode(device, ranks, link, link, ranks),)), rates, words)
 
 
 def _measured(calibration: Calibration) -> str:

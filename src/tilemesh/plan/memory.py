@@ -28,7 +28,7 @@ from tilemesh.model.work.kept import (
 from tilemesh.model.work.task import AUTOCAST, Code, Task, default_code
 from tilemesh.model.work.weights import Shards, shard_parameters
 from tilemesh.plan import constants
-from tilemesh.plan.offload import on_device
+from tilemesh.plan.offload import on_device, optimizer_on_device
 
 # Bytes a parameter by precision: weights, gradients, optimiser (Adam's two moments, and a master copy).
 STATE_BYTES = {
@@ -153,12 +153,19 @@ def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
 
 
 def _left_on_device(plan: ParallelPlan, rank: _RankNeeds, weights: int, optimizer: int) -> tuple[_RankNeeds, int, int]:
-    """What is left where some of it lies in the host's memory."""
+    """What is left at the fullest moment where some of it lies in the host's memory.
+
+    Weights have come back when activations are gone, and states come, part by part, only then.
+    """
     share = on_device(plan, rank.layers)
     if "activations" in plan.offloads:
         rank = rank._replace(activations=int(rank.activations * share))
-    weights = int(weights * share) if "weights" in plan.offloads else weights
-    return rank, weights, int(optimizer * share) if "optimizer" in plan.offloads else optimizer
+    passing = rank.activations + rank.logits
+    if "weights" in plan.offloads:
+        weights = max(int(weights * share), weights - passing)
+    if "optimizer" in plan.offloads:
+        optimizer = max(0, optimizer_on_device(optimizer, STATE_BYTES[plan.precision][2] * rank.at_work[0]) - passing)
+    return rank, weights, optimizer
 
 
 def _total_bytes(plan: ParallelPlan, rank: _RankNeeds) -> int:

@@ -1,53 +1,78 @@
 """What moving states, activations or weights to the host's memory saves and costs.
 
-The one idea: what is moved is on the device for the layer at work and for those fetched ahead (`prefetch`), and crosses
-the link to the host once out and once back. Activations and weights travel beside computing, so only what the passes do
-not cover costs time; optimizer states travel when nothing is left to compute, and cost all of it.
+The one idea: what is moved crosses the link to the host beside computing, so it costs what the passes do not cover.
+Optimizer states travel when nothing is left to compute but their own update: in and out at the same time, and they cost
+nearly all of it. Activations leave in the forward pass and come back in the backward pass. Weights leave in a step's
+first forward pass, and come back for every pass after it; nothing is written that the host has already.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilemesh.core.hardware import LINKS, Device
-from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.calibration import Rates
+from tilemesh.core.hardware import Device, host_link
+from tilemesh.core.plan import OFFLOAD_PART_BYTES, OFFLOAD_PARTS, ParallelPlan
 from tilemesh.plan import constants
-
-_HOST_LINKS = {"t4": "pcie3", "a10": "pcie4", "a100-80": "pcie4", "h100": "pcie5", "h200": "pcie5", "b200": "pcie5"}
-"""Sixteen lanes for each GPU, by their datasheets."""
 
 
 class MovedBytes(NamedTuple):
-    """What a rank holds of each in a step without offloading; activations are those of one microbatch."""
+    """What a rank moves of each; activations are those of one microbatch."""
 
     optimizer: int
     activations: int
     weights: int
 
 
-def host_bytes_per_s(device: Device) -> float:
-    """In one direction, from a device to its host; a CPU's own memory where the device is one."""
-    link = LINKS[_HOST_LINKS.get(device.name, "memory" if device.kind == "cpu" else "pcie4")]
-    return link.bytes_per_s * constants.LINK_FRACTION
+class RankPassTimes(NamedTuple):
+    """Of one microbatch through all of a rank's layers, and of the step's update."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+class HostRates(NamedTuple):
+    """Bytes per second between a device and its host: to the device, to the host, and each way while both are busy."""
+
+    inward: float
+    outward: float
+    both: float
+
+
+def host_rates(device: Device, measured: Rates | None = None) -> HostRates:
+    """As `tilemesh calibrate` measured them; else from the link's datasheet."""
+    known = {} if measured is None else measured.host_link_bytes_per_s
+    assumed = host_link(device).bytes_per_s * constants.LINK_FRACTION
+    return HostRates(*(known.get(way, assumed) for way in ("in", "out", "both")))
 
 
 def on_device(plan: ParallelPlan, layers: int) -> float:
-    """Of what is moved, the part that is on the device at once."""
+    """Of what passes move, the part that is on the device at once: the layer at work and those fetched ahead."""
     return min(1.0, (1 + plan.prefetch) / max(1, layers))
 
 
-def offload_s(plan: ParallelPlan, device: Device, moved: MovedBytes, forward_s: float, backward_s: float) -> float:
-    """Seconds that a step takes longer. The passes are those of one microbatch through all of a rank's layers."""
+def optimizer_on_device(optimizer: int, largest: int) -> int:
+    """Of optimizer states in the host's memory, at most what the device holds while they are stepped.
+
+    `largest`: those of a layer; a part has no more unless a layer is small."""
+    return min(optimizer, OFFLOAD_PARTS * max(OFFLOAD_PART_BYTES, largest))
+
+
+def offload_s(plan: ParallelPlan, rates: HostRates, moved: MovedBytes, times: RankPassTimes) -> float:
+    """Seconds that a step takes longer."""
     if not plan.offloads:
         return 0.0
-    rate, total = host_bytes_per_s(device), 0.0
+    total = 0.0
     if "optimizer" in plan.offloads:
-        total += 2 * moved.optimizer / rate
-    beside_forward = beside_backward = 0.0
-    if "activations" in plan.offloads:
-        beside_forward, beside_backward = moved.activations / rate, moved.activations / rate
-    if "weights" in plan.offloads:  # read for either pass; written when they were stepped
-        beside_forward, beside_backward = beside_forward + moved.weights / rate, beside_backward + moved.weights / rate
-        total += moved.weights / rate
-    waits = max(0.0, beside_forward - forward_s) + max(0.0, beside_backward - backward_s)
-    return total + plan.accumulation * waits
+        part = min(moved.optimizer, OFFLOAD_PART_BYTES)  # the first comes in and the last goes out alone
+        moving_s = (moved.optimizer - part) / rates.both + part / rates.inward + part / rates.outward
+        total += max(0.0, moving_s - times.update_s)
+    kept = moved.activations if "activations" in plan.offloads else 0
+    weights = moved.weights if "weights" in plan.offloads else 0
+    both = rates.both if kept and weights else rates.outward if kept else rates.inward
+    first_s = (kept + weights) / rates.outward
+    later_s = max(kept, weights) / both
+    backward_s = (kept + weights) / rates.inward
+    waits = max(0.0, first_s - times.forward_s) + (plan.accumulation - 1) * max(0.0, later_s - times.forward_s)
+    return total + waits + plan.accumulation * max(0.0, backward_s - times.backward_s)

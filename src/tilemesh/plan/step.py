@@ -27,7 +27,7 @@ from tilemesh.plan import constants
 from tilemesh.plan.clock import Chunks, Clock, DataExchange, data_exchange, exchanged, host_step_s, sent_bytes
 from tilemesh.plan.cut import cut, spread
 from tilemesh.plan.memory import STATE_BYTES, Room, state_bytes, usable_bytes
-from tilemesh.plan.offload import MovedBytes, offload_s
+from tilemesh.plan.offload import MovedBytes, RankPassTimes, host_rates, offload_s, on_device
 from tilemesh.plan.prediction import Prediction, Times
 from tilemesh.plan.speed import speed_of
 
@@ -267,7 +267,10 @@ class Estimator:
         kept = sum(self.room.chunk(plan, frame.counts[chunk])[0] for chunk in frame.held[rank])
         forward_s = sum(chunks.forward_s[chunk] for chunk in frame.held[rank])
         backward_s = chunks.busy_s(frame.held[rank]) - forward_s
-        return offload_s(plan, self.cluster.device, MovedBytes(optimizer, kept, weights), forward_s, backward_s)
+        away = 1.0 - on_device(plan, frame.layers[rank])
+        moved = MovedBytes(optimizer, int(kept * away), int(weights * away))
+        times = RankPassTimes(forward_s, backward_s, self._optimizer_s(plan, frame.most_parameters))
+        return offload_s(plan, host_rates(self.cluster.device, self.rates), moved, times)
 
     def optimizer_bytes(self, plan: ParallelPlan) -> int:
         """Bytes that clipping and the update move for a parameter."""

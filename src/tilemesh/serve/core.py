@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilemesh.serve.constrain.mask import Constraint, Cursor
 from tilemesh.serve.device_steps import DrawnTokens
+from tilemesh.serve.draft import DraftModel
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
@@ -85,6 +86,8 @@ class EngineCore:
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Hears the name of each request that has ended."""
+        self.draft: DraftModel | None = None
+        """What makes the guesses that a plan leaves open."""
         self.history: ServeHistory | None = None
         """Where all that happens is written down, if anyone wants it."""
         self.now_ns = 0
@@ -163,7 +166,7 @@ class EngineCore:
     def _goes_ahead(self, plan: StepPlan) -> bool:
         """Whether a step can be launched whose requests' last tokens may be on the device only, and nothing of what it
         computes but tokens is wanted."""
-        if self.runner.ahead is None or not plan.entries:
+        if self.runner.ahead is None or self.draft is not None or not plan.entries:
             return False
         if plan.swapped_in or plan.swapped_out or plan.preempted:
             return False
@@ -207,8 +210,13 @@ class EngineCore:
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         try:
+            if self.draft is not None:
+                plan = self.draft.fill(plan, self._next_drawing)
+            begun = time.perf_counter()
             logits = self.runner.run(plan, self._wants_all)
             sampled, logprobs = self._draw(plan, logits)
+            if self.draft is not None and plan.entries and all(entry.count == 1 for entry in plan.entries):
+                self.draft.observe(plan, time.perf_counter() - begun)
         except Exception as error:
             self._fail(plan, error)
         failed = [entry.request.name for entry in plan.entries if entry.request.state is RequestState.DONE]
@@ -320,6 +328,13 @@ class EngineCore:
             )
             for guessed in range(len(entry.drafts) + 1)
         ]
+
+    def _next_drawing(self, entry: Scheduled) -> TokenDraw | None:
+        """What the token after an entry's drafts is drawn with; None where a constraint would let nothing follow."""
+        allowed = self._allowed(entry)
+        if allowed and (allowed[-1] is None or not bool(allowed[-1].any())):
+            return None
+        return self._drawings(entry, allowed)[-1]
 
     def _keep_prompt_logprobs(self, entry: Scheduled, found: RequestLogits) -> None:
         request = entry.request

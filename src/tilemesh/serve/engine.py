@@ -25,6 +25,7 @@ from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
+from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
@@ -32,11 +33,13 @@ from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
-from tilemesh.serve.speculate import NgramGuesser
+from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
 Prompt = str | Sequence[int]
 """Text, or tokens."""
 _RETRY_S = 0.02
+_DRAFTS = 4
+"""Guesses of a draft model per step at most, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Engine:
         swap_pages: int = 0,
         share_prefixes: bool = True,
         speculate: int = 0,
+        draft: str | Path | ServedModel | None = None,
         invariant: bool = False,
         launch_ahead: bool | None = None,
         dtype: str | None = None,
@@ -115,7 +119,8 @@ class Engine:
         """`pages` of `page_tokens` tokens, or as many as fit into the share `memory` of what is free.
 
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
-        own text repeats; answers stay what they are. `launch_ahead`: launch a step before the tokens of the last are
+        own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
+        and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
         known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
         none. `step`: which checkpoint.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
@@ -131,9 +136,14 @@ class Engine:
         model = self.served.model
         self.config: ModelConfig = model.config
         longest = self.config.context if context is None else min(context, self.config.context)
+        weight_dtype = next(model.parameters()).dtype
+        if draft is not None and not isinstance(draft, ServedModel):
+            draft = load_served(draft, dtype=weight_dtype, device=place, say=say)
+        if draft is not None:
+            check_draft(draft.model.config, self.config, longest)
         if pages is None:
-            weight_dtype = next(model.parameters()).dtype
-            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place)
+            beside = None if draft is None else draft.model.config
+            pages = choose_pages(self.config, weight_dtype, page_tokens, longest * running, memory, place, beside)
         self.limits = ServeLimits(
             pages=pages,
             context=longest,
@@ -146,7 +156,9 @@ class Engine:
             share_prefixes=share_prefixes,
         )
         Range(0, 64).check("speculate", speculate, whole=True)
-        self._guesser = NgramGuesser(speculate) if speculate else None
+        self._guesser: NgramGuesser | DraftLengths | None = NgramGuesser(speculate) if speculate else None
+        if draft is not None:
+            self._guesser = DraftLengths(speculate or _DRAFTS)
         self._scheduler = Scheduler(self.limits, self._guesser or no_drafts)
         on_gpu = place.type == "cuda"
         graphs: ServeGraphs | None = None
@@ -168,7 +180,11 @@ class Engine:
         self._steps = self._step_tokens = self._preemptions = 0
         self._core.on_step = self._count
         self._core.history = history
-        if self._guesser is not None:
+        if isinstance(self._guesser, DraftLengths):
+            assert draft is not None
+            self._core.draft = DraftModel(Runner(draft.model, self.limits, place), self._guesser)
+            self._core.on_end = self._core.draft.forget
+        elif self._guesser is not None:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()

@@ -28,14 +28,18 @@ def choose_pages(
     useful_tokens: int,
     share: float | None,
     device: torch.device,
+    draft: ModelConfig | None = None,
 ) -> int:
-    """As many as fit into a share of what is free, and on a CPU no more than `useful_tokens` could ever fill."""
+    """As many as fit into a share of what is free, and on a CPU no more than `useful_tokens` could ever fill.
+
+    A draft model's keys and values lie in pages of its own beside them.
+    """
     Range(1, 2**40).check("page_tokens", page_tokens, whole=True)
     on_gpu = device.type == "cuda"
     if share is not None:
         Range(0, 1, above=True).check("memory", share)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_cpu_bytes()
-    each = token_bytes(config, dtype.itemsize) * page_tokens
+    each = sum(token_bytes(one, dtype.itemsize) for one in (config, draft) if one is not None) * page_tokens
     fitting = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // each
     if fitting < 1:
         raise UsageError(

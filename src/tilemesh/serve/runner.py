@@ -7,7 +7,7 @@ step, and a token's row of it the same bits wherever it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
 from tilemesh.model.transformer import Linear, ResidualStream, Transformer
 from tilemesh.serve.attention import PagedKeyValues
-from tilemesh.serve.batch import Batch, cut, make_batch, token_span
+from tilemesh.serve.batch import Batch, TokenSpan, cut, make_batch, token_span
 from tilemesh.serve.device_steps import DeviceSteps, ServeGraphs
 from tilemesh.serve.request import ServeRequest
 from tilemesh.serve.scheduler import ServeLimits, StepPlan
@@ -88,9 +88,16 @@ class Runner:
         self, plan: StepPlan, wants_all: Callable[[ServeRequest], bool] = lambda request: False
     ) -> Mapping[str, RequestLogits]:
         """Logits by the requests' names: those that something is drawn from, or of all tokens where so wanted."""
+        self.copy_pages(plan)
+        return self.compute([token_span(entry, wants_all(entry.request)) for entry in plan.entries])
+
+    def copy_pages(self, plan: StepPlan) -> None:
         self.cache.copy_out(plan.swapped_out)
         self.cache.copy_in(plan.swapped_in)
-        whole = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
+
+    @torch.inference_mode()
+    def compute(self, whole: Sequence[TokenSpan]) -> Mapping[str, RequestLogits]:
+        """Keys and values of these tokens into their pages; the logits that are wanted, by the requests' names."""
         found: dict[str, RequestLogits] = {}
         if not whole:
             return found

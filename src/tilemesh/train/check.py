@@ -116,8 +116,10 @@ def _check_plan(made: TrainConfig) -> None:
         raise UsageError(
             f"plan.slices is {plan.slices} and a sequence has {made.context} tokens: set plan.slices to at most as many"
         )
-    if (plan.pp > 1 or plan.zero == 3) and made.train.compile:
-        given = f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3"
+    if plan.has_chunks and made.train.compile:
+        given = (
+            f"plan.pp {plan.pp}" if plan.pp > 1 else "plan.zero 3" if plan.zero == 3 else f"plan.offload {plan.offload}"
+        )
         raise UsageError(
             f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
             "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
@@ -149,6 +151,7 @@ def _check_lora(made: TrainConfig) -> None:
         "plan.tp=1": (plan.tp > 1, f"plan.tp {plan.tp} cuts the matrices that adapters are added to"),
         "plan.pp=1": (plan.pp > 1, f"plan.pp {plan.pp} makes each stage's layers anew, without adapters"),
         "plan.zero=2": (plan.zero == 3, "plan.zero 3 gathers weights for an update, and frozen ones have none"),
+        "plan.offload=": (plan.has_chunks, f"plan.offload {plan.offload} makes each layer anew, without adapters"),
     }
     for instead, (is_so, why) in layouts.items():
         if is_so:

@@ -219,7 +219,7 @@ class TrainConfig:
         """Whether steps may become a CUDA graph, given one GPU alone."""
         able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
         able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
-        able = able and "optimizer" not in self.plan.offloads  # states that go and come have no fixed place
+        able = able and not self.plan.offloads  # what goes and comes has no fixed place
         return able and self.train.device != "cpu" and self.train.graph is not False
 
     def with_base(self, init: str | Path | None) -> TrainConfig:

@@ -2,23 +2,26 @@
 
 The one idea: states are needed once in a step and are most of what training holds (12 of 16 bytes per parameter in
 `bf16-master`). Parameters are divided into parts of about `OFFLOAD_PART_BYTES` of states; each is an optimizer of its
-own, whose states come in (IN), are stepped (UPDATE) and go out again (OUT), so the device holds those of one part. The
+own, whose states come in (IN), are stepped (UPDATE) and go out again (OUT). While one part is stepped the next comes in
+and the one before goes out, so the device holds those of three parts and the link is busy in both directions. The
 arithmetic is the same, and so are the bits. On a CPU the host's memory is where they are: nothing moves.
 
-What it costs is every byte twice over the link to the host; it pays where states are what keeps a larger microbatch, or
-the model itself, from fitting, and the fewer tokens a step has, the more it costs.
+What it costs is every byte once in either direction over the link to the host; it pays where states are what keeps a
+larger microbatch, or the model itself, from fitting, and the fewer tokens a step has, the more it costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from tilemesh.core.plan import OFFLOAD_PART_BYTES
+from tilemesh.core.plan import OFFLOAD_PART_BYTES, OFFLOAD_PARTS
 from tilemesh.core.shard import Shard
 from tilemesh.model.kernels import TORCH
+from tilemesh.parallel.host import HostLink, Mark, packed_bytes, packed_into
 from tilemesh.parallel.shard import Held
 from tilemesh.train.config import OptimizerConfig
 from tilemesh.train.optimizer import Optimizer
@@ -44,14 +47,17 @@ class HostOptimizer(Optimizer):
         moves: bool | None = None,
     ) -> None:
         super().__init__(config, {}, precision, kernels)
-        self.moves = any(mine.tensor.device.type != "cpu" for mine in held.values()) if moves is None else moves
-        self._home: dict[int, tuple[Tensor, Tensor]] = {}  # a state and its memory on the host, by the state's id
+        self.device = next(iter(held.values())).tensor.device
+        self.moves = self.device.type != "cpu" if moves is None else moves
+        self.link = HostLink(self.device)
+        self._homes: dict[int, tuple[Tensor, Tensor]] = {}  # a state and its memory on the host, by the state's id
         self.parts: list[Optimizer] = []
         for names in _parted(held, part_bytes):
             part = Optimizer(config, {name: held[name] for name in names}, precision, kernels)
             self.parts.append(part)
             self._out(part)
         self.shards = {name: mine.shard for name, mine in held.items()}
+        self.kinds = {name: kinds for part in self.parts for name, kinds in part.kinds.items()}
         self.parameters = {name: mine.tensor for name, mine in held.items()}
         self.stepped = {name: part.stepped[name] for part in self.parts for name in part.stepped}
 
@@ -67,13 +73,31 @@ class HostOptimizer(Optimizer):
     def is_capturable(self) -> bool:
         return False  # memory that goes and comes is at other addresses each time
 
+    @torch.no_grad()
     def move(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
-        for part in self.parts:
-            self._in(part)
+        slots = self._slots(OFFLOAD_PARTS)
+        gone: list[Mark] = []
+        ready = [self._in(self.parts[0], slots[0])]
+        for number, part in enumerate(self.parts):
+            after = number + 1
+            if after < len(self.parts):  # comes in while this part is stepped, where the third last went out
+                free = gone[after - len(slots)] if after >= len(slots) else None
+                ready.append(self._in(self.parts[after], slots[after % len(slots)], free))
+            self.link.wait(ready[number])
             part.step(rate, divisor)
-            self._out(part)
+            gone.append(self._out(part))
+        self.link.wait(gone[-1])  # the slots are given back, and the next step reads what went out
+
+    @contextmanager
+    def here(self, part: Optimizer) -> Iterator[Optimizer]:
+        """The states of one part, on the device meanwhile."""
+        self.link.wait(self._in(part, self._slots(1)[0]))
+        yield part
+        self.link.wait(self._out(part))
+        self.link.settle()
 
     def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        self.link.settle()
         for part in self.parts:
             yield from part.tensors()
 
@@ -83,49 +107,58 @@ class HostOptimizer(Optimizer):
             yield from self.on_host()
 
     def on_host(self) -> Iterator[Tensor]:
+        self.link.settle()
         for part in self.parts:
             yield from part.kept()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        self._each(lambda part: part.load_weights(weights))
+        for part in self.parts:
+            with self.here(part):
+                part.load_weights(weights)
 
     def load(self, steps: int, tensors: Mapping[tuple[str, str], Tensor]) -> None:
-        def loaded(part: Optimizer) -> None:
-            before = {id(state) for state in part.kept()}
-            part.load(steps, tensors)
-            for gone in before - {id(state) for state in part.kept()}:
-                self._home.pop(gone, None)
-
         self.steps = steps
-        self._each(loaded)
-
-    def _each(self, do: Callable[[Optimizer], None]) -> None:
         for part in self.parts:
-            self._in(part)
-            do(part)
-            self._out(part)
+            with self.here(part):
+                before = {id(state) for state in part.kept()}
+                part.load(steps, tensors)
+                for gone in before - {id(state) for state in part.kept()}:
+                    self._homes.pop(gone, None)
 
-    def _in(self, part: Optimizer) -> None:
-        """IN: memory on the parameters' device, with the states in it."""
-        for state in part.kept() if self.moves else ():
-            device = next(iter(part.parameters.values())).device
-            if id(state) in self._home:
-                _, home = self._home[id(state)]
-                state.data = torch.empty_like(home, device=device).copy_(home, non_blocking=True)
+    def _moved(self, part: Optimizer) -> list[Tensor]:
+        """A part's states that have memory on the host."""
+        return [state for state in part.kept() if id(state) in self._homes]
 
-    def _out(self, part: Optimizer) -> None:
-        """OUT: back to the host; the memory on the device is free for the next part."""
-        for state in part.kept() if self.moves else ():
-            if not _moves(state):
-                continue
-            if id(state) not in self._home:
-                pinned = torch.empty_like(state, device="cpu", pin_memory=torch.cuda.is_available())
-                self._home[id(state)] = (state, pinned.detach())
-            _, home = self._home[id(state)]
-            home.copy_(state.data, non_blocking=True)
-            state.data = home
-        if self.moves and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # what reads the host's memory next may be the host
+    def _slots(self, count: int) -> list[Tensor]:
+        """Memory on the device for the states of so many parts at once."""
+        size = max(packed_bytes(self._moved(part)) for part in self.parts)
+        return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(min(count, len(self.parts)))]
+
+    def _in(self, part: Optimizer, slot: Tensor, after: Mark = None) -> Mark:
+        """IN: the states come into memory on the device."""
+        states = self._moved(part)
+        pairs = [
+            (place, self._homes[id(state)][1]) for state, place in zip(states, packed_into(slot, states), strict=True)
+        ]
+        mark = self.link.into(pairs, after)
+        for state, (place, _) in zip(states, pairs, strict=True):
+            state.data = place
+        return mark
+
+    def _out(self, part: Optimizer) -> Mark:
+        """OUT: back to the host; new states get memory there."""
+        if not self.moves:
+            return None
+        states = [state for state in part.kept() if _moves(state)]
+        new = [state for state in states if id(state) not in self._homes]
+        for state, home in zip(new, self.link.memory.like(new), strict=True):
+            self._homes[id(state)] = (state, home)
+        mark = self.link.out([(state.data, self._homes[id(state)][1]) for state in states], keeps=True)
+        if new:  # their memory on the device goes now
+            self.link.settle()
+        for state in states:
+            state.data = self._homes[id(state)][1]
+        return mark
 
 
 def _moves(state: Tensor) -> bool:

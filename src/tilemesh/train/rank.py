@@ -140,7 +140,8 @@ def train_here(
         folder / CHECKPOINTS,
         comm.rank,
         keep=config.checkpoint.keep,
-        background=config.checkpoint.background,
+        # States that fill the host's memory have no room there for a copy of them.
+        background=config.checkpoint.background and "optimizer" not in config.plan.offloads,
         written_by={MODEL: to_dict(config.model), "plan": config.plan.to_dict(), "versions": versions()},
         say=say,
         note=journal.add,
@@ -207,18 +208,18 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     dtype = stored_dtype(config.plan.precision)
     kernels = config.kernels_on(device.type)
     # Where no rank is to hold the whole, none makes it: each draws the weights of its own layers, one by one.
-    is_in_chunks = config.plan.pp > 1 or config.plan.zero == 3
-    where = torch.device("meta") if is_in_chunks else device
+    where = torch.device("meta") if config.plan.has_chunks else device
     model = Transformer(config.model, seed=config.train.seed, device=where, dtype=dtype, kernels=kernels)
     if device.type == "cuda" and config.plan.tp == 1 and config.plan.precision != "fp64":
         suit_gpu(model, compiled=bool(config.train.compile))
     if config.lora.rank:
         attach(model, config.lora, config.train.seed)
     if late is None:
-        late = device.type == "cuda" and config.plan.world == 1 and config.plan.precision != "fp16"
+        is_alone = config.plan.world == 1 and not config.plan.has_chunks
+        late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
     way = "local" if late else "bucketed"
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
-    if is_in_chunks:
+    if config.plan.has_chunks:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
+from tilemesh.kernels.launch.ahead import compiling_ahead
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -66,6 +68,7 @@ class Stepper:
         if isinstance(laid, Pipeline):
             laid.watch_actions(recorder.at, recorder.action)
         self._pace = Pace()
+        self._is_begun = False
         self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
         self.gradients_bytes: int | None = None
@@ -76,7 +79,14 @@ class Stepper:
         """Step `number`, counted from 1."""
         with self.recorder.span("data", DATA):
             batches = self._take(number)
-        return self._late(number, batches) if self.is_late else self._met(number, batches)
+        with self._compiling():
+            return self._late(number, batches) if self.is_late else self._met(number, batches)
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Around the first step, in which torch.compile compiles: tilemesh's kernels are compiled at the same time."""
+        is_first, self._is_begun = not self._is_begun, True
+        compiles = is_first and self.config.train.compile and self.device.type == "cuda"
+        return compiling_ahead() if compiles else contextlib.nullcontext()
 
     def close(self) -> None:
         """Give back a captured step and the gradients' hooks: they and this object hold one another."""

@@ -18,7 +18,8 @@ from tilemesh.bench.collective.cells import COLLECTIVES, ITEM, Cell
 from tilemesh.comm.runtime.choose import Request, candidates
 from tilemesh.comm.runtime.communicator import Communicator
 from tilemesh.comm.runtime.fit import Curve, Fit
-from tilemesh.comm.runtime.transport import Message, as_bytes
+from tilemesh.comm.runtime.memory import as_bytes
+from tilemesh.comm.runtime.transport import Message
 from tilemesh.comm.schedules.book import is_direct, is_shared
 from tilemesh.core.busy import Busyness
 from tilemesh.measure.busy import spread_of

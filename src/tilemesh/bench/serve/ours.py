@@ -6,6 +6,7 @@ The prediction of a load is made before the load runs: step times are fitted to 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from tilemesh.model.work.decoding import SequencePart
 from tilemesh.plan.serving_clock import FittedSteps
 from tilemesh.serve.core import AnswerPart
 from tilemesh.serve.engine import Engine
-from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.history import RequestRecord, ServeHistory
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.scheduler import QueueFullError
 from tilemesh.serve.simulate import predicted, simulate
@@ -24,34 +25,50 @@ from tilemesh.serve.simulate import predicted, simulate
 _LONGEST_S = 3600.0
 
 
-def run_load(engine: Engine, load: Sequence[LoadRequest]) -> ServeHistory:
-    """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early."""
+def run_load(engine: Engine, load: Sequence[LoadRequest], watched: bool = True) -> ServeHistory:
+    """Each request at its time; returns when all have ended. Greedy, and no token ends an answer early.
+
+    `watched`: with all steps. An engine that is watched does not launch steps ahead; where it would, requests alone are
+    timed, by whoever hears their tokens.
+    """
     history = ServeHistory()
-    engine.watch(history)
+    if watched:
+        engine.watch(history)
     done = threading.Semaphore(0)
     errors: list[str] = []
 
-    def tell(part: AnswerPart) -> None:
+    def tell(part: AnswerPart, record: RequestRecord | None = None) -> None:
+        if record is not None:
+            record.output += part.tokens
+            record.token_ns += [time.monotonic_ns()] * len(part.tokens)
+            record.finish = part.finish
         if part.finish is not None:
             if part.finish is FinishReason.ERROR:
                 errors.append(part.error or "no reason given")
             done.release()
 
     began, asked = time.monotonic(), 0
-    for request in load:
+    for number, request in enumerate(load):
         wait = began + request.at_s - time.monotonic()
         if wait > 0:
             time.sleep(wait)
         sampling = Sampling(max_tokens=request.output, temperature=0, ignore_eos=True)
+        heard = tell
+        if not watched:
+            now = time.monotonic_ns()
+            record = RequestRecord(f"{number + 1}/0", now, now, number, request.prompt, request.output)
+            history.requests[record.name] = record
+            heard = functools.partial(tell, record=record)
         try:
-            engine.submit(request.prompt, sampling, tell)
+            engine.submit(request.prompt, sampling, heard)
             asked += 1
         except QueueFullError:
             history.refused += 1
     for _ in range(asked):
         if not done.acquire(timeout=_LONGEST_S):
             raise RunError(f"the engine did not answer {asked} requests within {_LONGEST_S:.0f} s")
-    engine.watch(None)
+    if watched:
+        engine.watch(None)
     if errors:
         raise RunError(f"the engine could not answer {len(errors)} of {asked} requests: {errors[0]}")
     return history

@@ -81,6 +81,8 @@ class ServeBench:
     why_no_clock: str
     goal: ServeGoal
     say: Callable[[str], None]
+    watched: bool = True
+    """Whether steps are recorded; an engine that launches ahead is not, as that would keep it from it."""
     predict: Clock | None = None
     found: ServeFindings = field(default_factory=ServeFindings)
 
@@ -99,29 +101,32 @@ class ServeBench:
             guess = None if self.clock is None else self.clock(parts)
             begin = max(1, length - count // 2)
             load = make_load(batch, Lengths(begin, begin), Lengths(count, count), self.engine.config.vocabulary, seed=7)
-            history = run_load(self.engine, load)
-            whole = [step for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens]
+            history = run_load(self.engine, load, self.watched)
+            whole = [
+                step.seconds for step in history.steps if step.decode_tokens == batch and not step.prefill_tokens
+            ] or [gap for record in history.requests.values() for gap in record.gaps_s[count // 4 :]]
             limit = None if self.clock is None else self.clock.limit(parts)
             self._row(
                 "serve, decode step", {"batch": batch, "tokens": length}, "s", guess, limit,
-                Sample.of([step.seconds for step in whole[2:] or whole]), {}, {"peers": "see the offline rows"},
+                Sample.of(whole[2:] or whole), {}, {"peers": "see the offline rows"},
             )  # fmt: skip
 
     # ---- offline -----------------------------------------------------------------------------------------------
 
     def offline(self, load: Sequence[LoadRequest], blocks: int, peers: Sequence[PeerProcess]) -> None:
         """Output tokens per second with all requests there from the beginning; everyone in turn."""
-        guess = self._predicted(load)
+        expected = self._expected(load)
+        guess = None if expected is None else load_figures(expected.requests.values(), self.goal)
         # Everyone warms up with the same prompts and the beginnings of their answers.
         short = [replace(request, output=min(request.output, _WARM_TOKENS)) for request in load]
-        history = run_load(self.engine, short)
+        run_load(self.engine, short, self.watched)
         for peer in peers:
             peer.run(short)
         ours: list[float] = []
         theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         tokens = sum(request.output for request in load)
         for block in range(blocks):
-            history = run_load(self.engine, load)
+            history = run_load(self.engine, load, self.watched)
             ours.append(load_figures(history.requests.values()).tokens_per_s)
             for peer in peers:
                 seconds = peer.run(load)
@@ -138,13 +143,13 @@ class ServeBench:
             missing["peers"] = "none was asked for"
         self._row(
             "serve, offline", {"requests": len(load)}, "tokens/s", None if guess is None else guess.tokens_per_s,
-            self._limit_rate(history), Sample.of(ours),
+            self._limit_rate(history if self.watched else expected), Sample.of(ours),
             {name: Sample.of(rates) for name, rates in theirs.items() if rates}, missing,
         )  # fmt: skip
 
-    def _limit_rate(self, history: ServeHistory) -> float | None:
+    def _limit_rate(self, history: ServeHistory | None) -> float | None:
         """Tokens per second if every step of this schedule took its least time."""
-        if self.clock is None:
+        if self.clock is None or history is None:
             return None
         tokens = sum(len(record.output) for record in history.requests.values())
         return tokens / sum(self.clock.limit(step.works) for step in history.steps if step.parts)
@@ -154,7 +159,7 @@ class ServeBench:
     def online(self, load: Sequence[LoadRequest], rate: float) -> None:
         """Requests at their times."""
         guess = self._predicted(load)
-        history = run_load(self.engine, load)
+        history = run_load(self.engine, load, self.watched)
         records = list(history.requests.values())
         measured = load_figures(records, self.goal)
         if guess is not None:
@@ -183,11 +188,13 @@ class ServeBench:
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 
-    def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
+    def _expected(self, load: Sequence[LoadRequest]) -> ServeHistory | None:
         clock = self.predict or self.clock
-        if clock is None:
-            return None
-        return load_figures(predict_load(self.engine, load, clock).requests.values(), self.goal)
+        return None if clock is None else predict_load(self.engine, load, clock)
+
+    def _predicted(self, load: Sequence[LoadRequest]) -> LoadFigures | None:
+        expected = self._expected(load)
+        return None if expected is None else load_figures(expected.requests.values(), self.goal)
 
     def _row(
         self, name: str, case: Mapping[str, CaseValue], unit: str, predicted: float | None, limit: float | None,

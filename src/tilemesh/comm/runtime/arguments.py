@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import BF16
-from tilemesh.comm.runtime.memory import Like, described, opened
-from tilemesh.comm.runtime.transport import Array
+from tilemesh.comm.runtime.memory import Like, described
 from tilemesh.comm.schedules.collectives import cut
 from tilemesh.core.errors import UsageError
 
@@ -110,38 +109,6 @@ def lengths_of(counts: Any, size: int, rank: int, mine: int) -> tuple[int, ...]:
     if parts[rank] != mine:
         raise UsageError(f"counts {list(parts)} give rank {rank} {parts[rank]}: its array has {mine}")
     return parts
-
-
-def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
-    """The memory of `out` as an array (None: no out, or CUDA), after checking that the result fits it."""
-    if out is None:
-        return None
-    array, given = opened(out, "out")
-    if given.dtype != like.dtype or given.is_torch != like.is_torch:
-        kinds = [f"{'torch' if one.is_torch else 'numpy'} {one.dtype}" for one in (given, like)]
-        raise UsageError(f"out is {kinds[0]}: expected {kinds[1]}, as the input")
-    if tuple(out.shape) != tuple(shape):
-        raise UsageError(f"out has shape {tuple(out.shape)}: this call's result has {tuple(shape)}")
-    if getattr(out, "requires_grad", False):
-        raise UsageError("out requires gradients, which a collective cannot follow: give out.detach()")
-    if given.device not in (None, "cpu"):
-        return None
-    if not array.flags.writeable:
-        raise UsageError("out is read-only: give an array that may be written to")
-    if not array.flags.c_contiguous and _may_overlap(array):
-        raise UsageError(f"out of shape {array.shape} has several elements in one place: give memory for each")
-    return array
-
-
-def _may_overlap(array: Array) -> bool:
-    """Whether two elements of an array may lie in the same memory, as in one that was expanded."""
-    reach = array.itemsize
-    for stride, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
-        if length > 1:
-            if stride < reach:
-                return True
-            reach += stride * (length - 1)
-    return False
 
 
 def with_length(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:

@@ -3,28 +3,26 @@
 One function a pair: `combine(held, arrived)` leaves the result in `held`. 16-bit floats are added in float32 and
 rounded once a combination (bf16 through torch, which numpy does not know); bool is logic: sum and max are "or", prod
 and min are "and". An average is a sum divided once, at the end. The smaller and the larger of two floats are always
-the same bits, whoever comes first: -0.0 is below 0.0, and a NaN wins and becomes the one NaN.
+the same bits, whoever comes first: -0.0 is below 0.0, and a NaN wins and becomes the one NaN. What a library cannot
+combine so travels as something else (`widens`, `orders`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.transport import Array
+from tilemesh.comm.runtime.transport import Array, Caps
+from tilemesh.comm.schedules.collectives import REDUCING
 from tilemesh.core.errors import UsageError, unknown
 
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
 BF16 = "bfloat16"
+WIDENED = (BF16, "float16")  # floats that no library of collectives is sure to know
 
 _BLOCK = 1 << 14  # elements
-PIECE_BYTES = 64 << 10  # of a reduction's target that stays in a core's cache while all contributions pass
-MOST_ROWS = 4  # up to as many arrays are combined one by one
-HALVED_BYTES = 2 << 10  # up to this the number of calls is what adding up costs
-STACK_BYTES = 32 << 10  # up to this, one strided call for all ranks is cheaper than one call per rank
 
 Combine = Callable[[Array, Array], Any]
 
@@ -49,6 +47,25 @@ def is_floating(dtype: str) -> bool:
 
 def is_complex(dtype: str) -> bool:
     return dtype.startswith("complex")
+
+
+def ufunc_of(op: str, dtype: str) -> Any:
+    """numpy's own function for the operation, where it gives every rank the same bits; else None."""
+    return None if dtype == BF16 or (op in ("min", "max") and is_floating(dtype)) else UFUNCS[op]
+
+
+def widens(collective: str, dtype: str, op: str, caps: Caps) -> str | None:
+    """The wider dtype that travels instead, or None: MPI has no 16-bit floats to add, and gloo not everywhere."""
+    if collective not in REDUCING:
+        return None
+    if dtype in WIDENED:
+        return "float32"
+    return "uint32" if op == "sum" and dtype in caps.saturating else None
+
+
+def orders(collective: str, dtype: str, op: str) -> bool:
+    """Whether the wire carries whole numbers in place of floats."""
+    return collective in REDUCING and op in ("min", "max") and is_floating(dtype)
 
 
 def combiner(op: str, dtype: str) -> Combine:
@@ -125,108 +142,3 @@ def _bf16_combiner(op: str) -> Combine:
         function(target, as_torch_bf16(arrived), out=target)
 
     return combine
-
-
-# Several arrays at once: what lies on the stage of shared memory ------------------------------------------------------
-
-
-def stack_adder(function: Any, rows: Array, carrier: np.dtype[Any]) -> Callable[[Array], object]:
-    """Combines all rows into an array, in the same order and so to the same bits wherever it is used.
-
-    Small rows without a gap between them: half of them onto the other half, and so on, which takes the fewest calls.
-    Few rows: one call each, which numpy gets through sooner than one reduction; it also adds rows of one element so.
-    """
-    count, combine = len(rows), _into(function)
-    if count & (count - 1) == 0 and rows.flags.c_contiguous and rows.nbytes <= count * HALVED_BYTES:
-        return _halving(combine, rows)
-    if count > MOST_ROWS:
-        return partial(_reduce_rows, function.reduce, rows, carrier)
-    first, second, *rest = _each(rows)
-    if not rest:
-        return partial(combine, first, second)
-    *middle, last = rest
-    one, other = np.empty_like(first), np.empty_like(first)
-
-    def add_up(out: Array) -> None:
-        # Never onto an operand: with a single element numpy takes that for a reduction, which costs another call.
-        combine(first, second, one)
-        sums, free = one, other
-        for row in middle:
-            combine(sums, row, free)
-            sums, free = free, sums
-        combine(sums, last, out)
-
-    return add_up
-
-
-def _halving(combine: Callable[[Array, Array, Array], object], rows: Array) -> Callable[[Array], object]:
-    steps = []
-    while len(rows) > 2:
-        half = len(rows) // 2
-        sums = np.empty_like(rows[:half])
-        steps.append((rows[:half], rows[half:], sums))
-        rows = sums
-    one, other = _each(rows)
-
-    def add_up(out: Array) -> None:
-        for some, others, sums in steps:
-            combine(some, others, sums)
-        combine(one, other, out)
-
-    return add_up
-
-
-def _into(function: Any) -> Callable[[Array, Array, Array], object]:
-    """The function with its result by position, which costs a tenth less than by name. numpy keeps that from two."""
-    if function in (np.minimum, np.maximum):
-        return lambda one, other, out: function(one, other, out=out)
-    combine: Callable[[Array, Array, Array], object] = function
-    return combine
-
-
-def _each(rows: Array) -> list[Array]:
-    """Every row as a view: where rows are single numbers, `rows[0]` would be what was there when it was asked."""
-    return [rows[place, ...] for place in range(len(rows))]
-
-
-def _reduce_rows(reduce: Any, rows: Array, carrier: np.dtype[Any], out: Array) -> None:
-    reduce(rows, 0, carrier, out)
-
-
-def ufunc_of(op: str, dtype: str) -> Any:
-    """numpy's own function for the operation, where it gives every rank the same bits; else None."""
-    return None if dtype == BF16 or (op in ("min", "max") and is_floating(dtype)) else UFUNCS[op]
-
-
-class Reducer:
-    """Combines several arrays into one, in order, in pieces that stay in the cache."""
-
-    def __init__(self, op: str, dtype: str, carrier: np.dtype[Any]) -> None:
-        self.function = ufunc_of(op, dtype)
-        self.into = _into(self.function)
-        self.combine = combiner(op, dtype)
-        self.carrier = carrier
-        self.piece = PIECE_BYTES // carrier.itemsize
-
-    def __call__(self, target: Array, sources: Any) -> None:
-        """`sources`: arrays, or what `stack_adder` made of them."""
-        if not isinstance(sources, list):
-            sources(target)
-            return
-        if target.size <= self.piece:
-            self._chain(target, sources)
-            return
-        for at in range(0, target.size, self.piece):
-            end = at + self.piece
-            self._chain(target[at:end], [source[at:end] for source in sources])
-
-    def _chain(self, target: Array, sources: list[Array]) -> None:
-        into = self.into
-        if self.function is None or len(sources) == 1:
-            target[:] = sources[0]
-            for source in sources[1:]:
-                self.combine(target, source)
-            return
-        into(sources[0], sources[1], target)
-        for source in sources[2:]:
-            into(target, source, target)

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tilemesh.comm.runtime.arithmetic import WIDENED
 from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import NOTHING_ASKED, CallDigest
 from tilemesh.comm.runtime.lower import ProgramKey
 from tilemesh.comm.runtime.memory import Like
-from tilemesh.comm.runtime.native import WIDENED
-from tilemesh.comm.runtime.transport import Array, NativeCall
+from tilemesh.comm.runtime.transport import Array
 from tilemesh.comm.schedules.collectives import BLOCKED, REDUCING, ROOTED
 from tilemesh.core.errors import UsageError
 
@@ -63,10 +63,6 @@ class Call(NamedTuple):
     def key(self, algorithm: str) -> ProgramKey:
         """All that a program for this call depends on."""
         return ProgramKey(self.collective, algorithm, self.root, self.sizes, self.received, self.wire, self.op)
-
-    def native(self, given: Array, result: Array) -> NativeCall:
-        """This call on these arrays, for the library underneath."""
-        return NativeCall(self.collective, given, result, self.op, self.root, self.sizes, self.received, self.private)
 
     def words(self, algorithm: str) -> str:
         """What must be the same on every rank, as text; the sizes, which can be long, last."""

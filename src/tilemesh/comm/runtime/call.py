@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from tilemesh.comm.runtime.arguments import out_array
 from tilemesh.comm.runtime.arithmetic import divide, is_complex
 from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
 from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import Running
 from tilemesh.comm.runtime.flags import CallDigest
 from tilemesh.comm.runtime.group import Group
-from tilemesh.comm.runtime.memory import flattened, opened, store
+from tilemesh.comm.runtime.memory import flattened, opened, out_array, store
 from tilemesh.comm.runtime.native import narrow, native_steps, widened
 from tilemesh.comm.runtime.observe import BEGIN, CALL, clock
 from tilemesh.comm.runtime.ready import ready_call
@@ -75,7 +74,8 @@ class Caller(Group):
     def _keep(self, key: tuple[Any, ...], decided: Decided) -> None:
         """Keep the quick way for calls like this one, where there is one; observed, if this communicator is."""
         call = decided.call
-        quick = ready_call(self, call, decided.x, decided.choice)
+        given = call.shape if decided.x is None else tuple(decided.x.shape)  # a broadcast: who brings nothing knows it
+        quick = ready_call(self, call, given, decided.choice)
         if quick is not None and self.observers:
             quick = self.observers.wrapped(quick, call.collective, call.nbytes, decided.name)
         self.ready.keep(key, quick)
@@ -191,9 +191,7 @@ class Caller(Group):
         call, target = decided.call, decided.target
         length = call.length if decided.has_result else 0
         result = target if target is not None else np.empty(length, call.wire.carrier)
-        if target is not None and np.may_share_memory(given, target) and given.size:
-            given = given.copy()
-        steps = native_steps(self.transport, call.native(given, result), call.wire.dtype, self.stopwatch)
+        steps = native_steps(self.transport, call, given, result, self.stopwatch)
         return Running(steps, lambda: self._finish(call, result if decided.has_result else None))
 
     def _scheduled(self, decided: Decided, given: Array, tag: int) -> Running:

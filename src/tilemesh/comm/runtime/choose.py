@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilemesh.comm.runtime.arithmetic import is_complex
+from tilemesh.comm.runtime.arithmetic import WIDENED, is_complex, orders, widens
 from tilemesh.comm.runtime.fit import Fit
-from tilemesh.comm.runtime.native import WIDENED, orders, widens
 from tilemesh.comm.runtime.transport import Transport
 from tilemesh.comm.schedules.book import BOOK, is_direct, is_shared, require_algorithm
 from tilemesh.comm.schedules.collectives import REDUCING

@@ -1,28 +1,35 @@
 """The communicator: what users hold. Collectives and messages among ranks, on numpy arrays and torch tensors alike.
 
 Whatever is wrong with the arguments is said before anything is sent, so the communicator stays usable. Ranks must make
-the same calls in the same order. An array's way through `all_reduce`, at most five files:
+the same calls in the same order. An array's way through `all_reduce` is through five files
+(`tests/pure/test_comm_way.py` counts them; of a repeated call it is this one, `ready.py` and `shared.stack_adder`):
 
 1. Here: `all_reduce` looks whether a call like it was made before. If so, one function of `ready.py` does all the rest
    (put the array on the stage, meet the others, add up); else the arguments are checked and become a `Call`.
-2. `call.py`: `Caller.run` decides upon the call and carries it out. The array becomes flat, a result is given its shape
-   and kind at the end.
+2. `memory.py`: the array, or torch tensor, becomes a flat array over the same memory, and the result what came in.
+3. `call.py`: `Caller.run` decides upon the call and carries it out.
 
 Ranks that share a node's memory:
 
-3. `sharing.py`: whose turn it is, and which arrays lie in shared memory.
-4. `shared.py`: `ArenaProgram.steps` does it: put, meet, add, get, as numpy calls.
-5. `arena.py`: the memory that it is put into.
+4. `sharing.py`: whose turn it is, and which arrays lie in shared memory.
+5. `shared.py`: `ArenaProgram.steps` does it: put, meet, add, get, as numpy calls.
 
 Ranks that exchange messages:
 
-3. `lower.py`: `Planner` binds this rank's instructions to memory: each has its view. `MessageProgram.steps` carries
+4. `lower.py`: `Planner` binds this rank's instructions to memory: each has its view. `MessageProgram.steps` carries
    them out: post, wait, copy, add.
-4. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes, `native` calls the library's own collective.
+5. `mpi.py` (or `torchdist.py`, `threads.py`): `post` moves the bytes.
+
+The library's own collective:
+
+4. `native.py`: what the library lacks is put around its call (16-bit floats are widened, for one).
+5. `mpi.py` (or `torchdist.py`): `native` makes the call.
 
 What they ask never sees the array: `choose.py` picks the algorithm from what was measured on this machine, `lower.py`
-makes a rank's instructions from a schedule, `flags.py` is how ranks of a node wait for one another. `ready_views.py`
-lets `ready.py` serve torch tensors and other axes than the first.
+makes a rank's instructions from a schedule, `stage.py` makes views of shared memory of them, `arena.py` is that memory,
+`flags.py` is how ranks of a node wait for one another, `arguments.py` checks what else was given. Odd operations and
+dtypes (the smallest of floats, bfloat16) are combined in `arithmetic.py`. `ready_views.py` lets `ready.py` serve torch
+tensors and other axes than the first.
 """
 
 from __future__ import annotations
@@ -40,10 +47,10 @@ from tilemesh.comm.runtime.choose import Request, choose
 from tilemesh.comm.runtime.engine import CallEngine, Handle
 from tilemesh.comm.runtime.group import Closed
 from tilemesh.comm.runtime.inspection import Inspected
-from tilemesh.comm.runtime.memory import Like, described, flattened, here, opened, store
+from tilemesh.comm.runtime.memory import Like, as_bytes, described, flattened, here, opened, out_array, store
 from tilemesh.comm.runtime.messages import Messages
 from tilemesh.comm.runtime.observe import Attached, Observers
-from tilemesh.comm.runtime.transport import Message, Transport, as_bytes
+from tilemesh.comm.runtime.transport import Message, Transport
 from tilemesh.comm.runtime.watch import Watch
 from tilemesh.comm.schedules.hierarchical import NODE_SIZE, largest_block
 from tilemesh.core.errors import UsageError
@@ -227,7 +234,7 @@ class Communicator(Inspected):
             along = check.axis_of(axis, shape)
             lengths = check.parts_of(parts, self.size, shape[along], along)
             mine = check.with_length(shape, along, lengths[self.rank])
-            check.out_array(out, mine, like)
+            out_array(out, mine, like)
             return Call("scatter", like, mine, check.elements(lengths, shape, along), root=root, axis=along, out=out)
 
         def told() -> str:
@@ -332,7 +339,7 @@ class Communicator(Inspected):
         if not sized and self._goes_by_device(out) and out.is_contiguous():
             return self._messages.start_on_device(False, out.detach(), source)
         array, like = opened(out, "out")
-        check.out_array(out, tuple(out.shape), like)
+        out_array(out, tuple(out.shape), like)
         landing = array.reshape(-1) if array.flags.c_contiguous else np.empty(array.size, array.dtype)
 
         def finish() -> Any:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilemesh.comm.runtime.arena import DIRECT_SEGMENT_BYTES, HALF_BYTES, SEGMENT_BYTES
-from tilemesh.comm.runtime.arithmetic import Combine, combiner
-from tilemesh.comm.runtime.memory import Like, same_start
+from tilemesh.comm.runtime.arithmetic import Combine, combiner, ufunc_of
+from tilemesh.comm.runtime.memory import Like, as_bytes, same_start
 from tilemesh.comm.runtime.observe import Stopwatch
-from tilemesh.comm.runtime.transport import Array, Message, Token, Transport, as_bytes
+from tilemesh.comm.runtime.transport import Array, Message, Token, Transport
 from tilemesh.comm.schedules.book import build, is_direct, is_shared
 from tilemesh.comm.schedules.collectives import REDUCING, Layout, layout
 from tilemesh.comm.schedules.schedule import DATA, INPUT, TEMP, Move, Schedule, moves
@@ -262,8 +262,12 @@ _PARTS = ("wire", "wire", "copy", "reduce")  # of a stopwatch, by instruction
 class MessageProgram:
     """A program with its memory: views made once, used at every call."""
 
-    def __init__(self, program: Program, transport: Transport, combine: Combine | None, spaces: Spaces) -> None:
+    def __init__(
+        self, program: Program, transport: Transport, function: Any, combine: Combine | None, spaces: Spaces
+    ) -> None:
+        """`function`: numpy's own for the operation, where it has one that takes its result by position."""
         self.transport = transport
+        self.function = function
         self.combine = combine
         self.spaces = spaces
         self.posts = 0
@@ -291,7 +295,7 @@ class MessageProgram:
 
     def steps(self, tag: int, stopwatch: Stopwatch | None = None) -> Iterator[Token]:
         """Carry the program out, yielding what must be done before it can go on."""
-        post, combine, copy = self.transport.post, self.combine, np.copyto
+        post, function, combine, copy = self.transport.post, self.function, self.combine, np.copyto
         tokens: list[Token] = [None] * self.posts  # type: ignore[list-item]
         for code, first, second in self.code:
             if stopwatch is not None:
@@ -300,6 +304,8 @@ class MessageProgram:
                 tokens[first] = post(second, tag)
             elif code == _WAIT:
                 yield tokens[first]
+            elif code == _REDUCE and function is not None:
+                function(first, second, first)
             elif code == _REDUCE:
                 combine(first, second)  # type: ignore[misc]
             else:
@@ -407,8 +413,10 @@ class Planner:
                 del self.free[next(iter(self.free))]
 
     def _bind(self, key: ProgramKey, program: Program, spaces: Spaces) -> MessageProgram:
-        combine = combiner(key.op, key.like.dtype) if key.collective in (*REDUCING, "barrier") else None
-        return MessageProgram(program, self.transport, combine, spaces)
+        if key.collective not in (*REDUCING, "barrier"):
+            return MessageProgram(program, self.transport, None, None, spaces)
+        function = None if key.op in ("min", "max") else ufunc_of(key.op, key.like.dtype)
+        return MessageProgram(program, self.transport, function, combiner(key.op, key.like.dtype), spaces)
 
     def _may_alias(self, key: ProgramKey, given: Array, data: Array) -> bool:
         """Whether the input lies in the result exactly where the schedule would copy it first."""

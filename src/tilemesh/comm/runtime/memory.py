@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import BF16
-from tilemesh.comm.runtime.transport import Array
+from tilemesh.comm.runtime.transport import Array, Bytes
 from tilemesh.core.errors import UsageError
 
 _TORCH_NAMES = frozenset(
@@ -125,6 +125,38 @@ def flattened(array: Array, axis: int = 0) -> Array:
     return np.ascontiguousarray(np.moveaxis(array, axis, 0) if axis else array).reshape(-1)
 
 
+def out_array(out: Any, shape: tuple[int, ...], like: Like) -> Array | None:
+    """The memory of `out` as an array (None: no out, or CUDA), after checking that the result fits it."""
+    if out is None:
+        return None
+    array, given = opened(out, "out")
+    if given.dtype != like.dtype or given.is_torch != like.is_torch:
+        kinds = [f"{'torch' if one.is_torch else 'numpy'} {one.dtype}" for one in (given, like)]
+        raise UsageError(f"out is {kinds[0]}: expected {kinds[1]}, as the input")
+    if tuple(out.shape) != tuple(shape):
+        raise UsageError(f"out has shape {tuple(out.shape)}: this call's result has {tuple(shape)}")
+    if getattr(out, "requires_grad", False):
+        raise UsageError("out requires gradients, which a collective cannot follow: give out.detach()")
+    if given.device not in (None, "cpu"):
+        return None
+    if not array.flags.writeable:
+        raise UsageError("out is read-only: give an array that may be written to")
+    if not array.flags.c_contiguous and _may_overlap(array):
+        raise UsageError(f"out of shape {array.shape} has several elements in one place: give memory for each")
+    return array
+
+
+def _may_overlap(array: Array) -> bool:
+    """Whether two elements of an array may lie in the same memory, as in one that was expanded."""
+    reach = array.itemsize
+    for stride, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += stride * (length - 1)
+    return False
+
+
 def fits(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
     """Whether a result can be written there as it is; any other `out` goes the ordinary way, which checks it."""
     # Almost always the very same dtype object, which is quicker to see than equality.
@@ -152,6 +184,11 @@ def store(result: Array, out: Any) -> None:
         store(result, array)
     else:
         out.copy_(like.back(np.ascontiguousarray(result)).reshape(out.shape))
+
+
+def as_bytes(array: Array) -> Bytes:
+    """The same memory as bytes; the array must be flat and contiguous."""
+    return array.view(np.uint8)
 
 
 def same_start(one: Array, other: Array) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 
 from tilemesh.comm.runtime.engine import Handle, Running, Turns
 from tilemesh.comm.runtime.group import Group
+from tilemesh.comm.runtime.memory import as_bytes
 from tilemesh.comm.runtime.observe import BEGIN, clock
-from tilemesh.comm.runtime.transport import Array, Message, Token, as_bytes, wrong_size
+from tilemesh.comm.runtime.transport import Array, Message, Token, wrong_size
 from tilemesh.core.errors import RunError
 
 

@@ -18,10 +18,9 @@ from weakref import ref
 import numpy as np
 from mpi4py import MPI
 
-from tilemesh.comm.runtime.arithmetic import is_complex
+from tilemesh.comm.runtime.arithmetic import is_complex, orders, widens
 from tilemesh.comm.runtime.asked import Call
-from tilemesh.comm.runtime.memory import fits
-from tilemesh.comm.runtime.native import orders, widens
+from tilemesh.comm.runtime.memory import as_bytes, fits
 from tilemesh.comm.runtime.transport import (
     Array,
     Bytes,
@@ -33,7 +32,6 @@ from tilemesh.comm.runtime.transport import (
     ReadyCall,
     Sent,
     Token,
-    as_bytes,
     tags_below,
     wrong_size,
 )

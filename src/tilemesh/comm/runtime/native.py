@@ -14,41 +14,36 @@ from dataclasses import replace
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import BF16, as_torch_bf16, bf16_as_float32, is_complex, is_floating
+from tilemesh.comm.runtime.arithmetic import (
+    BF16,
+    as_torch_bf16,
+    bf16_as_float32,
+    is_complex,
+    is_floating,
+    orders,
+    widens,
+)
+from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.observe import Stopwatch
-from tilemesh.comm.runtime.transport import Array, Caps, NativeCall, Token, Transport
+from tilemesh.comm.runtime.transport import Array, NativeCall, Token, Transport
 from tilemesh.comm.schedules.collectives import REDUCING
-
-WIDENED = (BF16, "float16")
-
-
-def widens(collective: str, dtype: str, op: str, caps: Caps) -> str | None:
-    """The wider dtype that travels instead, or None: MPI has no 16-bit floats to add, and gloo not everywhere."""
-    if collective not in REDUCING:
-        return None
-    if dtype in WIDENED:
-        return "float32"
-    return "uint32" if op == "sum" and dtype in caps.saturating else None
-
-
-def orders(collective: str, dtype: str, op: str) -> bool:
-    """Whether the wire carries whole numbers in place of floats."""
-    return collective in REDUCING and op in ("min", "max") and is_floating(dtype)
 
 
 def native_steps(
-    transport: Transport, call: NativeCall, dtype: str, stopwatch: Stopwatch | None = None
+    transport: Transport, call: Call, given: Array, result: Array, stopwatch: Stopwatch | None = None
 ) -> Iterator[Token]:
-    """Timed, it is all of one part: the library does not say what it does."""
-    if stopwatch is None:
-        yield from _steps(transport, call, dtype)
-    else:
+    """A call on these flat arrays by the library; timed, all of it is one part, for the library tells nothing of it."""
+    if np.may_share_memory(given, result) and given.size:
+        given = given.copy()
+    asked = NativeCall(call.collective, given, result, call.op, call.root, call.sizes, call.received, call.private)
+    if stopwatch is not None:
         stopwatch.begin("wire")
-        yield from _steps(transport, call, dtype)
+    yield from library_steps(transport, asked, call.wire.dtype)
+    if stopwatch is not None:
         stopwatch.begin(None)
 
 
-def _steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
+def library_steps(transport: Transport, call: NativeCall, dtype: str) -> Iterator[Token]:
     is_wide = widens(call.collective, dtype, call.op, transport.caps) is not None
     is_ordered = orders(call.collective, dtype, call.op)
     if not is_wide and not is_ordered:

@@ -14,34 +14,36 @@ from weakref import ref
 
 import numpy as np
 
-from tilemesh.comm.runtime.arithmetic import STACK_BYTES, stack_adder, ufunc_of
+from tilemesh.comm.runtime.arithmetic import ufunc_of
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import MARK_MASK, MEETING, fence_parts
 from tilemesh.comm.runtime.group import Group
 from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.ready_views import along_axis_0, with_views
-from tilemesh.comm.runtime.shared import ByLast
+from tilemesh.comm.runtime.shared import ByLast, stack_adder
+from tilemesh.comm.runtime.stage import STACK_BYTES
 from tilemesh.comm.runtime.transport import ReadyCall
 from tilemesh.comm.schedules.book import is_direct, is_shared
 
 
-def ready_call(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
-    """The quick way for calls like this one, or None when there is none."""
-    if group.is_debugging or call.private or group.transport.size == 1 or call.wire is not call.like:
+def ready_call(group: Group, call: Call, given: tuple[int, ...], choice: Choice) -> ReadyCall | None:
+    """The quick way for calls like this one, or None when there is none. `given`: the shape of what a rank brings."""
+    is_quick = choice.algorithm == "native" or is_shared(choice.algorithm) or choice.direct is not None
+    if not is_quick or group.is_debugging or call.private or group.transport.size == 1 or call.wire is not call.like:
         return None
-    along = along_axis_0(call, x)
+    along = along_axis_0(call, given)
     ready = None if along is None else _of_arrays(group, *along, choice)
     # Nobody asks for places while there are no arrays of `empty`; the first one clears what is ready (`Group.empty`).
     is_live = group.sharing is not None and group.sharing.arena.live > 0
     by_place = is_live and (choice.direct is not None or is_direct(choice.algorithm))
-    return None if ready is None else with_views(ready, call, call.shape if x is None else tuple(x.shape), by_place)
+    return None if ready is None else with_views(ready, call, given, by_place)
 
 
 def _of_arrays(group: Group, call: Call, x: Any, choice: Choice) -> ReadyCall | None:
-    """The same, for numpy arrays that are split or joined along axis 0."""
+    """The same, for numpy arrays like `x` that are split or joined along axis 0."""
     name = choice.algorithm
-    if type(x) is not np.ndarray or not x.flags.c_contiguous or not x.flags.aligned or not x.size:
+    if not x.size:
         return None
     natively = None
     if name == "native":

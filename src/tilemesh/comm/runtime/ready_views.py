@@ -16,23 +16,18 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.asked import Call
-from tilemesh.comm.runtime.memory import fits, flattened, opened
+from tilemesh.comm.runtime.memory import fits
 from tilemesh.comm.runtime.transport import Array, ReadyCall
 
 _KEPT = 64  # arrays of one call: more addresses than autograd uses for one shape in a step
 
 
-def along_axis_0(call: Call, x: Any) -> tuple[Call, Array] | None:
+def along_axis_0(call: Call, given: tuple[int, ...]) -> tuple[Call, Array] | None:
     """The call as `ready.py` sees it, with an array like the one that each call will bring; None: a tensor on CUDA."""
     if call.like.is_cuda:
         return None
     inner = call._replace(axis=0, out=None, shape=_moved(call.shape, call.axis))
-    if x is None:  # a broadcast: who contributes nothing still knows the shape
-        return inner, np.empty(call.shape, call.like.carrier)
-    if not call.axis and not call.like.is_torch:
-        return inner, x
-    shape = _moved(tuple(x.shape), call.axis)
-    return inner, flattened(opened(x)[0], call.axis).reshape(shape)
+    return inner, np.empty(_moved(given, call.axis), call.like.carrier)
 
 
 def with_views(inner: ReadyCall, call: Call, given: tuple[int, ...], by_place: bool) -> ReadyCall:

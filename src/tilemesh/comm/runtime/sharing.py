@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tilemesh.comm.runtime.arena import Arena, ArenaTurn, met
-from tilemesh.comm.runtime.arithmetic import STACK_BYTES, Reducer, ufunc_of
+from tilemesh.comm.runtime.arithmetic import ufunc_of
 from tilemesh.comm.runtime.asked import Call
 from tilemesh.comm.runtime.choose import Choice
 from tilemesh.comm.runtime.flags import NOTHING_ASKED, SOURCE, TARGET, WORDS, CallDigest
@@ -25,7 +25,8 @@ from tilemesh.comm.runtime.lower import Program, ProgramKey
 from tilemesh.comm.runtime.memory import same_start
 from tilemesh.comm.runtime.native import native_steps
 from tilemesh.comm.runtime.observe import Stopwatch
-from tilemesh.comm.runtime.shared import ArenaProgram, ByLast
+from tilemesh.comm.runtime.shared import ArenaProgram, ByLast, Reducer
+from tilemesh.comm.runtime.stage import STACK_BYTES
 from tilemesh.comm.runtime.transport import Array, Token, Transport
 from tilemesh.comm.schedules.book import is_direct
 from tilemesh.comm.schedules.collectives import REDUCING
@@ -65,9 +66,7 @@ class Sharing:
         """What all calls like this one have in common."""
 
         def natively(given: Array, result: Array) -> Iterator[Token]:
-            if np.may_share_memory(given, result) and given.size:
-                given = given.copy()
-            return native_steps(self.transport, call.native(given, result), call.wire.dtype, self.stopwatch)
+            return native_steps(self.transport, call, given, result, self.stopwatch)
 
         name = choice.algorithm
         begins_at = call.begins_at(self.transport.rank)

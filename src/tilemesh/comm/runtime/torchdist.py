@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from tilemesh.comm.runtime.arithmetic import is_complex
 from tilemesh.comm.runtime.device import OPS, DeviceCollectives, TorchWork
+from tilemesh.comm.runtime.memory import as_bytes
 from tilemesh.comm.runtime.transport import (
     TAGS,
     Bytes,
@@ -34,7 +35,6 @@ from tilemesh.comm.runtime.transport import (
     NativeCall,
     Sent,
     Token,
-    as_bytes,
 )
 from tilemesh.comm.schedules.collectives import REDUCING
 

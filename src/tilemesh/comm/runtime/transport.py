@@ -178,8 +178,3 @@ def tags_below(limit: int | None) -> int:
 
 def wrong_size(source: int, sent: int, to: int, expected: int) -> str:
     return f"rank {source} sent {sent} bytes to rank {to}, which expected {expected}"
-
-
-def as_bytes(array: Array) -> Bytes:
-    """The same memory as bytes; the array must be flat and contiguous."""
-    return array.view(np.uint8)

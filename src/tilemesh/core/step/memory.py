@@ -67,6 +67,7 @@ class _Ledger:
         self.program, self.sizes = program, sizes
         self.has_messages = "SEND" in program.kinds
         moved = {(action.kind, action.of, action.chunk) for action in reversed(program.actions[rank])}
+        moves_weights = sorted({chunk for kind, of, chunk in moved if kind == "OUT" and of == "weights"})
         # What comes in before it ever went out begins the step on the host.
         first = {(action.of, action.chunk): action.kind for action in reversed(program.actions[rank])}
         self.held = sum(
@@ -74,6 +75,8 @@ class _Ledger:
             for chunk in program.placement.held[rank]
             if ("IN", "states", chunk) not in moved or first["states", chunk] == "OUT"
         )
+        # Weights are the caller's to add, but for those that a step moves.
+        self.held += sum(self.size("weights", chunk) for chunk in moves_weights if first["weights", chunk] == "OUT")
         self.has_gradient: set[int] = set()
         self.has_reduced: set[int] = set()
         self.computed_again: set[tuple[int, int, int]] = set()

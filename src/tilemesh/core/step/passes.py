@@ -1,6 +1,6 @@
 """Passes that complete a schedule: its author writes computing alone, they add what moves data.
 
-Order: `recompute`, `offload`, `gather`, then `exchange`, which adds the messages between ranks and the sums of
+Order: `recompute`, `offload`, `stow`, `gather`, then `exchange`, which adds the messages between ranks and the sums of
 gradients, both at places that all ranks agree on. Each takes a program and gives a new one.
 """
 
@@ -59,6 +59,37 @@ def offload(program: StepProgram, chunks: Collection[int] | None = None, ahead: 
         ]
 
     return _rewritten(program, moved)
+
+
+def stow(program: StepProgram, ahead: int = 1) -> StepProgram:
+    """Weights go to the host's memory after a chunk was read, and come back `ahead` chunks before it is read again.
+
+    A step begins and ends with all of them on the device: a chunk leaves after it was read for the first time, and
+    after its last pass it stays. So the device holds the weights of 1 + `ahead` chunks when activations are most.
+    """
+    if ahead < 0:
+        raise UsageError(f"bringing weights back {ahead} chunks ahead: expected 0 or more")
+
+    def stowed(actions: list[Action]) -> list[Action]:
+        uses = [_read(action) for action in actions]
+        last = {chunk: place for place, chunks in enumerate(uses) for chunk in chunks}
+        read: dict[int, bool] = {}  # of each chunk that was read: whether it is on the device
+        made: list[Action] = []
+        for place, action in enumerate(actions):
+            if uses[place]:
+                coming = _next_distinct(uses, place, max(1 + ahead, len(uses[place])))
+                for chunk in [chunk for chunk, is_here in read.items() if is_here and chunk not in coming]:
+                    if last[chunk] > place:
+                        read[chunk] = False
+                        made.append(Action("OUT", chunk, of="weights"))
+                for chunk in [chunk for chunk in coming if not read.get(chunk, True)]:
+                    read[chunk] = True
+                    made.append(Action("IN", chunk, of="weights"))
+                read.update(dict.fromkeys(uses[place], True))
+            made.append(action)
+        return made
+
+    return _rewritten(program, stowed)
 
 
 def gather(program: StepProgram, ahead: int = 1) -> StepProgram:

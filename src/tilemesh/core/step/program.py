@@ -1,8 +1,8 @@
 """From a parallel plan to the whole list of actions of a step: what is planned, drawn, simulated and run is this list.
 
 A plan with pp stages takes its schedule by name. Without a pipeline a step is a list for one rank: its microbatches one
-after the other through one chunk, or, where weights are cut over replicas (ZeRO-3), through one chunk per layer, so
-that gathers have places to stand.
+after the other through one chunk, or, where weights are cut over replicas (ZeRO-3) or activations or weights go to
+the host's memory, through one chunk per layer, so that gathers and moves have places to stand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.plan import ParallelPlan
 from tilemesh.core.step.action import Action, StepProgram
 from tilemesh.core.step.book import build, why_not_built
-from tilemesh.core.step.passes import exchange, gather
+from tilemesh.core.step.passes import exchange, gather, offload, stow
 from tilemesh.core.step.placement import ChunkPlacement
 
 
@@ -72,6 +72,10 @@ def step_program(plan: ParallelPlan, layers: int, *, update: bool = False) -> Pl
         program = build(plan.schedule, plan.pp, plan.accumulation, per_rank, plan.slices)
     else:
         program = one_rank(len(counts), plan.accumulation)
+    if "activations" in plan.offloads:
+        program = offload(program, ahead=plan.prefetch)
+    if "weights" in plan.offloads:
+        program = stow(program, plan.prefetch)
     if plan.zero == 3:
         program = gather(program, plan.prefetch)
     has_two = any(len(holders) > 1 for holders in program.placement.holders)
@@ -91,4 +95,4 @@ def one_rank(chunks: int, microbatches: int) -> StepProgram:
 
 def _has_own_chunks(plan: ParallelPlan) -> bool:
     """Whether a step on one stage has a chunk per layer, or per stretch of layers that are computed again together."""
-    return plan.pp == 1 and plan.zero == 3
+    return plan.pp == 1 and plan.has_chunks

@@ -156,9 +156,10 @@ def compute_tiles(
             part.store(value.to(d_desc.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(z_desc, [row0, col0], part)
-            tma.store_wait(0)
         if not SLOPE:
             value = activate(value, ACTIVATION)
+        if KEEP:
+            tma.store_wait(0)  # only now: the sum leaves while it is activated
         part.store(value.to(d_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(d_desc, [row0, col0], part)

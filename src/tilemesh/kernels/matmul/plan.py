@@ -180,7 +180,7 @@ def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, mu
         "d_desc": _operand("d", problem.d, *part),
         "z_desc": _operand("z", problem.d, *part) if problem.keep else None,
         "tiles": tiles,
-        "c_at": blocks(problem.k, config.block_k) // 2,  # halfway: what is multiplied first is asked for first
+        "c_at": _asked_at(problem, blocks(problem.k, config.block_k)),
     }
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "A_TURNED", "B_TURNED", "C_KIND", "ACTIVATION", "KEEP", "EARLY")
     constants = {name: whole.constants[name] for name in names}
@@ -189,6 +189,15 @@ def _pingpong_step(whole: Step, problem: Problem, config: Config, tiles: int, mu
     return replace(
         whole, kernel=f"{PINGPONG}:pingpong_tiles", grid=grid, arguments=arguments, constants=constants, varying=varying
     )
+
+
+def _asked_at(problem: Problem, steps: int) -> int:
+    """The step of K after which the loading warp asks for C: halfway, since what is multiplied first comes first.
+
+    A derivative takes the group long to apply. The loading warp would wait for the tile that is still in C's place, and
+    the other group for its operands behind that: there it asks for all of a tile's operands first.
+    """
+    return steps - 1 if problem.slope else steps // 2
 
 
 def _cut(

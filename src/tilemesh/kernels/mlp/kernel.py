@@ -29,7 +29,7 @@ from tilemesh.kernels.rows import by_rows
 
 _ROWS, _COLUMNS, _WARPS = 32, 128, 4  # of a block that adds up columns: 32 elements per thread
 _PROGRAMS_INTERPRETED = 3
-_PER_MULTIPROCESSOR = 4  # programs that add up columns
+_PER_MULTIPROCESSOR = 12  # programs that add up columns: as many loads in flight as the memory's latency asks for
 
 
 @triton.jit

@@ -58,6 +58,7 @@ class GateLayout:
     prefetch: int = 1
     recompute: Recompute = "none"
     recompute_every: int | Literal["sqrt"] = 1
+    offload: str = ""
 
     @property
     def ranks(self) -> int:
@@ -74,6 +75,8 @@ class GateLayout:
             more += f" {self.prefetch} ahead" * (self.zero == 3 and self.prefetch != 1)
         if self.recompute != "none":
             more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
+        if self.offload:
+            more += f" {self.offload} on the host"
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
         return f"dp={self.dp} tp={self.tp}{stages}{more}"
 
@@ -92,6 +95,7 @@ class GateLayout:
             prefetch=self.prefetch,
             recompute=self.recompute,
             recompute_every=self.recompute_every,
+            offload=self.offload,
             precision=precision,
         )
 
@@ -105,11 +109,11 @@ class Case:
     @property
     def config(self) -> ModelConfig:
         """The model; for a pipeline with one layer more than it has chunks, so that its stages are uneven, and with
-        five where layers are gathered or computed again in stretches."""
+        five where layers are gathered, moved or computed again in stretches."""
         config, plan = MODELS[self.model], self.layout.plan(self.precision)
         if plan.pp > 1:
             return config.replace(layers=plan.chunks + 1)
-        return config.replace(layers=5) if plan.zero == 3 or plan.recompute_every != 1 else config
+        return config.replace(layers=5) if plan.has_chunks or plan.recompute_every != 1 else config
 
 
 def microbatches(layout: GateLayout, dp_index: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Layouts that between them have every pair of settings together: dp × tp × pp × schedule × ZeRO × recomputation.
+"""Layouts that between them have every pair of settings together: mesh × schedule × ZeRO × recomputation × offload.
 
 The one idea: a bug of a combination mostly needs two settings to meet. All combinations of 8 ranks are tens of
 thousands, those that have every pair at least once some dozens: taken greedily, each time the combination with the most
@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
 from tilemesh.core.plan import Precision, Schedule
+from tilemesh.core.runnable import lacks
 from tilemesh.core.step.book import microbatches_of
 from tilemesh.parallel.gate.cases import MODELS, ROWS, Case, GateLayout, cases
 
 RECOMPUTED: tuple[tuple[str, int | str], ...] = (("none", 1), ("full", 1), ("full", 2), ("full", "sqrt"))
+OFFLOADED = ("", "activations", "activations,weights")
+"""Optimizer states on the host are no part of what the gate trains by: `tests/mpi/test_zero.py` has them."""
 
 
 class _Combination(NamedTuple):
@@ -32,6 +35,7 @@ class _Combination(NamedTuple):
     zero_group: int
     prefetch: int
     recompute: tuple[str, int | str]
+    offload: str
     turns: int
 
 
@@ -72,16 +76,19 @@ def _possible(ranks: int) -> Iterator[_Combination]:
         sequences = (False, True) if tp > 1 else (False,)
         for schedule, sequence, zero in itertools.product(_schedules(pp), sequences, range(4) if dp > 1 else (0,)):
             groups = (0, 2) if zero and dp == 4 else (0,)
-            prefetches = (1, 0, 2) if zero == 3 else (1,)
             turns = (1, 2) if pp == 1 else (_microbatches(schedule, pp),)
-            for group, ahead, again, count in itertools.product(groups, prefetches, RECOMPUTED, turns):
-                if count <= ROWS // dp:
-                    for model in MODELS:
-                        yield _Combination(model, dp, tp, pp, sequence, schedule, zero, group, ahead, again, count)
+            for group, again, moved, count in itertools.product(groups, RECOMPUTED, OFFLOADED, turns):
+                if count > ROWS // dp:
+                    continue
+                for ahead in (1, 0, 2) if zero == 3 else (1, 0) if moved else (1,):
+                    found = _Combination("", dp, tp, pp, sequence, schedule, zero, group, ahead, again, moved, count)
+                    if not any(lacks(_layout(found).plan("fp64"))):
+                        for model in MODELS:
+                            yield found._replace(model=model)
 
 
 def _schedules(pp: int) -> tuple[str, ...]:
-    return ("1f1b",) if pp == 1 else tuple(name for name in get_args(Schedule) if name != "terapipe")
+    return ("1f1b",) if pp == 1 else get_args(Schedule)
 
 
 def _microbatches(schedule: str, pp: int) -> int:
@@ -98,4 +105,5 @@ def _layout(found: _Combination) -> GateLayout:
         zero=found.zero, zero_group=found.zero_group, prefetch=found.prefetch,
         recompute=again,  # type: ignore[arg-type]
         recompute_every=every,  # type: ignore[arg-type]
+        offload=found.offload,
     )  # fmt: skip

@@ -1,0 +1,242 @@
+"""What `tilemesh plan --serve` does: memory, the layouts, and latency against load by simulating the real scheduler."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import tilemesh
+from tilemesh.cli.plan_run import load_model
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import UsageError
+from tilemesh.core.files import write_output
+from tilemesh.core.hardware import parse_cluster
+from tilemesh.core.units import format_bytes, format_seconds, parse_fraction
+from tilemesh.measure.machine import this_machine
+from tilemesh.model.work.weights import count_parameters
+from tilemesh.plan.constants import HEADROOM
+from tilemesh.plan.local import is_local, local_machine
+from tilemesh.plan.serving import (
+    PAGE_TOKENS,
+    ServeDemand,
+    ServeLayout,
+    cost_per_million,
+    joules_per_token,
+    serve_layouts,
+    serving_reasons,
+)
+from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
+from tilemesh.serve.scheduler import ServeLimits
+from tilemesh.serve.simulate import fresh_requests, poisson_arrivals, predicted, simulate
+
+LOADS = (0.25, 0.5, 0.8, 1.0)
+"""Of what the chosen layout serves at most."""
+_FEWEST, _MOST = 60, 240
+_PIPE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class ServePlanQuestion:
+    """What the command line said, as it was said."""
+
+    model: str | None
+    cluster: str | None
+    sets: tuple[str, ...]
+    rate: float
+    prompt: int
+    output: int
+    goal: str | None
+    dtype: str | None
+    step_tokens: int
+    headroom: str | None
+    price: float | None
+    power: float | None
+    json: str | None
+
+
+@dataclass(frozen=True)
+class SimulatedLoad:
+    """One replica under a share of the rate."""
+
+    rate: float
+    """Of all replicas together."""
+    share: float
+    """Of what they can serve."""
+    figures: LoadFigures
+    little: float
+    """Rate x time inside: what the requests inside must come to in a steady state."""
+
+
+def refuse(given: Sequence[str]) -> None:
+    """What is about training."""
+    if given:
+        raise UsageError(f"{given[0]} is about training: leave it out with --serve")
+
+
+def run(asked: ServePlanQuestion) -> None:
+    console = Console(stderr=asked.json == "-", highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(stderr=asked.json == "-", highlight=False, markup=False, width=_PIPE_WIDTH)
+    check_targets(json=asked.json)
+    if asked.model is None or asked.cluster is None:
+        raise UsageError("--serve needs a model and a cluster: tilemesh plan llama-3-8b --serve --cluster 1xh200")
+    for name in ("price", "power"):
+        value = getattr(asked, name)
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"--{name} is {value}: expected a number above 0")
+    goal = ServeGoal.parse(asked.goal)
+    model = load_model(asked.model, asked.sets)
+    local = local_machine(asked.cluster, this_machine()) if is_local(asked.cluster) else None
+    cluster = parse_cluster(asked.cluster) if local is None else local.cluster
+    dtype = asked.dtype or ("bf16" if cluster.device.kind == "gpu" else "fp32")
+    demand = ServeDemand(asked.rate, asked.prompt, asked.output, goal.between_tokens_s)
+    headroom = HEADROOM if asked.headroom is None else parse_fraction(asked.headroom)
+    layouts, refused = serve_layouts(
+        model, cluster, demand, dtype, None if local is None else local.rates, headroom, asked.step_tokens
+    )
+    best = layouts[0]
+    console.print(
+        f"{asked.model}: {count_parameters(model).total:,} parameters in {dtype} on {cluster.name}; {asked.rate:g} "
+        f"requests/s of {asked.prompt:,} prompt and {asked.output:,} output tokens"
+    )
+    console.print(
+        f"Keys and values: {format_bytes(best.token_bytes)} per token, {format_bytes(best.token_bytes * PAGE_TOKENS)} "
+        f"per page of {PAGE_TOKENS}; weights {format_bytes(best.weight_bytes)}; {best.pages:,} pages fit on each "
+        f"device, enough for {best.fits:,} such requests"
+    )
+    console.print(_layout_table(layouts, demand))
+    loads = [_simulated(best, asked, share, goal) for share in _shares(best, asked.rate)]
+    console.print(f"tp {best.tp}, batch up to {best.running} per replica, simulated with the engine's scheduler:")
+    console.print(_load_table(loads))
+    console.print("Why")
+    for line in [*serving_reasons(layouts, refused, demand), *_money(asked, best, cluster.world, loads)]:
+        console.print(f"  - {line}")
+    if asked.json is not None:
+        write_output(jsonlib.dumps(_object(asked, dtype, cluster.name, layouts, loads)) + "\n", asked.json)
+
+
+def _shares(best: ServeLayout, rate: float) -> list[float]:
+    """Loads to simulate: some shares of what the layout serves, and the rate asked for where it serves that."""
+    wanted = rate / best.most_requests_per_s
+    return sorted({*LOADS, *([round(wanted, 4)] if wanted < 1.2 else [])})
+
+
+def _simulated(best: ServeLayout, asked: ServePlanQuestion, share: float, goal: ServeGoal) -> SimulatedLoad:
+    state = best.largest
+    rate = share * state.requests_per_s  # of one replica
+    inside = rate * asked.output * state.step_s
+    count = int(min(_MOST, max(_FEWEST, 3 * inside)))
+    limits = ServeLimits(
+        pages=best.pages,
+        context=best.clock.model.context,
+        page_tokens=PAGE_TOKENS,
+        step_tokens=max(asked.step_tokens, state.batch),
+        chunk_tokens=asked.step_tokens,
+        running=state.batch,
+        waiting=1 << 20,
+        share_prefixes=False,
+    )
+    requests = fresh_requests(poisson_arrivals(rate, count), [asked.prompt] * count, [asked.output] * count)
+    history = simulate(limits, requests, predicted(best.clock))
+    records = list(history.requests.values())
+    figures = load_figures(records, goal)
+    whole = sum(record.whole_s or 0.0 for record in records) / len(records)
+    return SimulatedLoad(rate * best.replicas, share, figures, rate * whole)
+
+
+def _layout_table(layouts: Sequence[ServeLayout], demand: ServeDemand) -> Table:
+    table = _table("tp", "replicas", "weights", "KV/token", "pages", "fits", "batch", "ms/token", "first token",
+                   "tokens/s", "requests/s", "of limit", "serves it")  # fmt: skip
+    for layout in layouts:
+        state = layout.needed or layout.largest
+        table.add_row(
+            str(layout.tp), str(layout.replicas), format_bytes(layout.weight_bytes), format_bytes(layout.token_bytes),
+            f"{layout.pages:,}", f"{layout.fits:,}", str(state.batch), f"{state.step_s * 1e3:.2f}",
+            format_seconds(state.first_token_s), f"{state.tokens_per_s * layout.replicas:,.0f}",
+            f"{state.requests_per_s * layout.replicas:.2f}", f"{state.limit_s / state.step_s:.0%}",
+            "yes" if layout.needed is not None else "no",
+        )  # fmt: skip
+    return table
+
+
+def _load_table(loads: Sequence[SimulatedLoad]) -> Table:
+    table = _table(
+        "load",
+        "requests/s",
+        "first token p50",
+        "p99",
+        "ms/token p50",
+        "p99",
+        "tokens/s",
+        "inside",
+        "Little",
+        "goal kept",
+    )
+    for one in loads:
+        figures = one.figures
+        table.add_row(
+            f"{one.share:.0%}", f"{one.rate:.2f}", format_seconds(figures.ttft_p50), format_seconds(figures.ttft_p99),
+            f"{figures.itl_p50 * 1e3:.2f}", f"{figures.itl_p99 * 1e3:.2f}", f"{figures.tokens_per_s:,.0f}",
+            f"{figures.inside:.1f}", f"{one.little:.1f}", f"{figures.goodput:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _money(asked: ServePlanQuestion, best: ServeLayout, devices: int, loads: Sequence[SimulatedLoad]) -> list[str]:
+    """At the rate asked for, where it is served; else at the most."""
+    tokens = min(asked.rate, best.most_requests_per_s) * asked.output
+    lines = []
+    if asked.price is not None:
+        full = cost_per_million(asked.price, devices, best.tokens_per_s)
+        now = cost_per_million(asked.price, devices, tokens)
+        lines.append(
+            f"A million output tokens cost {now:.3g} at this rate and {full:.3g}"
+            f" at most load, at {asked.price:g} per device and hour"
+        )
+    if asked.power is not None:
+        lines.append(
+            f"An output token takes {joules_per_token(asked.power, devices, tokens):.3g} J at {asked.power:g} W"
+        )
+    return lines
+
+
+def _object(
+    asked: ServePlanQuestion, dtype: str, cluster: str, layouts: Sequence[ServeLayout], loads: Sequence[SimulatedLoad]
+) -> dict[str, Any]:
+    best = layouts[0]
+    tokens = min(asked.rate, best.most_requests_per_s) * asked.output
+    world = best.tp * best.replicas
+    return {
+        "model": asked.model, "cluster": cluster, "dtype": dtype, "rate": asked.rate, "prompt": asked.prompt,
+        "output": asked.output, "tp": best.tp, "replicas": best.replicas, "batch": best.running,
+        "kv_bytes_per_token": best.token_bytes, "weight_bytes": best.weight_bytes, "pages": best.pages,
+        "page_tokens": PAGE_TOKENS, "largest_batch": best.fits, "serves_the_rate": best.needed is not None,
+        "most_requests_per_s": best.most_requests_per_s,
+        "cost_per_million_tokens": None if asked.price is None else cost_per_million(asked.price, world, tokens),
+        "joules_per_token": None if asked.power is None else joules_per_token(asked.power, world, tokens),
+        "layouts": [
+            {
+                "tp": one.tp, "replicas": one.replicas, "pages": one.pages, "fits": one.fits, "batch": one.running,
+                "step_s": (one.needed or one.largest).step_s, "requests_per_s": one.most_requests_per_s,
+                "serves": one.needed is not None,
+            }
+            for one in layouts
+        ],
+        "loads": [
+            {"rate": one.rate, "share": one.share, "little": one.little, **one.figures.to_dict()} for one in loads
+        ],
+        "version": tilemesh.__version__,
+    }  # fmt: skip

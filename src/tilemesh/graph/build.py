@@ -1,0 +1,292 @@
+"""Functions to write a program with: numbers and smaller shapes are broadcast, as in numpy.
+
+x, w = build.argument("x", [8, 64]), build.argument("w", [64, 10])
+graph = Graph((x, w), (build.relu(build.dot(x, w)),))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.ir import Node, make
+from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.size import Dim, Shape, product
+
+Value: TypeAlias = Node | int | float | bool
+
+
+def argument(name: str, shape: Sequence[Dim], dtype: str = "float32") -> Node:
+    return make("input", name=name, shape=tuple(shape), dtype=dtype)
+
+
+def constant(value: Any, shape: Sequence[Dim] = (), dtype: str = "float32") -> Node:
+    """One number, repeated to the shape."""
+    if isinstance(value, int | float) and dtype in FLOATS:
+        value = float(value)
+    number = make("constant", value=value, shape=(), dtype=dtype)
+    return expand(number, tuple(shape))
+
+
+def like(node: Node, value: float) -> Node:
+    return constant(value, node.shape, node.dtype)
+
+
+def iota(shape: Sequence[Dim], dim: int) -> Node:
+    """The index along one dim, at every element."""
+    return make("iota", shape=tuple(shape), dim=dim, dtype="int64")
+
+
+def expand(node: Node, shape: Shape) -> Node:
+    """Numpy's broadcasting to this shape: sizes of 1 repeat, and dims are added in front."""
+    if node.shape == shape:
+        return node
+    added = len(shape) - len(node.shape)
+    kept = [dim for dim, size in enumerate(node.shape) if size != 1 or (added >= 0 and shape[dim + added] == 1)]
+    if added < 0 or any(shape[dim + added] != node.shape[dim] for dim in kept):
+        raise UsageError(f"{list(node.shape)} cannot be broadcast to {list(shape)}")
+    squeezed = reshape(node, [node.shape[dim] for dim in kept])
+    return make("broadcast", squeezed, shape=shape, dims=tuple(dim + added for dim in kept))
+
+
+def common(*shapes: Shape) -> Shape:
+    """The shape that numpy's broadcasting gives."""
+    sizes: list[Dim] = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for place, size in enumerate(reversed(shape), 1):
+            if size != 1:
+                if sizes[-place] not in (1, size):
+                    raise UsageError(f"the shapes {' and '.join(str(list(one)) for one in shapes)} do not broadcast")
+                sizes[-place] = size
+    return tuple(sizes)
+
+
+def _together(*values: Value) -> list[Node]:
+    nodes = [value for value in values if isinstance(value, Node)]
+    if not nodes:
+        raise UsageError("an operator of numbers alone; give at least one node")
+    dtypes = {node.dtype for node in nodes}
+    if len(dtypes) > 1:
+        raise UsageError(f"the dtypes are {' and '.join(sorted(dtypes))}; cast one of them")
+    shape = common(*(node.shape for node in nodes))
+    return [
+        expand(value, shape) if isinstance(value, Node) else constant(value, shape, nodes[0].dtype) for value in values
+    ]
+
+
+def add(left: Value, right: Value) -> Node:
+    return make("add", *_together(left, right))
+
+
+def subtract(left: Value, right: Value) -> Node:
+    return make("subtract", *_together(left, right))
+
+
+def multiply(left: Value, right: Value) -> Node:
+    return make("multiply", *_together(left, right))
+
+
+def divide(left: Value, right: Value) -> Node:
+    return make("divide", *_together(left, right))
+
+
+def power(left: Value, right: Value) -> Node:
+    return make("power", *_together(left, right))
+
+
+def maximum(left: Value, right: Value) -> Node:
+    return make("maximum", *_together(left, right))
+
+
+def minimum(left: Value, right: Value) -> Node:
+    return make("minimum", *_together(left, right))
+
+
+def compare(kind: str, left: Value, right: Value) -> Node:
+    return make("compare", *_together(left, right), kind=kind)
+
+
+def where(chosen: Node, left: Value, right: Value) -> Node:
+    first, second = _together(left, right)
+    shape = common(chosen.shape, first.shape)
+    return make("where", expand(chosen, shape), expand(first, shape), expand(second, shape))
+
+
+def negate(node: Node) -> Node:
+    return make("negate", node)
+
+
+def exp(node: Node) -> Node:
+    return make("exp", node)
+
+
+def log(node: Node) -> Node:
+    return make("log", node)
+
+
+def sqrt(node: Node) -> Node:
+    return make("sqrt", node)
+
+
+def tanh(node: Node) -> Node:
+    return make("tanh", node)
+
+
+def sigmoid(node: Node) -> Node:
+    return make("sigmoid", node)
+
+
+def erf(node: Node) -> Node:
+    return make("erf", node)
+
+
+def cast(node: Node, dtype: str) -> Node:
+    return node if node.dtype == dtype else make("cast", node, dtype=dtype)
+
+
+def relu(node: Node) -> Node:
+    return maximum(node, 0.0)
+
+
+def silu(node: Node) -> Node:
+    return multiply(node, sigmoid(node))
+
+
+def gelu(node: Node) -> Node:
+    return multiply(multiply(node, 0.5), add(erf(multiply(node, 0.5**0.5)), 1.0))
+
+
+def total(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> Node:
+    return _reduction("sum", node, dims, keep)
+
+
+def amax(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> Node:
+    return _reduction("amax", node, dims, keep)
+
+
+def mean(node: Node, dims: Sequence[int] | None = None, keep: bool = False) -> Node:
+    chosen = _dims(node, dims)
+    count = product(node.shape[dim] for dim in chosen)
+    if not isinstance(count, int):
+        raise UsageError(f"a mean over {count} elements: the sizes must be known")
+    return multiply(total(node, chosen, keep), 1.0 / count)
+
+
+def _dims(node: Node, dims: Sequence[int] | None) -> tuple[int, ...]:
+    rank = len(node.shape)
+    return tuple(range(rank)) if dims is None else tuple(sorted(dim % rank for dim in dims))
+
+
+def _reduction(op: str, node: Node, dims: Sequence[int] | None, keep: bool) -> Node:
+    chosen = _dims(node, dims)
+    if not chosen:
+        return node
+    reduced = make(op, node, dims=chosen)
+    return reshape(reduced, [1 if dim in chosen else size for dim, size in enumerate(node.shape)]) if keep else reduced
+
+
+def reshape(node: Node, shape: Sequence[Dim]) -> Node:
+    return node if tuple(shape) == node.shape else make("reshape", node, shape=tuple(shape))
+
+
+def transpose(node: Node, order: Sequence[int] | None = None) -> Node:
+    """Without an order the last two dims are swapped."""
+    rank = len(node.shape)
+    chosen = tuple(order) if order is not None else (*range(rank - 2), rank - 1, rank - 2)
+    return node if chosen == tuple(range(rank)) else make("transpose", node, order=chosen)
+
+
+def concat(nodes: Sequence[Node], dim: int) -> Node:
+    return nodes[0] if len(nodes) == 1 else make("concat", *nodes, dim=dim % len(nodes[0].shape))
+
+
+def part(node: Node, dim: int, start: int, stop: Dim, step: int = 1) -> Node:
+    """A range of one dim."""
+    dim %= len(node.shape)
+    if start == 0 and stop == node.shape[dim] and step == 1:
+        return node
+    ranges = [(start, stop, step) if place == dim else (0, size, 1) for place, size in enumerate(node.shape)]
+    starts, stops, steps = zip(*ranges, strict=True)
+    return make("slice", node, start=starts, stop=stops, step=steps)
+
+
+def pad(node: Node, low: Sequence[int], high: Sequence[int], inner: Sequence[int] | None = None) -> Node:
+    between = tuple(inner) if inner is not None else (0,) * len(node.shape)
+    if not any((*low, *high, *between)):
+        return node
+    return make("pad", node, low=tuple(low), high=tuple(high), inner=between)
+
+
+def dot(left: Node, right: Node) -> Node:
+    """[..., m, k] times [..., k, n]; leading dims are broadcast."""
+    lead = common(left.shape[:-2], right.shape[:-2]) if len(left.shape) + len(right.shape) > 4 else ()
+    return make("dot", expand(left, (*lead, *left.shape[-2:])), expand(right, (*lead, *right.shape[-2:])))
+
+
+def take(table: Node, index: Node) -> Node:
+    return make("take", table, index)
+
+
+def conv(
+    x: Node,
+    w: Node,
+    stride: Sequence[int] | None = None,
+    padding: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    groups: int = 1,
+) -> Node:
+    """A convolution over 1 to 3 dims: x [n, c, *space], w [out, c/groups, *taps]."""
+    space = len(x.shape) - 2
+    settings: dict[str, Any] = {
+        "stride": tuple(stride or [1] * space),
+        "padding": tuple(padding or [0] * space),
+        "dilation": tuple(dilation or [1] * space),
+    }
+    return make("conv", x, w, groups=groups, **settings)
+
+
+def max_pool(x: Node, taps: Sequence[int], stride: Sequence[int] | None = None) -> Node:
+    return amax(windows(x, taps, stride), range(-len(taps), 0))
+
+
+def average_pool(x: Node, taps: Sequence[int], stride: Sequence[int] | None = None) -> Node:
+    return mean(windows(x, taps, stride), range(-len(taps), 0))
+
+
+def windows(x: Node, taps: Sequence[int], stride: Sequence[int] | None = None) -> Node:
+    return make("windows", x, taps=tuple(taps), stride=tuple(stride or taps))
+
+
+def softmax(node: Node, dim: int = -1) -> Node:
+    shifted = exp(subtract(node, amax(node, [dim], keep=True)))
+    return divide(shifted, total(shifted, [dim], keep=True))
+
+
+def log_softmax(node: Node, dim: int = -1) -> Node:
+    shifted = subtract(node, amax(node, [dim], keep=True))
+    return subtract(shifted, log(total(exp(shifted), [dim], keep=True)))
+
+
+def cross_entropy(logits: Node, targets: Node) -> Node:
+    """The mean over rows of the negative log-probability of each row's target."""
+    vocabulary = logits.shape[-1]
+    columns = iota((*targets.shape, vocabulary), len(targets.shape))
+    chosen = compare("equal", columns, reshape(targets, (*targets.shape, 1)))
+    return negate(mean(total(where(chosen, log_softmax(logits), 0.0), [-1])))
+
+
+def layer_norm(x: Node, weight: Node, bias: Node, epsilon: float = 1e-5) -> Node:
+    centred = subtract(x, mean(x, [-1], keep=True))
+    spread = sqrt(add(mean(multiply(centred, centred), [-1], keep=True), epsilon))
+    return add(multiply(divide(centred, spread), weight), bias)
+
+
+def switch(value: Node, predicate: Node, branch: bool) -> Node:
+    """The value where the predicate is `branch`, and nothing (a dead value) where it is not."""
+    return make("switch", value, predicate, branch=branch)
+
+
+def merge(predicate: Node, if_true: Node, if_false: Node) -> Node:
+    """The one of two values that lives."""
+    return make("merge", predicate, if_true, if_false)

@@ -1,0 +1,175 @@
+"""Running a graph by torch: one function per primitive, on any device, with autograd if a caller wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.evaluate import DEAD, dense, numbers, pad_ranges, ranges, sizes_of
+from tilemesh.graph.ir import Dense, Graph, Node
+
+Tensor = torch.Tensor
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def run_torch(graph: Graph, *tensors: Tensor) -> tuple[Any, ...]:
+    """The outputs of a graph for these inputs, one operator after the other; a value goes after its last use."""
+    sizes = sizes_of(graph, [tensor.shape for tensor in tensors])
+    device = tensors[0].device if tensors else torch.device("cpu")
+    values: dict[Node, Any] = dict(zip(graph.inputs, tensors, strict=True))
+    order = graph.nodes()
+    last = {value: place for place, node in enumerate(order) for value in node.inputs}
+    kept = {*graph.outputs, *graph.inputs}
+    for place, node in enumerate(order):
+        if node not in values:
+            values[node] = evaluate_torch(node, [values[value] for value in node.inputs], sizes, device)
+        for value in node.inputs:
+            if last[value] == place and value not in kept:
+                values.pop(value, None)
+    return tuple(values[node] for node in graph.outputs)
+
+
+def evaluate_torch(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int], device: torch.device) -> Any:
+    """One operator."""
+    if node.op == "merge":
+        return inputs[1] if inputs[0] else inputs[2]
+    if any(value is DEAD for value in inputs):
+        return DEAD
+    if node.op == "switch":
+        return inputs[0] if bool(inputs[1]) == node["branch"] else DEAD
+    if node.op == "constant":
+        return constant(node, device)
+    if node.op == "iota":
+        return _iota(node, sizes, device)
+    if node.op not in TORCH:
+        raise UsageError(f"{node.op} cannot be run by torch")
+    return TORCH[node.op](node, sizes, *inputs)
+
+
+def constant(node: Node, device: torch.device) -> Tensor:
+    value = node["value"]
+    if not isinstance(value, Dense):
+        return torch.tensor(value, dtype=dtype_of(node.dtype), device=device)
+    if node.dtype == "bfloat16":
+        flat = torch.frombuffer(bytearray(value.data), dtype=torch.bfloat16)
+        return flat.reshape(numbers(node.shape, {})).to(device)
+    return torch.from_numpy(dense(node).copy()).to(device)
+
+
+def _iota(node: Node, sizes: Mapping[str, int], device: torch.device) -> Tensor:
+    shape = numbers(node.shape, sizes)
+    line = torch.arange(shape[node["dim"]], device=device)
+    return line.reshape([-1 if dim == node["dim"] else 1 for dim in range(len(shape))]).expand(shape)
+
+
+def _broadcast(node: Node, sizes: Mapping[str, int], x: Tensor) -> Tensor:
+    shape, dims = numbers(node.shape, sizes), node["dims"]
+    if list(dims) != sorted(dims):
+        x = x.permute([dims.index(dim) for dim in sorted(dims)])
+    for dim in range(len(shape)):
+        if dim not in dims:
+            x = x.unsqueeze(dim)
+    return x.expand(shape)
+
+
+def _pad(node: Node, sizes: Mapping[str, int], x: Tensor) -> Tensor:
+    padded = x.new_zeros(numbers(node.shape, sizes))
+    padded[pad_ranges(node, x.shape)] = x
+    return padded
+
+
+def _put_add(node: Node, sizes: Mapping[str, int], values: Tensor, index: Tensor) -> Tensor:
+    shape = numbers(node.shape, sizes)
+    table = values.new_zeros(shape)
+    return table.index_add(0, index.reshape(-1), values.reshape(index.numel(), *shape[1:]))
+
+
+def _convolved(node: Node, g: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> Any:
+    zeros = [0] * len(node["stride"])
+    return torch.ops.aten.convolution_backward(
+        g, x, w, None, node["stride"], node["padding"], node["dilation"], False, zeros, node["groups"], mask
+    )
+
+
+def _conv(node: Node, sizes: Mapping[str, int], x: Tensor, w: Tensor) -> Tensor:
+    zeros = [0] * len(node["stride"])
+    settings = (node["stride"], node["padding"], node["dilation"], False, zeros, node["groups"])
+    return torch.ops.aten.convolution(x, w, None, *settings)  # type: ignore[no-any-return]
+
+
+def _conv_input(node: Node, sizes: Mapping[str, int], g: Tensor, w: Tensor) -> Tensor:
+    like = g.new_empty(1).expand(numbers(node.shape, sizes))  # only its shape is read
+    return _convolved(node, g, like, w, [True, False, False])[0]  # type: ignore[no-any-return]
+
+
+def _conv_weight(node: Node, sizes: Mapping[str, int], x: Tensor, g: Tensor) -> Tensor:
+    like = g.new_empty(1).expand(numbers(node.shape, sizes))
+    return _convolved(node, g, x, like, [False, True, False])[1]  # type: ignore[no-any-return]
+
+
+def _windows(node: Node, sizes: Mapping[str, int], x: Tensor) -> Tensor:
+    lead = x.ndim - len(node["taps"])
+    for place, (taps, stride) in enumerate(zip(node["taps"], node["stride"], strict=True)):
+        x = x.unfold(lead + place, taps, stride)
+    return x
+
+
+def _unwindows(node: Node, sizes: Mapping[str, int], g: Tensor) -> Tensor:
+    total = g.new_zeros(numbers(node.shape, sizes))
+    view = total
+    lead = total.ndim - len(node["taps"])
+    index = torch.arange(total.numel(), device=g.device).reshape(total.shape)
+    for place, (taps, stride) in enumerate(zip(node["taps"], node["stride"], strict=True)):
+        index = index.unfold(lead + place, taps, stride)
+    return view.reshape(-1).index_add(0, index.reshape(-1), g.reshape(-1)).reshape(total.shape)
+
+
+_COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}
+TORCH: dict[str, Callable[..., Any]] = {
+    "add": lambda node, sizes, x, y: torch.add(x, y),
+    "subtract": lambda node, sizes, x, y: torch.sub(x, y),
+    "multiply": lambda node, sizes, x, y: torch.mul(x, y),
+    "divide": lambda node, sizes, x, y: torch.div(x, y),
+    "power": lambda node, sizes, x, y: torch.pow(x, y),
+    "maximum": lambda node, sizes, x, y: torch.maximum(x, y),
+    "minimum": lambda node, sizes, x, y: torch.minimum(x, y),
+    "negate": lambda node, sizes, x: torch.neg(x),
+    "absolute": lambda node, sizes, x: torch.abs(x),
+    "sign": lambda node, sizes, x: torch.sign(x),
+    "exp": lambda node, sizes, x: torch.exp(x),
+    "log": lambda node, sizes, x: torch.log(x),
+    "sqrt": lambda node, sizes, x: torch.sqrt(x),
+    "sin": lambda node, sizes, x: torch.sin(x),
+    "cos": lambda node, sizes, x: torch.cos(x),
+    "tanh": lambda node, sizes, x: torch.tanh(x),
+    "sigmoid": lambda node, sizes, x: torch.sigmoid(x),
+    "erf": lambda node, sizes, x: torch.erf(x),
+    "compare": lambda node, sizes, x, y: _COMPARE[node["kind"]](x, y),
+    "where": lambda node, sizes, c, x, y: torch.where(c, x, y),
+    "cast": lambda node, sizes, x: x.to(dtype_of(node.dtype)),
+    "sum": lambda node, sizes, x: torch.sum(x, node["dims"]).to(x.dtype),
+    "amax": lambda node, sizes, x: torch.amax(x, node["dims"]),
+    "argmax": lambda node, sizes, x: torch.argmax(x, node["dim"]),
+    "reshape": lambda node, sizes, x: x.reshape(numbers(node.shape, sizes)),
+    "transpose": lambda node, sizes, x: x.permute(node["order"]),
+    "broadcast": _broadcast,
+    "concat": lambda node, sizes, *xs: torch.cat(xs, node["dim"]),
+    "slice": lambda node, sizes, x: x[ranges(node, sizes)],
+    "pad": _pad,
+    "reverse": lambda node, sizes, x: torch.flip(x, node["dims"]),
+    "dot": lambda node, sizes, x, y: torch.matmul(x, y),
+    "take": lambda node, sizes, table, index: table[index],
+    "put_add": _put_add,
+    "conv": _conv,
+    "conv_input": _conv_input,
+    "conv_weight": _conv_weight,
+    "windows": _windows,
+    "unwindows": _unwindows,
+    "item": lambda node, sizes, values: values[node["index"]],
+}

@@ -1,0 +1,350 @@
+"""Derivatives of a graph, as graphs: forward mode and reverse mode. Plain Python.
+
+Two facts per primitive are enough for both modes. An elementwise one says its *partial derivatives*, which both modes
+multiply with; one that is linear in each input says its *transpose*, and its derivative is itself. The result is an
+ordinary graph: it is simplified together with the forward one, and differentiated again for higher orders.
+For f: R^n -> R^k one pass forward costs about one evaluation and gives one direction; one pass backward gives the
+gradient of one output. `passes` says which is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import pi
+from typing import Any, TypeAlias
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph import build
+from tilemesh.graph.build import add, divide, like, multiply, negate, subtract
+from tilemesh.graph.ir import Graph, Node, make, ordered, rebuilt
+from tilemesh.graph.ops import FLOATS, primitive
+from tilemesh.graph.size import Dim, product
+
+Partials: TypeAlias = Callable[[Node], Sequence[Node | None]]
+
+
+def passes(inputs: int, outputs: int) -> dict[str, int]:
+    """How many passes a whole Jacobian of R^n -> R^k needs in each mode."""
+    return {"forward": inputs, "reverse": outputs}
+
+
+def jvp(graph: Graph, wrt: Sequence[Node]) -> Graph:
+    """The graph of outputs and their directional derivatives: further inputs `d NAME` are the direction."""
+    directions = [build.argument(f"d {node['name']}", node.shape, node.dtype) for node in wrt]
+    tangents: dict[Node, Node | None] = dict(zip(wrt, directions, strict=True))
+    for node in graph.nodes():
+        if node not in tangents:
+            tangents[node] = _tangent(node, [tangents[value] for value in node.inputs])
+    derivatives = tuple(tangents[node] or like(node, 0.0) for node in graph.outputs)
+    return Graph((*graph.inputs, *directions), (*graph.outputs, *derivatives))
+
+
+def _tangent(node: Node, tangents: Sequence[Node | None]) -> Node | None:
+    """How a node changes when its inputs change this way; None: not at all."""
+    if not any(tangents) or node.dtype not in FLOATS:
+        return None
+    if node.op == "switch":
+        assert tangents[0] is not None
+        return make("switch", tangents[0], node.inputs[1], branch=node["branch"])
+    if node.op == "merge":
+        branches = zip(node.inputs[1:], tangents[1:], strict=True)
+        return make("merge", node.inputs[0], *(tangent or like(value, 0.0) for value, tangent in branches))
+    kind = primitive(node.op).kind
+    if node.op in ("concat", "where", "cast"):  # linear in all of these inputs together
+        kept = 1 if node.op == "where" else 0
+        zeros = [
+            tangent or like(value, 0.0) for value, tangent in zip(node.inputs[kept:], tangents[kept:], strict=True)
+        ]
+        return rebuilt(node, [*node.inputs[:kept], *zeros])
+    if kind == "elementwise":
+        parts = [
+            _scaled(tangent, partial)
+            for tangent, partial in zip(tangents, _partials(node), strict=True)
+            if tangent is not None and partial is not None
+        ]
+    elif kind == "linear":
+        parts = [
+            rebuilt(node, [tangent if place == at else value for place, value in enumerate(node.inputs)])
+            for at, tangent in enumerate(tangents)
+            if tangent is not None
+        ]
+    elif node.op == "amax":
+        assert tangents[0] is not None
+        return build.total(multiply(tangents[0], _shares(node)), node["dims"])
+    else:
+        raise _underivable(node)
+    return _sum(parts)
+
+
+def vjp(outputs: Sequence[Node], cotangents: Sequence[Node], wrt: Sequence[Node]) -> list[Node]:
+    """For each of `wrt` the sum over outputs of cotangent times derivative."""
+    gradients: dict[Node, list[Node]] = {}
+    for node, cotangent in zip(outputs, cotangents, strict=True):
+        gradients.setdefault(node, []).append(cotangent)
+    order = ordered(outputs)
+    needed = _depend(order, wrt)
+    for node in reversed(order):
+        arrived = gradients.get(node)
+        if not arrived or node in wrt or node not in needed:
+            continue
+        gradient = _sum(arrived)
+        assert gradient is not None
+        for at, value in enumerate(node.inputs):
+            if value in needed and value.dtype in FLOATS:
+                contribution = _transposed(node, at, gradient)
+                if contribution is not None:
+                    gradients.setdefault(value, []).append(contribution)
+    return [_sum(gradients.get(node, [])) or like(node, 0.0) for node in wrt]
+
+
+def gradient(output: Node, wrt: Sequence[Node]) -> list[Node]:
+    """The gradient of one number."""
+    if output.shape != ():
+        raise UsageError(f"a gradient is of one number; the output has shape {list(output.shape)}: sum it first")
+    return vjp([output], [like(output, 1.0)], wrt)
+
+
+def update(output: Node, weights: Sequence[Node], rate: float) -> list[Node]:
+    """The weights after one step of gradient descent, w - rate * gradient, as part of the same program."""
+    steps = gradient(output, weights)
+    return [subtract(weight, multiply(step, rate)) for weight, step in zip(weights, steps, strict=True)]
+
+
+def _depend(order: Sequence[Node], wrt: Sequence[Node]) -> set[Node]:
+    """The nodes whose value depends on one of these."""
+    needed = set(wrt)
+    for node in order:
+        if any(value in needed for value in node.inputs):
+            needed.add(node)
+    return needed
+
+
+def _sum(parts: Sequence[Node]) -> Node | None:
+    total: Node | None = None
+    for part in parts:
+        total = part if total is None else add(total, part)
+    return total
+
+
+def _underivable(node: Node) -> UsageError:
+    what = node["target"] if node.op == "opaque" else node.op
+    return UsageError(f"{what} has no derivative here" + (f" ({node.line})" if node.line else ""))
+
+
+def _transposed(node: Node, at: int, g: Node) -> Node | None:
+    """What a gradient at a node's output means for its input number `at`."""
+    if node.op == "switch":
+        return _through(node["branch"], node.inputs[1], g) if at == 0 else None
+    if node.op == "merge":
+        return make("switch", g, node.inputs[0], branch=at == 1) if at else None
+    if node.op == "where":
+        chosen, none = node.inputs[0], like(g, 0.0)
+        return make("where", chosen, *((g, none) if at == 1 else (none, g)))
+    if node.op == "cast":
+        return build.cast(g, node.inputs[0].dtype)
+    if primitive(node.op).kind == "elementwise":
+        partial = _partials(node)[at]
+        return None if partial is None else _scaled(g, partial)
+    if node.op == "amax":
+        return multiply(_unreduced(node, g), _shares(node))
+    if node.op == "argmax":
+        return None
+    if node.op not in _TRANSPOSES:
+        raise _underivable(node)
+    return _TRANSPOSES[node.op](node, at, g)
+
+
+def _through(branch: bool, predicate: Node, g: Node) -> Node:
+    """A gradient that lives only where the branch was taken; where it was not, the value had no effect."""
+    zero = make("switch", like(g, 0.0), predicate, branch=not branch)
+    return make("merge", predicate, g, zero) if branch else make("merge", predicate, zero, g)
+
+
+def _unreduced(node: Node, g: Node) -> Node:
+    """A reduced value at every element that it was made of."""
+    shape = node.inputs[0].shape
+    kept = [dim for dim in range(len(shape)) if dim not in node["dims"]]
+    return make("broadcast", g, shape=shape, dims=tuple(kept))
+
+
+def _shares(node: Node) -> Node:
+    """A maximum's derivative: shared by the elements that are equal to it."""
+    x = node.inputs[0]
+    hits = build.cast(build.compare("equal", x, _unreduced(node, node)), x.dtype)
+    return divide(hits, _unreduced(node, build.total(hits, node["dims"])))
+
+
+def _sum_back(node: Node, at: int, g: Node) -> Node:
+    return _unreduced(node, g)
+
+
+def _reshape_back(node: Node, at: int, g: Node) -> Node:
+    return build.reshape(g, node.inputs[0].shape)
+
+
+def _transpose_back(node: Node, at: int, g: Node) -> Node:
+    order = node["order"]
+    return build.transpose(g, [order.index(dim) for dim in range(len(order))])
+
+
+def _broadcast_back(node: Node, at: int, g: Node) -> Node:
+    dims = node["dims"]
+    reduced = build.total(g, [dim for dim in range(len(node.shape)) if dim not in dims])
+    left = sorted(dims)
+    return build.transpose(reduced, [left.index(dim) for dim in dims])
+
+
+def _concat_back(node: Node, at: int, g: Node) -> Node:
+    dim, start = node["dim"], 0
+    for value in node.inputs[:at]:
+        size = value.shape[dim]
+        if not isinstance(size, int):
+            raise UsageError(f"the gradient of a concatenation of {size} elements: the sizes must be known")
+        start += size
+    return build.part(g, dim, start, start + node.inputs[at].shape[dim])
+
+
+def _slice_back(node: Node, at: int, g: Node) -> Node:
+    low, high, inner = list(node["start"]), [], []
+    for size, start, step, taken in zip(node.inputs[0].shape, node["start"], node["step"], node.shape, strict=True):
+        after = size - start - (taken + (taken - 1) * (step - 1) if taken != 0 else 0)
+        if not isinstance(after, int):
+            raise UsageError(f"the gradient of a slice of {size} elements: the sizes must be known")
+        high.append(max(after, 0))
+        inner.append(step - 1)
+    return build.pad(g, low, high, inner)
+
+
+def _pad_back(node: Node, at: int, g: Node) -> Node:
+    bounds = zip(node.inputs[0].shape, node["low"], node["inner"], strict=True)
+    stops = [low + (size + (size - 1) * inner if size != 0 else 0) for size, low, inner in bounds]
+    return make("slice", g, start=node["low"], stop=tuple(stops), step=tuple(inner + 1 for inner in node["inner"]))
+
+
+def _dot_back(node: Node, at: int, g: Node) -> Node:
+    left, right = node.inputs
+    return make("dot", g, build.transpose(right)) if at == 0 else make("dot", build.transpose(left), g)
+
+
+def _settings(node: Node) -> dict[str, Any]:
+    return {name: node[name] for name in ("stride", "padding", "dilation", "groups")}
+
+
+def _conv_back(node: Node, at: int, g: Node) -> Node:
+    x, w = node.inputs
+    if at == 0:
+        return make("conv_input", g, w, size=x.shape, **_settings(node))
+    return make("conv_weight", x, g, size=w.shape, **_settings(node))
+
+
+def _conv_input_back(node: Node, at: int, g: Node) -> Node:
+    """`g` has the shape of the convolution's input."""
+    arrived, w = node.inputs
+    if at == 0:
+        return make("conv", g, w, **_settings(node))
+    return make("conv_weight", g, arrived, size=w.shape, **_settings(node))
+
+
+def _conv_weight_back(node: Node, at: int, g: Node) -> Node:
+    """`g` has the shape of the convolution's weights."""
+    x, arrived = node.inputs
+    if at == 0:
+        return make("conv_input", arrived, g, size=x.shape, **_settings(node))
+    return make("conv", x, g, **_settings(node))
+
+
+_TRANSPOSES: Mapping[str, Callable[[Node, int, Node], Node]] = {
+    "sum": _sum_back,
+    "reshape": _reshape_back,
+    "transpose": _transpose_back,
+    "broadcast": _broadcast_back,
+    "concat": _concat_back,
+    "slice": _slice_back,
+    "pad": _pad_back,
+    "reverse": lambda node, at, g: rebuilt(node, [g]),
+    "dot": _dot_back,
+    "take": lambda node, at, g: make("put_add", g, node.inputs[1], size=node.inputs[0].shape[0]),
+    "put_add": lambda node, at, g: make("take", g, node.inputs[1]),
+    "conv": _conv_back,
+    "conv_input": _conv_input_back,
+    "conv_weight": _conv_weight_back,
+    "windows": lambda node, at, g: make(
+        "unwindows", g, shape=node.inputs[0].shape, taps=node["taps"], stride=node["stride"]
+    ),
+    "unwindows": lambda node, at, g: make("windows", g, taps=node["taps"], stride=node["stride"]),
+}
+
+
+def _partials(node: Node) -> Sequence[Node | None]:
+    """The derivative of an elementwise node with respect to each input; None where there is none."""
+    if node.op not in _PARTIALS:
+        raise _underivable(node)
+    return _PARTIALS[node.op](node)
+
+
+def _sides(node: Node, kind: str) -> Sequence[Node]:
+    """Of a maximum or minimum: 1 for the input that is taken, and a half for each where they are equal."""
+    x, y = node.inputs
+    first, second = (x, y) if kind == "less" else (y, x)
+    taken = build.cast(build.compare("less", second, first), node.dtype)
+    tied = multiply(build.cast(build.compare("equal", x, y), node.dtype), 0.5)
+    share = add(taken, tied)
+    return share, subtract(1.0, share)
+
+
+def _power(node: Node) -> Sequence[Node]:
+    x, y = node.inputs
+    safe = build.where(build.compare("equal", x, 0.0), 1.0, x)
+    flat = build.compare("equal", y, 0.0)  # x ** 0 is 1 everywhere, also at 0
+    slope = build.where(flat, 0.0, multiply(y, build.power(build.where(flat, 1.0, x), subtract(y, 1.0))))
+    return slope, build.where(build.compare("equal", x, 0.0), 0.0, multiply(node, build.log(safe)))
+
+
+_PARTIALS: Mapping[str, Partials] = {
+    "add": lambda node: (like(node, 1.0), like(node, 1.0)),
+    "subtract": lambda node: (like(node, 1.0), like(node, -1.0)),
+    "multiply": lambda node: (node.inputs[1], node.inputs[0]),
+    "divide": lambda node: (divide(1.0, node.inputs[1]), negate(divide(node, node.inputs[1]))),
+    "power": _power,
+    "maximum": lambda node: _sides(node, "less"),
+    "minimum": lambda node: _sides(node, "more"),
+    "negate": lambda node: (like(node, -1.0),),
+    "absolute": lambda node: (make("sign", node.inputs[0]),),
+    "sign": lambda node: (None,),
+    "exp": lambda node: (node,),
+    "log": lambda node: (divide(1.0, node.inputs[0]),),
+    "sqrt": lambda node: (divide(0.5, node),),
+    "sin": lambda node: (make("cos", node.inputs[0]),),
+    "cos": lambda node: (negate(make("sin", node.inputs[0])),),
+    "tanh": lambda node: (subtract(1.0, multiply(node, node)),),
+    "sigmoid": lambda node: (multiply(node, subtract(1.0, node)),),
+    "erf": lambda node: (multiply(build.exp(negate(multiply(node.inputs[0], node.inputs[0]))), 2 / pi**0.5),),
+    "compare": lambda node: (None, None),
+}
+
+
+def _scaled(node: Node, factor: Node) -> Node:
+    """A product with a partial derivative, which is often 1 or -1."""
+    if factor is like(node, 1.0):
+        return node
+    return negate(node) if factor is like(node, -1.0) else multiply(node, factor)
+
+
+def jacobian_cost(graph: Graph, wrt: Sequence[Node]) -> dict[str, dict[str, object]]:
+    """For each mode: passes for the whole Jacobian and floating-point operations of one pass."""
+    inputs = _elements(wrt)
+    outputs = _elements(graph.outputs)
+    forward = jvp(graph, wrt)
+    seeds = [build.argument(f"g {place}", node.shape, node.dtype) for place, node in enumerate(graph.outputs)]
+    backward = Graph((*graph.inputs, *seeds), tuple(vjp(graph.outputs, seeds, wrt)))
+    return {
+        "forward": {"passes": inputs, "flops": forward.flops},
+        "reverse": {"passes": outputs, "flops": backward.flops},
+    }
+
+
+def _elements(nodes: Sequence[Node]) -> Dim:
+    count: Dim = 0
+    for node in nodes:
+        count = count + product(node.shape)
+    return count

@@ -1,0 +1,201 @@
+"""From the IR back to torch: straight Python code that calls torch once per node, with constants written as numbers.
+
+`program` gives the function and its source. A sum of a product and a vector becomes `addmm`; numbers stand in the code
+instead of tensors; every value is deleted after its last use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilemesh.graph.by_torch import TORCH, constant, evaluate_torch
+from tilemesh.graph.ir import Graph, Node, users
+from tilemesh.graph.lower import InputSlot
+from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.rewrite import number_of
+from tilemesh.graph.size import known
+
+_OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
+_FUNCTIONS = {
+    **{op: f"torch.{op}" for op in ("exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "sign")},
+    "negate": "torch.neg",
+    "absolute": "torch.abs",
+    "maximum": "torch.maximum",
+    "minimum": "torch.minimum",
+}
+_COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
+
+
+class Emitted:
+    """A graph as a function of torch tensors. `source` is its code."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        writer = _SourceWriter(graph, device)
+        self.source = writer.write()
+        namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
+        exec(compile(self.source, "<graph>", "exec"), namespace)
+        self.function: Callable[[list[Any]], tuple[Any, ...]] = namespace["program"]
+
+    def __call__(self, *tensors: Any) -> tuple[Any, ...]:
+        return self.function(list(tensors))
+
+
+def program(graph: Graph, device: torch.device | str = "cpu") -> Emitted:
+    return Emitted(graph, torch.device(device))
+
+
+class _SourceWriter:
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph, self.device = graph, device
+        self.order = graph.nodes()
+        self.readers = users(self.order)
+        self.names: dict[Node, str] = {}
+        self.values: dict[str, Any] = {}  # what the code names: operators, constants
+
+    def write(self) -> str:
+        skipped = self._merged()
+        numbers = {node for node in self.order if self._only_number(node)}
+        for place, node in enumerate(self.graph.inputs):
+            self.names[node] = f"a{place}"
+        lines = []
+        given = "".join(f"{self.names[node]}, " for node in self.graph.inputs)
+        if given:
+            lines.append(f"{given.rstrip()} = inputs")
+        lines.append("inputs.clear()")
+        written = [
+            node for node in self.order if node not in self.names and node not in skipped and node not in numbers
+        ]
+        reads = {node: self._reads(node, skipped) for node in written}
+        last = {value: node for node in written for value in reads[node]}
+        for place, node in enumerate(written):
+            self.names[node] = f"v{place}"
+            lines.append(f"{self.names[node]} = {self._expression(node)}")
+            done = [
+                value for value in dict.fromkeys(reads[node]) if last[value] is node and value not in self.graph.outputs
+            ]
+            dead = [self.names[value] for value in done if value in self.names]
+            if dead:
+                lines.append(f"del {', '.join(dead)}")
+        outputs = "".join(f"{self._name(node)}, " for node in self.graph.outputs)
+        return "def program(inputs):\n" + "".join(f"    {line}\n" for line in lines) + f"    return ({outputs})\n"
+
+    def _only_number(self, node: Node) -> bool:
+        """A repeated number that every reader can have as a number in the code."""
+        if number_of(node) is None or node in self.graph.outputs:
+            return False
+        return all(
+            self._takes_number(reader, node) or (reader.op in ("broadcast", "reshape") and self._only_number(reader))
+            for reader in self.readers[node]
+        )
+
+    def _takes_number(self, reader: Node, node: Node) -> bool:
+        if reader.op in (*_OPERATORS, "power", "compare", "maximum", "minimum"):
+            other = [value for value in reader.inputs if value is not node]
+            return len(other) == 1 and number_of(other[0]) is None and node.dtype in (*FLOATS, "int64")
+        return False
+
+    def _merged(self) -> set[Node]:
+        """Products that are written as part of the sum that alone reads them."""
+        return {node.inputs[0] for node in self.order if self._is_addmm(node)}
+
+    def _is_addmm(self, node: Node) -> bool:
+        if node.op != "add" or len(node.shape) != 2:
+            return False
+        product, vector = node.inputs
+        once = len(self.readers[product]) == 1 and product not in self.graph.outputs
+        return product.op == "dot" and once and vector.op == "broadcast" and vector["dims"] == (1,)
+
+    def _reads(self, node: Node, skipped: set[Node]) -> list[Node]:
+        return [read for value in node.inputs for read in (value.inputs if value in skipped else [value])]
+
+    def _name(self, node: Node) -> str:
+        if node in self.names:
+            return self.names[node]
+        number = number_of(node)
+        assert number is not None
+        return repr(float(number)) if node.dtype in FLOATS else repr(int(number))
+
+    def _held(self, value: Any, kind: str) -> str:
+        name = f"{kind}{len(self.values)}"
+        self.values[name] = value
+        return name
+
+    def _expression(self, node: Node) -> str:
+        if self._is_addmm(node):
+            product, vector = node.inputs
+            return f"torch.addmm({', '.join(self._name(value) for value in (vector, *product.inputs))})"
+        names = [self._name(value) for value in node.inputs] if node.op != "opaque" else []
+        if node.op in _OPERATORS:
+            return f"{names[0]} {_OPERATORS[node.op]} {names[1]}"
+        if node.op in ("maximum", "minimum") and any(self._number(value) for value in node.inputs):
+            return self._clamped(node)
+        if node.op in _FUNCTIONS:
+            return f"{_FUNCTIONS[node.op]}({', '.join(names)})"
+        if node.op == "power":
+            return f"torch.pow({', '.join(names)})"
+        if node.op == "compare":
+            return f"{names[0]} {_COMPARISONS[node['kind']]} {names[1]}"
+        if node.op == "reshape":
+            return f"{names[0]}.reshape({_sizes(node)})"
+        if node.op == "transpose":
+            return f"{names[0]}.permute({list(node['order'])})"
+        if node.op == "dot":
+            return f"torch.{'mm' if len(node.shape) == 2 else 'matmul'}({', '.join(names)})"
+        if node.op == "concat":
+            return f"torch.cat([{', '.join(names)}], {node['dim']})"
+        if node.op == "item":
+            return f"{names[0]}[{node['index']}]"
+        if node.op == "opaque":
+            return self._opaque(node)
+        if node.op == "constant":
+            return self._held(constant(node, self.device), "c")
+        if node.op == "iota":
+            return self._held(evaluate_torch(node, [], {}, self.device), "c")
+        function = self._held(_bound(node), "f")
+        return f"{function}({', '.join(names)})"
+
+    def _number(self, node: Node) -> bool:
+        return node not in self.names
+
+    def _clamped(self, node: Node) -> str:
+        value, number = sorted(node.inputs, key=self._number)
+        bound = self._name(number)
+        if node.op == "maximum" and float(bound) == 0.0:
+            return f"torch.relu({self._name(value)})"
+        return f"torch.clamp_{'min' if node.op == 'maximum' else 'max'}({self._name(value)}, {bound})"
+
+    def _opaque(self, node: Node) -> str:
+        target = _operator(node["target"])
+        words = [self._argument(value, node) for value in node["args"]]
+        words += [f"{name}={self._argument(value, node)}" for name, value in node["kwargs"]]
+        return f"{self._held(target, 'f')}({', '.join(words)})"
+
+    def _argument(self, value: Any, node: Node) -> str:
+        if isinstance(value, InputSlot):
+            return self._name(node.inputs[value.index])
+        if isinstance(value, tuple):
+            return f"[{', '.join(self._argument(item, node) for item in value)}]"
+        if value is None or isinstance(value, bool | int | str):
+            return repr(value)
+        return self._held(value, "k")
+
+
+def _operator(name: str) -> Any:
+    """torch's operator of this name, as `aten.add.Tensor`."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _sizes(node: Node) -> str:
+    return str([known(size, {}) for size in node.shape])
+
+
+def _bound(node: Node) -> Callable[..., Any]:
+    function = TORCH[node.op]
+    return lambda *inputs: function(node, {}, *inputs)

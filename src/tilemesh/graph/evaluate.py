@@ -1,0 +1,243 @@
+"""Running a graph by numpy, one operator after the other: slow, and simple enough to be believed.
+
+`run_numpy` is the reference that every other way of running a graph is compared with. A value that a switch did not
+let through is `DEAD`; whatever reads it is dead as well, except a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product as places
+from math import erf
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.ir import Dense, Graph, Node
+from tilemesh.graph.size import Dim, Shape, Size, known
+
+Array: TypeAlias = npt.NDArray[Any]
+DEAD = object()
+
+
+def sizes_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The number of each named size, from the shapes of the arrays that are given; what does not fit is refused."""
+    if len(shapes) != len(graph.inputs):
+        raise UsageError(f"{len(shapes)} arrays were given; the graph has {len(graph.inputs)} inputs")
+    sizes: dict[str, int] = {}
+    for node, shape in zip(graph.inputs, shapes, strict=True):
+        for dim in node.shape if len(node.shape) == len(shape) else ():
+            if isinstance(dim, Size) and len(dim.terms) == 1 and dim.terms[0][1] == 1 and len(dim.terms[0][0]) == 1:
+                sizes.setdefault(dim.terms[0][0][0], shape[node.shape.index(dim)])
+    for node, shape in zip(graph.inputs, shapes, strict=True):
+        expected = tuple(known(dim, sizes) for dim in node.shape)
+        if expected != tuple(shape):
+            raise UsageError(f"input {node['name']} has shape {list(shape)}; the graph needs {list(node.shape)}")
+    return sizes
+
+
+def run_numpy(graph: Graph, *arrays: Array) -> tuple[Array, ...]:
+    """The outputs of a graph for these inputs."""
+    sizes = sizes_of(graph, [np.shape(array) for array in arrays])
+    values: dict[Node, Any] = dict(zip(graph.inputs, map(np.asarray, arrays), strict=True))
+    for node in graph.nodes():
+        if node not in values:
+            values[node] = evaluate_numpy(node, [values[value] for value in node.inputs], sizes)
+    return tuple(values[node] for node in graph.outputs)
+
+
+def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+    """One operator."""
+    if node.op == "merge":
+        return inputs[1] if inputs[0] else inputs[2]
+    if any(value is DEAD for value in inputs):
+        return DEAD
+    if node.op == "switch":
+        return inputs[0] if bool(inputs[1]) == node["branch"] else DEAD
+    if node.dtype == "bfloat16":
+        raise UsageError("numpy has no bfloat16; run the graph by torch, or in another dtype")
+    if node.op not in _NUMPY:
+        what = node["target"] if node.op == "opaque" else node.op
+        raise UsageError(f"{what} runs by torch alone" + (f" ({node.line})" if node.line else ""))
+    return np.asarray(_NUMPY[node.op](node, sizes, *inputs)).astype(node.dtype, copy=False)
+
+
+def dense(node: Node) -> Array:
+    """The array of a constant."""
+    value = node["value"]
+    if isinstance(value, Dense):
+        return np.frombuffer(value.data, dtype=node.dtype).reshape(tuple(known(dim, {}) for dim in node.shape))
+    return np.asarray(value, dtype=node.dtype)
+
+
+def numbers(shape: Shape | Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(known(dim, sizes) for dim in shape)
+
+
+def _iota(node: Node, sizes: Mapping[str, int]) -> Array:
+    shape = numbers(node.shape, sizes)
+    line = np.arange(shape[node["dim"]]).reshape([-1 if dim == node["dim"] else 1 for dim in range(len(shape))])
+    return np.broadcast_to(line, shape)
+
+
+def _broadcast(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
+    shape = numbers(node.shape, sizes)
+    between = [size if dim in node["dims"] else 1 for dim, size in enumerate(shape)]
+    return np.broadcast_to(np.transpose(x, np.argsort(node["dims"]).astype(int)).reshape(between), shape)
+
+
+def ranges(node: Node, sizes: Mapping[str, int]) -> tuple[slice, ...]:
+    """A slice node's ranges, as Python slices."""
+    stops = numbers(node["stop"], sizes)
+    return tuple(slice(*bounds) for bounds in zip(node["start"], stops, node["step"], strict=True))
+
+
+def _pad(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
+    padded = np.zeros(numbers(node.shape, sizes), x.dtype)
+    padded[pad_ranges(node, x.shape)] = x
+    return padded
+
+
+def pad_ranges(node: Node, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Where the elements of a padded array lie in the result."""
+    bounds = zip(shape, node["low"], node["inner"], strict=True)
+    return tuple(slice(low, low + size + (size - 1) * inner if size else low, inner + 1) for size, low, inner in bounds)
+
+
+def _put_add(node: Node, sizes: Mapping[str, int], values: Array, index: Array) -> Array:
+    table = np.zeros(numbers(node.shape, sizes), values.dtype)
+    np.add.at(table, index, values)
+    return table
+
+
+def _last(*index: Any) -> Any:
+    """An index of the last dims."""
+    return (..., *index)
+
+
+def _taps(node: Node, w_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(places(*(range(size) for size in w_shape[2:])))
+
+
+def _seen(node: Node, tap: tuple[int, ...], out: Sequence[int]) -> tuple[slice, ...]:
+    """Which elements of the padded input one tap of the window meets at every place."""
+    return tuple(
+        slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
+        for at, size, stride, dilation in zip(tap, out, node["stride"], node["dilation"], strict=True)
+    )
+
+
+def _spread(x: Array, node: Node) -> Array:
+    return np.pad(x, [(0, 0), (0, 0), *((pad, pad) for pad in node["padding"])])
+
+
+def _conv(node: Node, sizes: Mapping[str, int], x: Array, w: Array) -> Array:
+    groups, out = node["groups"], numbers(node.shape, sizes)
+    padded = _spread(x, node)
+    padded = padded.reshape(padded.shape[0], groups, -1, *padded.shape[2:])
+    weights = w.reshape(groups, -1, *w.shape[1:])
+    total = np.zeros((out[0], groups, out[1] // groups, *out[2:]), x.dtype)
+    for tap in _taps(node, w.shape):
+        part = padded[_last(*_seen(node, tap, out[2:]))]
+        total += np.einsum("ngc...,goc->ngo...", part, weights[_last(*tap)])
+    return total.reshape(out)
+
+
+def _conv_input(node: Node, sizes: Mapping[str, int], g: Array, w: Array) -> Array:
+    groups, shape = node["groups"], numbers(node.shape, sizes)
+    spread = [size + 2 * pad for size, pad in zip(shape[2:], node["padding"], strict=True)]
+    total = np.zeros((shape[0], groups, shape[1] // groups, *spread), g.dtype)
+    grouped, weights = g.reshape(g.shape[0], groups, -1, *g.shape[2:]), w.reshape(groups, -1, *w.shape[1:])
+    for tap in _taps(node, w.shape):
+        total[_last(*_seen(node, tap, g.shape[2:]))] += np.einsum("ngo...,goc->ngc...", grouped, weights[_last(*tap)])
+    inner = tuple(slice(pad, pad + size) for pad, size in zip(node["padding"], shape[2:], strict=True))
+    cropped: Array = total.reshape(shape[0], shape[1], *spread)[_last(*inner)]
+    return cropped
+
+
+def _conv_weight(node: Node, sizes: Mapping[str, int], x: Array, g: Array) -> Array:
+    groups, shape = node["groups"], numbers(node.shape, sizes)
+    padded = _spread(x, node)
+    padded = padded.reshape(padded.shape[0], groups, -1, *padded.shape[2:])
+    grouped = g.reshape(g.shape[0], groups, -1, *g.shape[2:])
+    total = np.zeros((groups, shape[0] // groups, *shape[1:]), g.dtype)
+    for tap in _taps(node, shape):
+        part = padded[_last(*_seen(node, tap, g.shape[2:]))]
+        total[_last(*tap)] = np.einsum("ngcp,ngop->goc", _flat(part), _flat(grouped))
+    return total.reshape(shape)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(*x.shape[:3], -1)
+
+
+def _windows(node: Node, sizes: Mapping[str, int], x: Array) -> Array:
+    taps, stride = node["taps"], node["stride"]
+    axes = tuple(range(x.ndim - len(taps), x.ndim))
+    view = np.lib.stride_tricks.sliding_window_view(x, taps, axes)
+    steps = tuple(slice(None, None, by) for by in stride)
+    return view[(slice(None),) * (x.ndim - len(taps)) + steps]
+
+
+def _unwindows(node: Node, sizes: Mapping[str, int], g: Array) -> Array:
+    """The transpose of `windows`: every element of the input gets the sum of its places in the windows."""
+    taps, stride = node["taps"], node["stride"]
+    total = np.zeros(numbers(node.shape, sizes), g.dtype)
+    out = g.shape[-2 * len(taps) : -len(taps)]
+    for tap in places(*map(range, taps)):
+        seen = tuple(slice(at, at + (n - 1) * by + 1, by) for at, n, by in zip(tap, out, stride, strict=True))
+        total[_last(*seen)] += g[_last(*tap)]
+    return total
+
+
+_COMPARE: dict[str, Callable[[Array, Array], Array]] = {
+    "equal": np.equal,
+    "less": np.less,
+    "less_equal": np.less_equal,
+}
+_erf = np.vectorize(erf, otypes=[np.float64])
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "constant": lambda node, sizes: dense(node),
+    "iota": _iota,
+    "add": lambda node, sizes, x, y: x + y,
+    "subtract": lambda node, sizes, x, y: x - y,
+    "multiply": lambda node, sizes, x, y: x * y,
+    "divide": lambda node, sizes, x, y: x / y,
+    "power": lambda node, sizes, x, y: np.power(x, y),
+    "maximum": lambda node, sizes, x, y: np.maximum(x, y),
+    "minimum": lambda node, sizes, x, y: np.minimum(x, y),
+    "negate": lambda node, sizes, x: -x,
+    "absolute": lambda node, sizes, x: np.abs(x),
+    "sign": lambda node, sizes, x: np.sign(x),
+    "exp": lambda node, sizes, x: np.exp(x),
+    "log": lambda node, sizes, x: np.log(x),
+    "sqrt": lambda node, sizes, x: np.sqrt(x),
+    "sin": lambda node, sizes, x: np.sin(x),
+    "cos": lambda node, sizes, x: np.cos(x),
+    "tanh": lambda node, sizes, x: np.tanh(x),
+    "sigmoid": lambda node, sizes, x: 0.5 * (1 + np.tanh(0.5 * x)),
+    "erf": lambda node, sizes, x: _erf(x) if x.size else x,
+    "compare": lambda node, sizes, x, y: _COMPARE[node["kind"]](x, y),
+    "where": lambda node, sizes, c, x, y: np.where(c, x, y),
+    "cast": lambda node, sizes, x: x,
+    "sum": lambda node, sizes, x: x.sum(axis=node["dims"]),
+    "amax": lambda node, sizes, x: x.max(axis=node["dims"]),
+    "argmax": lambda node, sizes, x: x.argmax(axis=node["dim"]),
+    "reshape": lambda node, sizes, x: x.reshape(numbers(node.shape, sizes)),
+    "transpose": lambda node, sizes, x: x.transpose(node["order"]),
+    "broadcast": _broadcast,
+    "concat": lambda node, sizes, *xs: np.concatenate(xs, axis=node["dim"]),
+    "slice": lambda node, sizes, x: x[ranges(node, sizes)],
+    "pad": _pad,
+    "reverse": lambda node, sizes, x: np.flip(x, node["dims"]),
+    "dot": lambda node, sizes, x, y: x @ y,
+    "take": lambda node, sizes, table, index: table[index],
+    "put_add": _put_add,
+    "conv": _conv,
+    "conv_input": _conv_input,
+    "conv_weight": _conv_weight,
+    "windows": _windows,
+    "unwindows": _unwindows,
+}

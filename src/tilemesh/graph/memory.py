@@ -1,0 +1,138 @@
+"""When each value lives, and an arena: one block of memory in which every value has its place. Plain Python.
+
+A value lives from the operator that makes it to the last one that reads it. Operators that only name memory again
+(`VIEWS`) have no value of their own. The lower bound of any plan is the largest sum of sizes that live at one moment;
+`arena` places one value after the other, each at the lowest offset that is free during its life.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.ops import TUPLE, primitive, size_bytes
+
+VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")
+MIXED, TRIES = 300, 30  # values of a graph up to which mixed orders are tried, and how many
+ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A value: which operator makes it, the last one that reads it, and its bytes."""
+
+    node: Node
+    born: int
+    dies: int
+    size: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Offsets into one block: values that live at the same time do not overlap."""
+
+    lifetimes: tuple[Lifetime, ...]
+    offsets: tuple[int, ...]
+    size: int
+    bound: int  # no plan for this order of operators can be smaller
+
+    def place(self) -> dict[Node, int]:
+        return {life.node: offset for life, offset in zip(self.lifetimes, self.offsets, strict=True)}
+
+
+def owner(node: Node) -> Node:
+    """The node whose memory this one names."""
+    while node.op in VIEWS:
+        node = node.inputs[0]
+    return node
+
+
+def lifetimes(graph: Graph) -> list[Lifetime]:
+    """The values that a run makes, in the order of their making: no inputs, no constants, no views."""
+    order = graph.nodes()
+    dies: dict[Node, int] = {}
+    for place, node in enumerate(order):
+        for value in node.inputs:
+            dies[owner(value)] = place
+    for node in graph.outputs:
+        dies[owner(node)] = len(order)
+    return [
+        Lifetime(node, place, dies.get(node, place), _bytes(node))
+        for place, node in enumerate(order)
+        if primitive(node.op).kind != "source" and node.op not in VIEWS and node.dtype != TUPLE
+    ]
+
+
+def _bytes(node: Node) -> int:
+    size = size_bytes(node.typed)
+    if not isinstance(size, int):
+        raise UsageError(f"{node.op} makes {size} bytes; an arena needs sizes that are known")
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def live_bytes(lives: Sequence[Lifetime]) -> list[int]:
+    """The bytes that live while each operator runs: its inputs and its output both do."""
+    end = max((life.dies for life in lives), default=-1) + 1
+    changes = [0] * (end + 1)
+    for life in lives:
+        changes[life.born] += life.size
+        changes[min(life.dies, end - 1) + 1] -= life.size
+    curve, level = [], 0
+    for change in changes[:end]:
+        level += change
+        curve.append(level)
+    return curve
+
+
+def arena(graph: Graph) -> MemoryPlan:
+    """A place for every value: of several orders of placing the one that needs the least."""
+    lives = lifetimes(graph)
+    bound = max(live_bytes(lives), default=0)
+    best: dict[Node, int] = {}
+    size = -1
+    for order in _orders(lives):
+        offsets = _placed(order)
+        needed = max((offsets[life.node] + life.size for life in lives), default=0)
+        if size < 0 or needed < size:
+            best, size = offsets, needed
+        if size == bound:
+            break
+    return MemoryPlan(tuple(lives), tuple(best[life.node] for life in lives), max(size, 0), bound)
+
+
+def _orders(lives: Sequence[Lifetime]) -> Iterator[list[Lifetime]]:
+    """The largest first; those of the longest life first; those of the fullest moment first; then mixtures."""
+    curve = live_bytes(lives)
+    peak = curve.index(max(curve)) if curve else 0
+    yield sorted(lives, key=lambda life: (-life.size, life.born))
+    yield sorted(lives, key=lambda life: (-(life.dies - life.born), -life.size))
+    yield sorted(lives, key=lambda life: (not life.born <= peak <= life.dies, -life.size, life.born))
+    yield list(lives)
+    if len(lives) > MIXED:
+        return
+    mixer = random.Random(0)
+    for _ in range(TRIES):
+        yield sorted(lives, key=lambda life: -life.size * mixer.uniform(0.5, 1.5))
+
+
+def _placed(order: Sequence[Lifetime]) -> dict[Node, int]:
+    """Each as low as it fits beside those before it."""
+    placed: list[tuple[Lifetime, int]] = []
+    offsets: dict[Node, int] = {}
+    for life in order:
+        taken = sorted(
+            (offset, offset + other.size)
+            for other, offset in placed
+            if other.born <= life.dies and life.born <= other.dies and other.size
+        )
+        offset = 0
+        for begin, end in taken:
+            if offset + life.size <= begin:
+                break
+            offset = max(offset, end)
+        placed.append((life, offset))
+        offsets[life.node] = offset
+    return offsets

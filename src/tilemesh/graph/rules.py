@@ -1,0 +1,107 @@
+"""The rules that simplify every graph, and the pass that applies them.
+
+Each rule is exact in the arithmetic it is used in, or says that it is not (`exact=False`: equal in real numbers, other
+roundings). There is none that is wrong for NaN or infinity: `x * 0` stays, because it is not 0 for every x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilemesh.graph.folding import folded
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.ops import FLOATS
+from tilemesh.graph.rewrite import Applied, Match, RewriteRule, rewrite, rule
+
+
+def _identity(match: Match) -> bool:
+    order = match.attributes["p"]
+    return list(order) == sorted(order)
+
+
+def _unmoved(match: Match) -> bool:
+    return match.nodes["x"].shape == match.root.shape
+
+
+def _widens(match: Match) -> bool:
+    """The first cast loses nothing: casts between floats by size."""
+    bits = {"float64": 64, "float32": 32, "float16": 11, "bfloat16": 8}
+    source, between = match.nodes["x"].dtype, match.attributes["d"]
+    return source in FLOATS and between in FLOATS and bits[between] > bits[source]
+
+
+def _same_dtype(match: Match) -> bool:
+    return bool(match.nodes["x"].dtype == match.attributes["d"])
+
+
+def _swaps(match: Match) -> bool:
+    order = tuple(match.attributes["p"])
+    return order == (*range(len(order) - 2), len(order) - 1, len(order) - 2)
+
+
+def _square(match: Match) -> bool:
+    return match.root.dtype in FLOATS
+
+
+ALGEBRA: tuple[RewriteRule, ...] = (
+    rule("x + 0", "add(x, 0.0) = x"),  # -0 + 0 is 0: equal numbers
+    rule("x - 0", "subtract(x, 0.0) = x"),
+    rule("x * 1", "multiply(x, 1.0) = x"),
+    rule("x / 1", "divide(x, 1.0) = x"),
+    rule("x * -1", "multiply(x, -1.0) = negate(x)"),
+    rule("x ** 1", "power(x, 1.0) = x"),
+    rule("x ** 2", "power(x, 2.0) = multiply(x, x)", _square),
+    rule("x ** 0.5", "power(x, 0.5) = sqrt(x)", _square),
+    rule("-(-x)", "negate(negate(x)) = x"),
+    rule("x + (-y)", "add(x, negate(y)) = subtract(x, y)"),
+    rule("x - (-y)", "subtract(x, negate(y)) = add(x, y)"),
+    rule("(-x) * (-y)", "multiply(negate(x), negate(y)) = multiply(x, y)"),
+    rule("transpose of transpose", "transpose(transpose(x, order=p), order=q) = transpose(x, order=compose(p, q))"),
+    rule("transpose in place", "transpose(x, order=p) = x", _identity),
+    rule("reshape of reshape", "reshape(reshape(x, shape=s), shape=t) = reshape(x, shape=t)"),
+    rule("reshape in place", "reshape(x, shape=s) = x", _unmoved),
+    rule(
+        "broadcast of broadcast",
+        "broadcast(broadcast(x, shape=s, dims=p), shape=t, dims=q) = broadcast(x, shape=t, dims=compose(q, p))",
+    ),
+    rule("broadcast in place", "broadcast(x, shape=s, dims=p) = x", lambda match: _unmoved(match) and _identity(match)),
+    rule("cast in place", "cast(x, dtype=d) = x", _same_dtype),
+    rule("cast there and back", "cast(cast(x, dtype=d), dtype=e) = cast(x, dtype=e)", _widens),
+    rule("same branches", "where(c, x, x) = x"),
+)
+LAYOUT: tuple[RewriteRule, ...] = (
+    rule(
+        "transpose of a product",
+        "transpose(dot(x, y), order=p) = dot(transpose(y, order=p), transpose(x, order=p))",
+        _swaps,
+    ),
+    *(
+        rule(f"{op} of transpose", f"{op}(transpose(x, order=p)) = transpose({op}(x), order=p)")
+        for op in ("negate", "exp", "log", "sqrt", "tanh", "sigmoid", "erf", "sin", "cos")
+    ),
+    *(
+        rule(
+            f"{op} of transposes",
+            f"{op}(transpose(x, order=p), transpose(y, order=p)) = transpose({op}(x, y), order=p)",
+        )
+        for op in ("add", "subtract", "multiply", "divide", "maximum", "minimum")
+    ),
+)
+INFERENCE: tuple[RewriteRule, ...] = (
+    rule(
+        "scale of a convolution",
+        "multiply(conv(x, w, **a), broadcast(s, shape=t, dims=(1,))) = conv(x, multiply(w, column(s)), **a)",
+        exact=False,
+    ),
+    rule(
+        "quotient of a convolution",
+        "divide(conv(x, w, **a), broadcast(s, shape=t, dims=(1,))) = conv(x, divide(w, column(s)), **a)",
+        exact=False,
+    ),
+    rule("scale of a biased convolution", "multiply(add(y, b), s) = add(multiply(y, s), multiply(b, s))", exact=False),
+)
+
+
+def simplify(graph: Graph, rules: Sequence[RewriteRule] = ALGEBRA) -> tuple[Graph, list[Applied]]:
+    """The graph with constants folded and every rule applied."""
+    return rewrite(graph, rules, finish=folded)

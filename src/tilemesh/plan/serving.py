@@ -1,0 +1,224 @@
+"""Serving a model on a cluster: what fits, how fast it is, which tensor parallelism and batch to take, and why.
+
+The one idea: in a steady state, b requests decode at a time, and for each that ends another begins. So a step has b
+decoding tokens and b x prompt / output tokens of prompts, and its time follows from the work (`serving_clock.py`).
+Requests per second are then b / (output x step time); the batch that a rate needs is the b for which that is the rate,
+which is Little's law: requests inside = rate x time inside. What queues do is simulated, in `serve/simulate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilemesh.core.calibration import Rates
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.hardware import DTYPE_BYTES, Cluster
+from tilemesh.core.units import format_bytes
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.decoding import SequencePart, key_value_bytes, weight_bytes
+from tilemesh.model.work.weights import why_not_tp
+from tilemesh.plan import constants
+from tilemesh.plan.serving_clock import StepClock
+
+PAGE_TOKENS = 16
+MOST_BATCH = 4096
+LOAD = 0.8
+"""Of what a layout can serve, how much a plan asks of it: queues grow without bound towards 1."""
+
+
+@dataclass(frozen=True)
+class ServeDemand:
+    """What is asked: requests per second in all, and the tokens of one."""
+
+    rate: float
+    prompt: int
+    output: int
+    between_tokens_s: float = float("inf")
+    """The longest time per output token that is wanted."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "prompt", "output"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name} is {getattr(self, name)}: expected a number above 0")
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """So many requests decoding at a time, on one replica."""
+
+    batch: int
+    step_s: float
+    """Also the time per output token."""
+    tokens_per_s: float
+    requests_per_s: float
+    first_token_s: float
+    """Of a request that need not wait for others: its prompt in chunks, beside those that decode."""
+    limit_s: float
+    """The least time of the step."""
+
+
+@dataclass(frozen=True)
+class ServeLayout:
+    """tp ranks to a replica, as many replicas as the cluster has room for."""
+
+    tp: int
+    replicas: int
+    weight_bytes: int
+    """On one device."""
+    token_bytes: int
+    """Keys and values of one token, on one device."""
+    pages: int
+    """Of `PAGE_TOKENS`, in what is left of the memory."""
+    fits: int
+    """Requests of the demanded length whose pages there are."""
+    largest: SteadyState
+    """At the largest batch that fits and keeps the wanted time per token."""
+    needed: SteadyState | None
+    """At the smallest batch that serves this replica's share of the rate; None: no batch does."""
+    clock: StepClock
+
+    @property
+    def running(self) -> int:
+        """The batch to allow: what the rate needs at the planned load, or all that fits."""
+        return self.largest.batch if self.needed is None else self.needed.batch
+
+    @property
+    def most_requests_per_s(self) -> float:
+        """Of all replicas, at the largest batch."""
+        return self.largest.requests_per_s * self.replicas
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all replicas, at the largest batch."""
+        return self.largest.tokens_per_s * self.replicas
+
+
+def serve_layouts(
+    model: ModelConfig,
+    cluster: Cluster,
+    demand: ServeDemand,
+    dtype: str = "bf16",
+    rates: Rates | None = None,
+    headroom: float = constants.HEADROOM,
+    chunk: int = 512,
+) -> tuple[list[ServeLayout], list[str]]:
+    """All that fit, best first, and why the others do not."""
+    if demand.prompt + demand.output > model.context + 1:
+        raise UsageError(
+            f"a prompt of {demand.prompt} and an output of {demand.output} tokens: the context is {model.context}"
+        )
+    found: list[ServeLayout] = []
+    refused: list[str] = []
+    for tp in (tp for tp in range(1, cluster.node.count + 1) if cluster.node.count % tp == 0):
+        reason = why_not_tp(model, tp)
+        layout = _layout(model, cluster, demand, dtype, rates, headroom, tp, chunk) if reason is None else reason
+        if isinstance(layout, str):
+            refused.append(layout)
+        else:
+            found.append(layout)
+    if not found:
+        raise RunError(f"nothing fits: {'; '.join(refused)}")
+    return sorted(found, key=lambda layout: _order(layout, demand)), refused
+
+
+def _order(layout: ServeLayout, demand: ServeDemand) -> tuple[object, ...]:
+    """Those that serve the rate first; of these the quickest tokens for the same devices, else the most tokens."""
+    serves = layout.needed is not None and layout.largest.step_s <= demand.between_tokens_s * 1.0001
+    step = layout.needed.step_s if layout.needed is not None else 0.0
+    return (not serves, step if serves else -layout.tokens_per_s, layout.tp)
+
+
+def _layout(
+    model: ModelConfig, cluster: Cluster, demand: ServeDemand, dtype: str, rates: Rates | None, headroom: float,
+    tp: int, chunk: int,
+) -> ServeLayout | str:  # fmt: skip
+    size, device = DTYPE_BYTES[dtype], cluster.device
+    weights, each = weight_bytes(model, size, tp), key_value_bytes(model, size, tp)
+    room = device.usable_bytes * (1 - headroom) - constants.RESERVED_BYTES[device.kind] - weights
+    room -= chunk * (2 * model.mlp_width + 8 * model.width) * size  # a chunk's activations
+    pages = int(room // (each * PAGE_TOKENS)) if room > 0 else 0
+    fits = min(MOST_BATCH, pages // -(-(demand.prompt + demand.output) // PAGE_TOKENS))
+    if fits < 1:
+        lacking = format_bytes(weights + each * (demand.prompt + demand.output))
+        has = format_bytes(device.usable_bytes)
+        return f"tp {tp}: weights and one request take {lacking} on each device, which has {has}"
+    clock = StepClock(model, cluster, dtype, tp, rates)
+    replicas = cluster.world // tp
+    share = demand.rate / replicas
+    batches = _batches(fits)
+    states = [steady_state(clock, demand, batch, chunk) for batch in batches]
+    kept = [state for state in states if state.step_s <= demand.between_tokens_s] or states[:1]
+    needed = next((state for state in kept if LOAD * state.requests_per_s >= share), None)
+    return ServeLayout(tp, replicas, weights, each, pages, fits, kept[-1], needed, clock)
+
+
+def _batches(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and the most."""
+    return sorted({size for power in range(13) for size in (1 << power, 3 << power) if size < most} | {most})
+
+
+def steady_state(clock: StepClock, demand: ServeDemand, batch: int, chunk: int = 512) -> SteadyState:
+    """So many requests decoding, their prompts' work spread over the steps."""
+    length = demand.prompt + demand.output // 2
+    decoding = [SequencePart(1, length, 1)] * batch
+    # Prompts come in whole chunks now and then; on average a step has this many of their tokens.
+    arriving = batch * demand.prompt / demand.output
+    plain = clock(decoding)
+    size = min(chunk, demand.prompt)
+    with_chunk = clock([*decoding, SequencePart(size, max(size, demand.prompt // 2), 1)])
+    step_s = plain + (with_chunk - plain) * arriving / size
+    least = clock.limit(decoding) + clock.limit([SequencePart(size, demand.prompt, 1)]) * arriving / size
+    chunks = -(-demand.prompt // chunk)
+    return SteadyState(
+        batch=batch,
+        step_s=step_s,
+        tokens_per_s=batch / step_s,
+        requests_per_s=batch / step_s / demand.output,
+        first_token_s=chunks * with_chunk,
+        limit_s=min(least, step_s),
+    )
+
+
+# ---- in words --------------------------------------------------------------------------------------------------
+
+
+def serving_reasons(layouts: Sequence[ServeLayout], refused: Sequence[str], demand: ServeDemand) -> list[str]:
+    """Why the first of these."""
+    best = layouts[0]
+    lines = []
+    capacity = best.most_requests_per_s
+    if best.needed is None:
+        lines.append(
+            f"No layout serves {demand.rate:g} requests/s: this one comes to {capacity:.2f}/s at a batch of "
+            f"{best.largest.batch} per replica; it needs {demand.rate / (LOAD * capacity):.1f} times the devices"
+        )
+    else:
+        lines.append(
+            f"A batch of {best.needed.batch} per replica serves {demand.rate:g} requests/s at {LOAD:.0%} load; "
+            f"{best.largest.batch} would serve {capacity:.2f}/s"
+        )
+    step = best.clock.seconds([SequencePart(1, demand.prompt + demand.output // 2, 1)] * best.running)
+    shares = {"weights and other operations": step.dense, "attention over the keys": step.attention}
+    shares |= {"exchanges between ranks": step.exchange, "launches": step.launches, "the host": step.host}
+    name, part = max(shares.items(), key=lambda item: item[1])
+    lines.append(
+        f"A decode step of {best.running} takes {step.total * 1e3:.2f} ms, {part / step.total:.0%} of it for {name}"
+    )
+    for other in layouts[1:]:
+        now, then = (best.needed or best.largest), (other.needed or other.largest)
+        slower = "serves less" if other.needed is None and best.needed is not None else "is slower per token"
+        lines.append(
+            f"tp {other.tp} {slower}: {then.step_s * 1e3:.2f} ms per token beside {now.step_s * 1e3:.2f} ms, and "
+            f"{other.most_requests_per_s:.2f} requests/s at most beside {capacity:.2f}"
+        )
+    return [*lines, *refused]
+
+
+def cost_per_million(price_per_hour: float, devices: int, tokens_per_s: float) -> float:
+    """Of a million output tokens, where a device costs so much an hour."""
+    return price_per_hour * devices / 3600 / tokens_per_s * 1e6
+
+
+def joules_per_token(watts: float, devices: int, tokens_per_s: float) -> float:
+    return watts * devices / tokens_per_s

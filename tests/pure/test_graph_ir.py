@@ -1,0 +1,213 @@
+"""The IR, sizes and rewrites, without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph import build
+from tilemesh.graph.evaluate import run_numpy
+from tilemesh.graph.folding import constant_of, prune, specialise
+from tilemesh.graph.ir import Graph, Node, make
+from tilemesh.graph.rewrite import rewrite, rule
+from tilemesh.graph.rules import ALGEBRA, INFERENCE, LAYOUT, simplify
+from tilemesh.graph.size import Size, known, product, symbol
+
+x, y = build.argument("x", [3, 4], "float64"), build.argument("y", [3, 4], "float64")
+
+
+def test_equal_nodes_are_one_object() -> None:
+    assert build.add(x, y) is build.add(x, y)
+    assert build.add(x, y) is not build.add(y, x)  # operand order is a rule's business, not identity's
+    graph = Graph((x, y), (build.multiply(build.add(x, y), build.add(x, y)),))
+    assert [node.op for node in graph.nodes()] == ["input", "input", "add", "multiply"]
+    assert graph.flops == 24
+    assert graph.moved_bytes == (3 + 2) * 96  # add reads two and writes one; multiply reads one twice
+
+
+def test_a_deep_graph_needs_no_recursion() -> None:
+    node = x
+    for _ in range(5_000):
+        node = build.tanh(node)
+    assert len(Graph((x,), (node,)).nodes()) == 5_001
+    rewritten, _ = simplify(Graph((x,), (build.negate(build.negate(node)),)))
+    assert rewritten.outputs == (node,)
+
+
+def test_the_printed_form() -> None:
+    graph = Graph((x, y), (build.total(build.multiply(build.add(x, y), 2.0), [1]),))
+    assert str(graph) == (
+        "(x: float64[3, 4], y: float64[3, 4])\n"
+        "  %0 = add(x, y)  # float64[3, 4]\n"
+        "  %1 = broadcast(2.0, dims=[], shape=[3, 4])  # float64[3, 4]\n"
+        "  %2 = multiply(%0, %1)  # float64[3, 4]\n"
+        "  %3 = sum(%2, dims=[1])  # float64[3]\n"
+        "  return %3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: make("ad", x, y), "primitive"),
+        (lambda: make("add", x), "add got 1 inputs; give 2"),
+        (lambda: make("add", x, build.argument("z", [4, 3], "float64")), "give equal shapes and dtypes"),
+        (lambda: build.dot(x, y), r"give \[..., m, k\] and \[..., k, n\]"),
+        (lambda: make("reshape", x, shape=(5, 2)), "give as many elements"),
+        (lambda: make("transpose", x, order=(0, 0)), "different ones below 2"),
+        (lambda: build.conv(x, y), "a convolution of"),
+        (lambda: build.concat([x, build.argument("z", [2, 5], "float64")], 0), "other sizes must be equal"),
+        (lambda: build.part(x, 0, 2, 9), "leaves a dim of 3"),
+        (lambda: build.exp(build.argument("i", [2], "int64")), "give a floating-point dtype"),
+        (lambda: build.expand(x, (5, 4)), "cannot be broadcast"),
+        (lambda: build.argument("q", [2], "float7"), "dtype"),
+        (lambda: Graph((x,), (build.add(x, y),)), "the outputs need the inputs y"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        made()  # type: ignore[operator]
+
+
+sizes = st.recursive(
+    st.integers(-5, 5) | st.sampled_from([symbol("a"), symbol("b")]),
+    lambda inner: st.tuples(st.sampled_from("+-*"), inner, inner),
+    max_leaves=8,
+)
+
+
+@given(sizes)
+def test_sizes_are_polynomials(tree: object) -> None:
+    """A size computed from names and then given numbers is the number computed from numbers."""
+
+    def value(part: object, names: dict[str, int] | None) -> int | Size:
+        if isinstance(part, tuple):
+            left, right = value(part[1], names), value(part[2], names)
+            return left + right if part[0] == "+" else left - right if part[0] == "-" else left * right
+        return known(part, names) if names is not None else part  # type: ignore[arg-type, return-value]
+
+    assert known(value(tree, None), {"a": 7, "b": -3}) == value(tree, {"a": 7, "b": -3})
+
+
+def test_sizes_that_are_not_known_yet() -> None:
+    batch = symbol("batch")
+    tokens = build.argument("tokens", [batch, 4], "float64")
+    flat = build.reshape(tokens, [batch * 4])
+    assert flat.shape == (4 * batch,)
+    assert product((batch, 4, 2)) == batch * 8
+    assert (batch * 8 + 4) // 4 == 2 * batch + 1
+    graph = Graph((tokens,), (build.total(build.exp(tokens), [0]), flat))
+    assert str(graph.flops) == "8*batch"
+    for rows in (1, 5):
+        numbers = np.arange(rows * 4.0).reshape(rows, 4)
+        np.testing.assert_allclose(run_numpy(graph, numbers)[0], np.exp(numbers).sum(0))
+    with pytest.raises(UsageError, match=r"input tokens has shape \[2, 3\]; the graph needs \[batch, 4\]"):
+        run_numpy(graph, np.zeros((2, 3)))
+    with pytest.raises(UsageError, match="not a multiple"):
+        (batch + 1) // 2
+
+
+def random_graph(draws: list[tuple[str, int, int]]) -> tuple[tuple[Node, ...], Node]:
+    square = (build.argument("a", [3, 3], "float64"), build.argument("b", [3, 3], "float64"))
+    pool: list[Node] = [*square, build.like(square[0], 0.0), build.like(square[0], 1.0), build.like(square[0], 2.0)]
+    for op, first, second in draws:
+        left, right = pool[first % len(pool)], pool[second % len(pool)]
+        if op == "transpose":
+            pool.append(build.transpose(left))
+        elif op == "reshape":
+            pool.append(build.reshape(build.reshape(left, [9]), [3, 3]))
+        elif op == "power":
+            pool.append(make("power", build.exp(build.tanh(left)), pool[2 + second % 3]))
+        elif op in ("negate", "tanh", "sigmoid"):
+            pool.append(make(op, left))
+        elif op == "where":
+            pool.append(build.where(build.compare("less", left, right), left, right if second % 2 else left))
+        else:
+            pool.append(make(op, left, right))
+    return square, pool[-1]
+
+
+OPS = ("add", "subtract", "multiply", "dot", "transpose", "reshape", "negate", "tanh", "sigmoid", "power", "where")
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=14))
+def test_rewriting_changes_no_result(draws: list[tuple[str, int, int]]) -> None:
+    inputs, output = random_graph(draws)
+    graph = Graph(inputs, (output,))
+    simplified, _ = simplify(graph, (*ALGEBRA, *LAYOUT))
+    numbers = np.random.default_rng(0)
+    arrays = [numbers.uniform(-1, 1, (3, 3)) for _ in inputs]
+    with np.errstate(over="ignore", invalid="ignore"):
+        before, after = run_numpy(graph, *arrays)[0], run_numpy(simplified, *arrays)[0]
+    np.testing.assert_allclose(after, before, rtol=1e-12, atol=1e-12)
+    assert simplify(graph, ALGEBRA)[0].launches <= graph.launches
+    again, more = simplify(simplified, (*ALGEBRA, *LAYOUT))
+    assert again == simplified
+    assert not more
+
+
+def test_batch_norm_goes_into_the_convolution() -> None:
+    image, w = build.argument("image", [2, 3, 8, 8], "float64"), build.argument("w", [5, 3, 3, 3], "float64")
+    scale, shift = build.argument("scale", [5], "float64"), build.argument("shift", [5], "float64")
+
+    def channel(vector: Node) -> Node:
+        return make("broadcast", vector, shape=(2, 5, 6, 6), dims=(1,))
+
+    normal = build.add(build.multiply(build.conv(image, w), channel(scale)), channel(shift))
+    graph = Graph((image, w, scale, shift), (build.relu(normal),))
+    folded, steps = simplify(graph, (*ALGEBRA, *INFERENCE))
+    assert [step.rule for step in steps] == ["scale of a convolution"]
+    numbers = np.random.default_rng(1)
+    values = {node["name"]: numbers.normal(size=[known(size, {}) for size in node.shape]) for node in graph.inputs}
+    expected = run_numpy(graph, *values.values())[0]
+    np.testing.assert_allclose(run_numpy(folded, *values.values())[0], expected, rtol=1e-12, atol=1e-12)
+    picture = values.pop("image")
+    ready = specialise(folded, values)  # a trained model: the weights are known, and the scale disappears
+    assert [node.op for node in ready.nodes() if node.op not in ("input", "constant", "broadcast")] == [
+        "conv",
+        "add",
+        "maximum",
+    ]
+    np.testing.assert_allclose(run_numpy(ready, picture)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_constants_are_folded_and_branches_pruned() -> None:
+    doubled = build.multiply(build.constant(2.0, [3, 4], "float64"), build.constant(3.0, [3, 4], "float64"))
+    graph, _ = simplify(Graph((x,), (build.add(x, build.subtract(doubled, 6.0)),)))
+    assert graph.outputs == (x,)
+    yes = build.constant(True, (), "bool")
+    kept = prune(Graph((x, y), (build.merge(yes, build.switch(x, yes, True), build.exp(build.switch(y, yes, False))),)))
+    assert kept.outputs == (x,)
+    table = constant_of(np.arange(6.0).reshape(2, 3), "float64")
+    reduced, _ = simplify(Graph((), (build.total(table, [0]),)))
+    assert reduced.outputs[0].op == "constant"
+    np.testing.assert_array_equal(run_numpy(reduced)[0], [3.0, 5.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("add(x, 0.0)", "has no ' = '"),
+        ("add(x, = x", "is no pattern"),
+        ("plus(x, y) = x", "primitive"),
+        ("add(x) = x", "add has 1 inputs; give 2"),
+        ("add(x, x) = y", "the right side uses y"),
+        ("transpose(x, order=p) = transpose(x, order=turn(p))", "turn"),
+    ],
+)
+def test_a_rule_that_is_nonsense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rule("7", text)
+
+
+def test_rules_that_undo_one_another_end() -> None:
+    there, back = (
+        rule("there", "exp(negate(x)) = divide(1.0, exp(x))"),
+        rule("back", "divide(1.0, exp(x)) = exp(negate(x))"),
+    )
+    with pytest.raises(UsageError, match="two rules undo one another: there, back"):
+        rewrite(Graph((x,), (build.exp(build.negate(x)),)), [there, back], limit=50)
