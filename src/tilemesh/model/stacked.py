@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilemesh.kernels.gated.reference import swiglu
+from tilemesh.kernels.row_linear.reference import row_linear
+
 
 @dataclass(frozen=True)
 class StackedProduct:
@@ -24,7 +27,24 @@ class StackedProduct:
     widths: list[int]
 
     def __call__(self, x: Tensor) -> Tensor:
+        if is_one_row(x):
+            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias)
+            return made.view(*x.shape[:-1], -1)
         return functional.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu of the first of two projections times the second."""
+        if is_one_row(x):
+            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias, gate="silu")
+            return made.view(*x.shape[:-1], -1)
+        gate, values = functional.linear(x, self.weight, self.bias).chunk(2, -1)
+        product: Tensor = swiglu(gate, values)
+        return product
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether these are activations of a single token on a GPU: a library's products are not made for that."""
+    return x.device.type == "cuda" and x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 @torch.no_grad()

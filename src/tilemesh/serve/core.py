@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ from tilemesh.serve.text import Decoder, TextStream
 UNSOUND = "the model's logits are NaN or infinite: are its weights sound?"
 
 
-@dataclass(frozen=True)
-class AnswerPart:
+class AnswerPart(NamedTuple):
     """What a step added to one answer."""
 
     answer: int

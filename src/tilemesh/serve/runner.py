@@ -82,6 +82,8 @@ class Runner:
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
+                elif type(module) is Linear:
+                    module.serves = True
 
     @torch.inference_mode()
     def run(

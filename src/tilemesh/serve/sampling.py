@@ -15,6 +15,7 @@ import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
 
 
-@dataclass(frozen=True)
-class TokenDraw:
+class TokenDraw(NamedTuple):
     """What the token after one row of logits is drawn with."""
 
     sampling: Sampling

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import Range
@@ -119,8 +120,7 @@ class _Draft:
     """Whether a running request found no page."""
 
 
-@dataclass(frozen=True)
-class Progressed:
+class Progressed(NamedTuple):
     """What a step meant for one request: the new tokens, and whether it has ended."""
 
     request: ServeRequest
