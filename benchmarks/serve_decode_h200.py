@@ -4,9 +4,10 @@
 
 Three times per case. *device*: a captured step replayed, by CUDA events; no host is in it. *step*: an engine that
 decodes, planning and launching ahead; `waits` is the share of it between the end of one step on the GPU and the
-beginning of the next, by CUDA events, in which the GPU has nothing to do. *eager*: the same engine with every kernel launched by itself and every token waited for. The limit is the weights and the keys
-and values that a step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024
-tokens each way against the larger of bytes and FLOPs, step by step.
+beginning of the next, by CUDA events: the GPU has nothing to do then. *eager*: the same engine with every kernel
+launched by itself and every token waited for. The limit is the weights and the keys and values that a step reads at the
+bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of
+bytes and FLOPs, step by step.
 """
 
 from __future__ import annotations
@@ -155,9 +156,9 @@ def profile(engine: Engine, rows: int) -> None:
 
 def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool) -> dict[str, Any]:
     config = model.config
-    moved = weight_bytes(model) + rows * (prompt + STEPS) * token_bytes(config, 2)
+    moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * token_bytes(config, 2)
     limit = moved / FIGURES.memory_bytes_per_s
-    row: dict[str, Any] = {**told, "rows": rows, "context": prompt + STEPS, "limit_ms": limit * 1e3}
+    row: dict[str, Any] = {**told, "rows": rows, "context": prompt + STEPS // 2, "limit_ms": limit * 1e3}
     for ahead in (True, False):
         with engine_of(model, rows, ahead) as engine:
             generate(engine, rows, 16, 4)  # compiles and captures

@@ -82,6 +82,7 @@ class EngineCore:
         self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
         self._live: dict[str, LiveAnswer] = {}
         self._numbers = 0
+        self._alone: dict[int, str] = {}  # texts of single tokens
         self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
@@ -118,7 +119,9 @@ class EngineCore:
                 shares=number > 0 or sampling.prompt_logprobs is None,
             )
             cursor = None if job.constraint is None else Cursor(job.constraint)
-            answer = LiveAnswer(job, number, request, TextStream(self.decoder, sampling.stop), drawn, cursor)
+            answer = LiveAnswer(
+                job, number, request, TextStream(self.decoder, sampling.stop, self._alone), drawn, cursor
+            )
             job.answers.append(answer)
             self._live[request.name] = answer
             self.scheduler.add(request)
@@ -150,7 +153,7 @@ class EngineCore:
             return
         assert self.runner.ahead is not None
         try:
-            drawings = [self._drawings(entry, ())[0] for entry in plan.entries if entry.samples]
+            drawings = [self._drawing(entry) for entry in plan.entries if entry.samples]
             launched = self.runner.ahead.launch(plan, drawings)
         except Exception as error:
             self._fail(plan, error)
@@ -313,6 +316,13 @@ class EngineCore:
             masks.append(mask_V)
         return masks
 
+    def _drawing(self, entry: Scheduled) -> TokenDraw:
+        """Of an entry without drafts and constraint."""
+        request = entry.request
+        answer = self._live[request.name]
+        job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
+        return TokenDraw(job.sampling, job.seed, answer.number, done, request.tokens, request.prompt)
+
     def _drawings(self, entry: Scheduled, allowed: Sequence[Tensor | None]) -> list[TokenDraw]:
         answer, request = self._live[entry.request.name], entry.request
         job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
@@ -352,6 +362,10 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
+        if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
+            text = answer.text.add(progressed.tokens)
+            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None))
+            return
         text, kept, complete = "", 0, False
         stopped_by: str | int | None = None
         for token in progressed.tokens:
