@@ -2,10 +2,10 @@
 
     python benchmarks/serve_decode_h200.py [--shapes tinyllama-1.1b,llama-3-8b] [--profile] [--json FILE]
 
-Three times per case. *device*: a captured step replayed, by CUDA events; no host is in it. *step*: an engine that
-decodes, planning and launching ahead; `waits` is the share of it between the end of one step on the GPU and the
-beginning of the next, by CUDA events: the GPU has nothing to do then. *eager*: the same engine with every kernel
-launched by itself and every token waited for. The limit is the weights and the keys and values that a step reads at the
+Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
+beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between. (The
+last step replayed, *device*, has fewer sequences than most had: they end one after the other.) *eager*: the same engine
+with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a step reads at the
 bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of
 bytes and FLOPs, step by step.
 """
@@ -179,7 +179,7 @@ def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], w
     row["share"] = row["limit_ms"] / best
     row["graphs_speedup"] = row["eager_ms"] / best
     if row["device_ms"]:
-        row["device_share"] = row["limit_ms"] / row["device_ms"]
+        row["busy_share"] = row["limit_ms"] / row["busy_ms"]
         row["waits"] = row["pause_ms"] / (row["busy_ms"] + row["pause_ms"])
     return shown(row)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.kernels.row_linear.cost import GATES
+from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
@@ -58,6 +60,7 @@ class Runner:
         """`implementation`: of the kernels of attention, see `PagedKeyValues`. `graphs`: what captures steps that are
         launched ahead; without, every step is waited for. `say` hears where capturing fails."""
         self.model = model
+        self._say = say
         self.limits = limits
         self.device = torch.device(device)
         self.invariant = invariant
@@ -76,14 +79,26 @@ class Runner:
 
     def _prepare_model(self) -> None:
         """Fewer and larger products, positions' angles computed once, and on a GPU our norms."""
-        stack_products(self.model, (Linear, FusedLinear, PlainLinear))
+        one_row = self.device.type == "cuda" and self._has_row_kernel()
+        stack_products(self.model, (Linear, FusedLinear, PlainLinear), one_row)
         self.model.keep_rotary()
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
                 elif type(module) is Linear:
-                    module.serves = True
+                    module.serves = one_row
+
+    def _has_row_kernel(self) -> bool:
+        """Whether the products of a single token can be our kernel's: tried once, before anybody waits for it."""
+        x = torch.ones(1, 64, dtype=next(self.model.parameters()).dtype, device=self.device)
+        try:
+            for gate in GATES:
+                row_linear(x, torch.ones(16, 64, dtype=x.dtype, device=x.device), gate=gate)
+        except Exception as error:
+            self._say(f"one row times a matrix is left to torch: {type(error).__name__}: {error}")
+            return False
+        return True
 
     @torch.inference_mode()
     def run(
