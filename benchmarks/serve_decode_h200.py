@@ -5,9 +5,9 @@
 Three times per case. *step*: of an engine that decodes, planning and launching ahead. *busy*: of that, between the
 beginning and the end of the captured step on the GPU, by CUDA events; `waits` is the share of the pauses between. (The
 last step replayed, *device*, has fewer sequences than most had: they end one after the other.) *eager*: the same engine
-with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a step reads at the
-bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens each way against the larger of
-bytes and FLOPs, step by step.
+with every kernel launched by itself and every token waited for. The limit is the weights and the keys and values that a
+step reads at the bandwidth of the data sheet. `--serve` also times 256 requests of 100 to 1,024 tokens each way against
+the larger of bytes and FLOPs, step by step.
 """
 
 from __future__ import annotations
