@@ -17,6 +17,8 @@ from torch import Tensor
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 
+_MANY = 8192
+
 
 @triton.jit
 def dots(x, w, rows, first, N, K, w_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr):
@@ -55,8 +57,9 @@ def row_product(
 def plan(places: Mapping[str, Place], *, gated: bool, rows: int = 0, columns: int = 0, warps: int = 4) -> LaunchPlan:
     x, w = places["x"], places["w"]
     outputs, inputs = places["y"].shape[1], x.shape[1]
-    columns = columns or min(512, max(16, triton.next_power_of_2(inputs)))
-    rows = rows or (4 if gated else 8)
+    columns = columns or min(1024, max(16, triton.next_power_of_2(inputs)))
+    # Enough programs for every multiprocessor to have a few, and bytes in flight for each to wait for memory once.
+    rows = rows or (4 if gated or outputs < _MANY else 8)
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments.setdefault("bias", None)
     arguments |= {"N": outputs, "K": inputs, "w_n": w.strides[0]}
