@@ -148,13 +148,14 @@ ACCUMULATE_BYTES: Mapping[str, int] = {
 RESERVED_BYTES: Mapping[str, int] = {
     "gpu": 3 * 2**29,
     "cpu": 70 * 2**20,
-    "ranks": 14 * 2**20,
+    "ranks": 27 * 2**20,
     "compiler": 122 * 2**20,
 }
 """A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
-loads with its first step, beside other ranks also what passing messages takes, and torch's compiler, which its
-recomputation imports too; MEASURED on layouts of the tiny preset: alone 65 and 75 MiB more than the tensors, with
-others 71 to 101, 84 on average, with recomputation 191 and 192."""
+loads with its first step, beside other ranks also what passing messages takes (a stage of 4 MiB in shared memory for
+every rank of a group among it), and torch's compiler, which its recomputation imports too; MEASURED on layouts of the
+tiny preset: alone 65 to 75 MiB more than the tensors, with others 92 to 113, 97 on average, with recomputation 191 and
+192."""
 
 HEADROOM = 0.05
 """Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's

@@ -18,6 +18,7 @@ from tilemesh.serve.constrain.mask import Constraint, Cursor
 from tilemesh.serve.device_steps import DrawnTokens
 from tilemesh.serve.draft import DraftModel
 from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.ranks import RankRunner, RanksLostError
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
 from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of, unsound_rows
@@ -76,7 +77,7 @@ class LiveAnswer:
 
 class EngineCore:
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, decoder: Decoder, ends: frozenset[int], vocabulary: int
+        self, runner: Runner | RankRunner, scheduler: Scheduler, decoder: Decoder, ends: frozenset[int], vocabulary: int
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
@@ -208,6 +209,9 @@ class EngineCore:
         for entry in plan.entries:
             if entry.request.name in self._live:
                 self._end(self._live[entry.request.name], FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        if isinstance(error, RanksLostError) and isinstance(self.runner, RankRunner):
+            self.scheduler.lose_pages()
+            self.runner.restart()
 
     def _compute(self, plan: StepPlan) -> None:
         sampled: dict[str, list[int]] = {}

@@ -144,7 +144,10 @@ class Runner:
             stream = layer(stream, now)
         x_TD = model.normalize(stream)[0]
         if batch.wanted is None:
-            return model.project(x_TD)
+            return self._project(x_TD)
         if self.invariant:
-            return model.project(x_TD)[batch.wanted]
-        return model.project(x_TD[batch.wanted])
+            return self._project(x_TD)[batch.wanted]
+        return self._project(x_TD[batch.wanted])
+
+    def _project(self, x_TD: Tensor) -> Tensor:
+        return self.model.project(x_TD)

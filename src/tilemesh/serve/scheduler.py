@@ -188,6 +188,18 @@ class Scheduler:
         request.swapped = []
         request.state, request.finish = RequestState.DONE, reason
 
+    def lose_pages(self) -> None:
+        """What lay in pages is gone, the CPU's too: whoever has not ended is computed again, and nothing is found."""
+        for request in self.running:
+            self._free(request)
+        for request in self.waiting:
+            self.swap.release(request.swapped)
+        for request in [*self.running, *self.waiting]:
+            request.swapped, request.computed, request.state = [], 0, RequestState.WAITING
+        self.waiting = sorted([*self.running, *self.waiting], key=_rank)
+        self.running = []
+        self.pool.release(self.pool.take(self.pool.available))  # to take an idle page is to forget what it held
+
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
