@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-units test-ranks test-again test-setup test-all check format setup setup-train clean
+.PHONY: docs train test test-units test-ranks test-again test-setup test-all check format setup setup-train clean
 
 # Without the tools of the tests: what training needs and no more.
 train: setup-train
@@ -41,6 +41,11 @@ format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# The documents and the Python API as one static site; a link that leads nowhere is an error. Installs the extra `docs`.
+docs: setup
+	@$(BIN)/python -m pip install --quiet '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 setup:
 	@$(PYTHON) scripts/setup.py
 
@@ -48,4 +53,4 @@ setup-train:
 	@$(PYTHON) scripts/setup.py --purpose train
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

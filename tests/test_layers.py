@@ -331,7 +331,6 @@ def test_kernels_keep_nothing_in_modules_but_their_context_and_values_of_functio
         "kernels.context:current",  # the context itself
         "kernels.registry:_operators",  # filled by `register`
         # Functions of constants, each computed once: a kernel of its source, a GPU's properties.
-        "kernels.launch.program:BEGUN",
         "kernels.launch.program:KERNELS",
         "kernels.launch.program:_function",
         "kernels.launch.interpret:_interpreted",

@@ -322,13 +322,13 @@ def test_a_runs_own_configuration(
         assert expected in refusal(words, capsys)
 
 
-def test_lines_of_json_are_not_trained_as_text(
+def test_lines_of_json_are_never_trained_as_text(
     tmp_path: Path, nothing_starts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text.jsonl").write_text('{"text": "to be"}\n' * 1000)
+    (tmp_path / "text.jsonl").write_text('{"body": "to be", "id": 3}\n' * 1000)
     for source in (tmp_path / "text.jsonl", tmp_path):
         said = refusal(["train", "--set", f"data.source={source}"], capsys)
-        assert "would be read as raw JSON; expected plain text" in said
+        assert "text.jsonl:1 has no field 'text': it has body, id; set data.field" in said
     (nothing_starts.parent / "none").mkdir()
     said = refusal(["train", "--set", f"data.source={tmp_path},data.pattern=*.md"], capsys)
     assert "has no text file named like '*.md': set data.pattern" in said

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.config import DataConfig
-from tilemesh.data.corpus import check_vocabulary, open_corpus, prepare
+from tilemesh.data.corpus import check_vocabulary, open_corpus
 from tilemesh.data.order import Order
+from tilemesh.data.prepare import prepare
 from tilemesh.data.stream import Stream, batch
 from tilemesh.data.tokenizer import open_tokenizer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tilemesh.cli import doctor
-from tilemesh.cli.doctor import Finding, judge
+from tilemesh.cli import doctor_run as doctor
+from tilemesh.cli.doctor_run import Finding, judge
 from tilemesh.cli.main import main
 
 

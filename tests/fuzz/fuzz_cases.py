@@ -97,6 +97,19 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "bench train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--peers": "eager", "--blocks": "1", "--steps": "1"}, ("tiny.toml",)),
     ),
+    "bench serve": (
+        Base(
+            {
+                "--requests": "1",
+                "--prompt": "4",
+                "--output": "2",
+                "--blocks": "1",
+                "--running": "1",
+                "--predict": "machine",
+            },
+            ("tiny",),
+        ),
+    ),
 }
 
 

@@ -152,7 +152,7 @@ def _doors(starts_ranks: bool) -> None:
     import functools
 
     import tilemesh.cli.train_run as train_run
-    from tilemesh.cli import doctor
+    from tilemesh.cli import doctor_run as doctor
     from tilemesh.launch import start
     from tilemesh.measure import calibrate
 

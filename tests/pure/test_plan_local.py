@@ -15,7 +15,7 @@ from tilemesh.model.work.passes import logit_columns
 from tilemesh.model.work.task import Code, Task, default_code
 from tilemesh.plan.choose import NothingFitsError, search
 from tilemesh.plan.constants import HOPPER_TILES
-from tilemesh.plan.local import local_cpu, local_gpu, rank_rates
+from tilemesh.plan.local import crowding, local_cpu, local_gpu, rank_rates
 from tilemesh.plan.speed import group, narrow_fraction, shape_fraction, speed_of
 from tilemesh.plan.step import Estimator, predict
 
@@ -120,6 +120,23 @@ def test_narrow_products_run_at_the_rate_measured_for_them() -> None:
 def test_ranks_that_take_turns_pay_more_for_a_call_too() -> None:
     one, whole = (Rates(**{**vars(rates), "operation_s": 1e-5}) for rates in (ONE, ALL))
     assert rank_rates(one, whole, 4, 2).operation_s == pytest.approx(2e-5)
+
+
+def test_computing_beside_other_ranks_takes_as_much_longer_as_was_measured() -> None:
+    """Four ranks on two cores take turns, which is twice as long; a layer took 2.2 times as long, so 10 % were lost."""
+
+    def here(ranks: int, **fit: object) -> Calibration:
+        return HERE.with_section("collectives", {f"mpi/{ranks}/2": {"curves": {}, **fit}})
+
+    assert crowding(here(4, layer_s=[0.1, 0.22]), 4, 2) == pytest.approx(1.1)
+    assert crowding(here(2, layer_s=[0.1, 0.103]), 2, 2) == pytest.approx(1.03)
+    assert crowding(here(4, layer_s=[0.1, 0.19]), 4, 2) == 1.0  # no rank is quicker for company
+    for damaged in ({}, {"layer_s": [0.0, 1.0]}, {"layer_s": ["x", 1.0]}, {"layer_s": [1.0, float("nan")]}):
+        assert crowding(here(4, **damaged), 4, 2) == 1.0
+    assert crowding(HERE, 4, 2) == crowding(here(4, layer_s=[0.1, 0.22]), 1, 2) == 1.0
+    plain, crowded = (local_cpu(one, 4, 2, MEMORY).rates for one in (HERE, here(4, layer_s=[0.1, 0.22])))
+    assert crowded.matmul_flops_per_s["fp32"] == pytest.approx(plain.matmul_flops_per_s["fp32"] / 1.1)
+    assert crowded.copy_bytes_per_s == plain.copy_bytes_per_s  # measured with all cores at it
 
 
 def test_a_calibration_of_a_busy_machine_says_so() -> None:

@@ -147,7 +147,13 @@ def serve_randomly(seed: int) -> tuple[Scheduler, list[Arrival]]:
     runner = FakeRunner(limits)
     openings = [[draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 3, 8, 14)))] for _ in range(2)]
     arrivals = [Arrival(draw, number, limits, openings) for number in range(draw.choice((1, 4, 8)))]
+    lost = draw.choice((None, None, None, 2, 9))
     for step in range(4000):
+        if step == lost:  # the ranks that computed are gone, and with them what lay in pages
+            scheduler.lose_pages()
+            runner = FakeRunner(limits)
+            check_accounts(scheduler)
+            assert not scheduler.prefixes
         for arrival in arrivals:
             if arrival.step == step:
                 scheduler.add(arrival.request)

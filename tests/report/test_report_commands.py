@@ -44,12 +44,26 @@ def test_a_page_is_written_into_the_run(make_run: MakeRun, capsys: pytest.Captur
     assert "src=" not in text.split("</head>")[1].split("<script>")[0]
 
 
+def test_three_runs_on_one_page(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(make_run(name, seconds=seconds)) for name, seconds in (("a", 0.1), ("b", 0.2), ("c", 0.4))]
+    page = tmp_path / "together.html"
+    assert main(["report", *runs, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "3 runs: a, b, c" in text
+    for heading in ("What differs", "Where they ended", "Held-out loss", "Gradient norm", "tokens/s"):
+        assert heading in text
+    assert main(["report", *runs]) == 2
+    assert "3 runs together need a name for their page: give --html FILE" in capsys.readouterr().err
+    assert main(["report", *runs * 3, "--html", str(page)]) == 2
+    assert "a page shows up to 8 together" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["report", "nowhere"], 2, "is no folder"),
         (["report", "."], 2, "is no run"),
-        (["report", "a", "b", "c"], 2, "3 runs given"),
+        (["report", "a", "b", "c"], 2, "is no folder"),
         (["report", "rows.jsonl"], 2, "give --html FILE"),
         (["report", "rows.jsonl", "--html", "p.html"], 2, "no rows to make a page of"),
         (["watch", "nowhere"], 2, "is no folder"),

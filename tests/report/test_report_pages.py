@@ -151,7 +151,7 @@ def test_an_incomplete_run_has_a_page_too(browser: Any, make_run: MakeRun, left:
         missing = page.value("document.querySelector('.missing').textContent")
         assert "summary.json" in missing
         assert "metrics.jsonl" not in left or "steps 21 to 30: not in the metrics" in missing
-        assert page.value("document.querySelectorAll('.gap').length") == (2 if "metrics.jsonl" in left else 0)
+        assert page.value("document.querySelectorAll('.gap').length") == (5 if "metrics.jsonl" in left else 0)
 
 
 def test_two_runs_side_by_side(browser: Any, make_run: MakeRun) -> None:

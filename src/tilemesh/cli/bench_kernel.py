@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tilemesh.cli.targets import check_targets
 
@@ -52,11 +51,13 @@ def bench_kernel(
     ] = None,
 ) -> None:
     """Time operators against eager, torch.compile, Liger-Kernel and their own peers: kernel time and call time."""
-    console = Console(stderr=json == "-", highlight=False)
+    from rich.console import Console
+
     from tilemesh.bench.kernel.cases import KernelCase, cases_of
     from tilemesh.cli.operators import given_settings
     from tilemesh.core.errors import UsageError
 
+    console = Console(stderr=json == "-", highlight=False)
     wanted = [] if shapes == "suite" else [shape.strip() for shape in shapes.split(",")]
     asked = given_settings(settings, c=c, activation=activation, layout=layout)
     cases = cases_of(operators or ["matmul"], wanted, asked, dtype or "")

@@ -18,6 +18,9 @@ def bench_serve(
     output: Annotated[str, typer.Option(metavar="N[-M]", help="Tokens of an answer.")] = "32",
     rates: Annotated[str, typer.Option(metavar="A,B,...", help="Online: requests per second, one load each.")] = "",
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="Online: requests of a file instead.")] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Load this OpenAI-compatible server on loopback instead.")
+    ] = None,
     goal: Annotated[
         str | None, typer.Option(metavar="ttft=1,itl=0.1", help="What a request is promised, in seconds.")
     ] = None,
@@ -36,6 +39,7 @@ def bench_serve(
         typer.Option(help="fitted: to a few steps of this engine (CPU); machine: from its calibration or datasheet."),
     ] = "fitted",
     seed: Annotated[int, typer.Option(help="Of the load and of random weights.")] = 0,
+    run: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a run with its page there.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="The rows, one object a line; - for stdout.")] = None,
 ) -> None:
     """Serve random requests: all at once beside peers, or at random times; predicted before, with limits."""
@@ -61,6 +65,8 @@ def bench_serve(
             device=device,
             predict=predict,
             seed=seed,
+            run=run,
+            url=url,
             json=json,
         )
     )

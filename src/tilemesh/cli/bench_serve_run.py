@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from rich.console import Console
 from tilemesh.bench.serve.load import Lengths, LoadRequest, make_load, read_trace
 from tilemesh.bench.serve.models import SHAPES, random_served
 from tilemesh.bench.serve.peers import PEERS
-from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers
+from tilemesh.bench.serve.record import write_serve_run
+from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers, server_rows
+from tilemesh.bench.serve.url import URL_VOCABULARY, load_url, read_url
+from tilemesh.cli.report_run import make
 from tilemesh.core.errors import UsageError, unknown
 from tilemesh.core.ranges import Range
 from tilemesh.measure.row import CaseValue, write_rows
@@ -46,6 +50,8 @@ class ServeQuestion:
     predict: str
     seed: int
     json: str | None
+    run: str | None
+    url: str | None
 
 
 def answer(asked: ServeQuestion) -> None:
@@ -57,6 +63,9 @@ def answer(asked: ServeQuestion) -> None:
     Range(0, 1000).check("--blocks", asked.blocks, whole=True)
     if asked.predict not in ("fitted", "machine"):
         raise unknown("--predict", asked.predict, ("fitted", "machine"))
+    if asked.url is not None:
+        _answer_url(asked, rates, goal, console)
+        return
     served = _served(asked)
     config = served.model.config
     longest = max(prompt.most + output.most, asked.step_length + 64 if batches else 0)
@@ -91,8 +100,41 @@ def answer(asked: ServeQuestion) -> None:
         for rate, load in loads:
             bench.online(load, rate)
     print_rows(bench.found.rows, console)
+    if asked.run is not None:
+        settings = {
+            **case,
+            "device": asked.device,
+            "pages": engine.limits.pages,
+            "page_tokens": engine.limits.page_tokens,
+        }
+        settings |= {"step_tokens": engine.limits.step_tokens, "goal": asked.goal, "seed": asked.seed}
+        folder = write_serve_run(asked.run, settings, bench.found, engine.limits.page_tokens)
+        (page,) = make([str(folder)], None)
+        console.print(f"page: {page}", soft_wrap=True)
     if asked.json is not None:
         write_rows(bench.found.rows, asked.json)
+
+
+def _answer_url(asked: ServeQuestion, rates: Sequence[float], goal: ServeGoal, console: Console) -> None:
+    """A server that is already there: the same loads over HTTP."""
+    assert asked.url is not None
+    if asked.run is not None or asked.peers or asked.steps:
+        raise UsageError("--url loads a server: leave --run, --peers and --steps out")
+    read_url(asked.url)
+    loads: list[tuple[float | None, list[LoadRequest]]] = [
+        (rate, make_load(asked.requests, *_lengths(asked), URL_VOCABULARY, rate=rate, seed=asked.seed))
+        for rate in ((None,) if asked.blocks else ()) + tuple(rates)
+    ]
+    if asked.trace is not None:
+        loads.append((None, read_trace(asked.trace, URL_VOCABULARY, asked.seed)))
+    rows = []
+    for rate, load in loads:
+        records = load_url(asked.url, load)
+        case: dict[str, CaseValue] = {"requests": len(load), "prompt": asked.prompt, "output": asked.output}
+        rows += server_rows(records, goal, {**case, "rate": rate})
+    print_rows(rows, console)
+    if asked.json is not None:
+        write_rows(rows, asked.json)
 
 
 def _engine(asked: ServeQuestion, served: ServedModel, longest: int) -> Engine:

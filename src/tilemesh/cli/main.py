@@ -43,6 +43,7 @@ app = typer.Typer(
     help="Plan, run, measure and explain Transformer training, from one GPU tile to a mesh of ranks.",
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes as long to import as all of our commands together
 )
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)

@@ -9,7 +9,8 @@ import typer
 
 def report(
     what: Annotated[
-        list[str], typer.Argument(metavar="RUN [RUN] | ROWS.jsonl ...", help="A run, two runs, or files of bench rows.")
+        list[str],
+        typer.Argument(metavar="RUN ... | ROWS.jsonl ...", help="A run, up to eight runs, or files of bench rows."),
     ],
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Where to write; else beside what is shown.")

@@ -10,7 +10,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import write_text
 from tilemesh.measure.row import read_rows
 from tilemesh.plan.grade import expected_memory
-from tilemesh.report import compare_page, run, run_page, serve
+from tilemesh.report import compare_page, run, run_page, serve, several_page
 from tilemesh.report.kind_page import Beside
 from tilemesh.report.run import Run
 from tilemesh.runs.kind import TRAIN
@@ -23,12 +23,15 @@ def make(what: Sequence[str], html: str | None, svg: str | None = None) -> list[
     check_targets(html=html)
     if all(Path(one).is_file() for one in what):
         return _rows_page(what, html, svg)
-    if len(what) > 2:
-        raise UsageError(f"{len(what)} runs given: a page shows one, or two side by side")
     if svg is not None:
         raise UsageError("--svg: charts are made of files of rows, and a run's page has its own; leave it out")
     found = [run.read(one) for one in what]
-    if len(found) == 1:
+    if len(found) > 2:
+        if html is None:
+            raise UsageError(f"{len(found)} runs together need a name for their page: give --html FILE")
+        target = Path(html)
+        write_text(several_page.render(found), target)
+    elif len(found) == 1:
         target = Path(html) if html else Path(what[0]) / PAGE
         write_text(run_page.render(found[0], beside(found[0])), target)
     else:

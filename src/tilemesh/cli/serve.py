@@ -15,7 +15,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="What the model is called; by default as its folder.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default that of the weights.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    mesh: Annotated[str | None, typer.Option(metavar="tp=2", help="Not served yet: one process computes.")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="tp=2,dp=2", help="Processes per matrix, and replicas.")] = None,
     pages: Annotated[int | None, typer.Option(metavar="N", help="Pages for keys and values.")] = None,
     memory: Annotated[float | None, typer.Option(metavar="0.9", help="Instead: the share of the free memory.")] = None,
     page_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per page.")] = 16,
@@ -41,10 +41,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect: /v1/completions, /v1/chat/completions, /metrics."""
     from tilemesh.cli.serve_run import run
-    from tilemesh.core.errors import UsageError
 
-    if mesh is not None:
-        raise UsageError(f"--mesh is {mesh}: serving over several processes is not there yet; leave it out")
     options = {
         "dtype": dtype, "device": device, "pages": pages, "memory": memory, "page_tokens": page_tokens,
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
@@ -52,7 +49,7 @@ def serve(
         "invariant": invariant, "speculate": speculate, "draft": draft,
         "seed": seed, "step": step,
     }  # fmt: skip
-    raise typer.Exit(run(source, host, port, name, options, _tell))
+    raise typer.Exit(run(source, host, port, name, mesh, options, _tell))
 
 
 def _tell(text: str) -> None:

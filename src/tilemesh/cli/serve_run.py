@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -16,9 +17,16 @@ _GRACE_S = 30
 
 
 def run(
-    source: str, host: str, port: int, name: str | None, options: Mapping[str, Any], say: Callable[[str], None]
+    source: str,
+    host: str,
+    port: int,
+    name: str | None,
+    mesh: str | None,
+    options: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> int:
     Range(0, 65535).check("--port", port, whole=True)
+    sizes = read_mesh(mesh)
     try:
         import uvicorn
 
@@ -26,10 +34,17 @@ def run(
     except ImportError as error:
         raise RunError(f"serving needs the package {error.name}: pip install 'tilemesh[serve]'") from None
     from tilemesh.serve.engine import Engine
+    from tilemesh.serve.replicas import Replicas
 
     # Before gigabytes are read: a port that is taken is the commonest failure.
     listening = _listen(host, port)
-    with listening, Engine(source, say=say, **options) as engine:
+    with listening, contextlib.ExitStack() as stack:
+        engine: Engine | Replicas
+        if sizes["dp"] > 1:
+            engine = stack.enter_context(Replicas(source, sizes["dp"], ranks=sizes["tp"], say=say, **options))
+        else:
+            ranks = sizes["tp"] if sizes["tp"] > 1 else 0
+            engine = stack.enter_context(Engine(source, ranks=ranks, say=say, **options))
         app = make_app(engine, name)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S, ws="none"
@@ -47,6 +62,19 @@ def run(
         asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
         say("stopped")
     return 0
+
+
+def read_mesh(text: str | None) -> dict[str, int]:
+    """`tp=2,dp=2`: the axes that serving knows, 1 where they are not named."""
+    sizes = {"tp": 1, "dp": 1}
+    for word in text.split(",") if text is not None else ():
+        axis, _, number = word.strip().partition("=")
+        if axis not in sizes:
+            raise UsageError(f"--mesh is {text}: expected tp=N, dp=N or both, such as tp=2,dp=2")
+        if not number.isascii() or not number.isdecimal() or not 1 <= int(number[:9]) <= 256:
+            raise UsageError(f"--mesh is {text}: expected a whole number from 1 to 256 after {axis}=")
+        sizes[axis] = int(number)
+    return sizes
 
 
 def _listen(host: str, port: int) -> socket.socket:

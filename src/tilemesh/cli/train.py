@@ -111,24 +111,20 @@ def _tell(text: str) -> None:
 
 @data.command("prepare")
 def prepare(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="stdlib, a text file, or a folder of text.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="stdlib, a text, JSONL or Parquet file, or a folder of these.")
+    ],
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write the shards.")],
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="A tokenizer.json; without one, bytes.")] = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="Of each record; by default text, or messages.")] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Records are conversations; only answers count.")] = False,
     held_out: Annotated[float, typer.Option(help="The fraction that is not trained on.")] = 0.02,
     pattern: Annotated[str, typer.Option(help="Which files of a folder, such as *.py.")] = "*",
 ) -> None:
-    """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`."""
-    from pathlib import Path
+    """Make token shards, which training maps into memory: `tilemesh train --set data.source=FOLDER`.
 
-    from tilemesh.core.errors import UsageError
-    from tilemesh.data.config import DataConfig
-    from tilemesh.data.corpus import prepare as write
+    A call that was stopped goes on where it was when it is made again.
+    """
+    from tilemesh.cli.data_run import run_prepare
 
-    chosen = None if tokenizer is None else Path(tokenizer)
-    try:
-        made = write(DataConfig(source=source, tokenizer=chosen, held_out=held_out, pattern=pattern), out)
-    except UsageError as error:
-        typed = {f"data.{name}": f"--{name.replace('_', '-')}" for name in ("tokenizer", "held_out", "pattern")}
-        raise error.as_typed(typed | {"data.source": "SOURCE"}) from None
-    total = sum(made["files"].values())
-    print(f"{out}: {total:,} tokens in {len(made['files'])} shards of {made['dtype']}, vocabulary {made['vocabulary']}")
+    run_prepare(source, out, tokenizer, field, chat, held_out, pattern)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.status import Status
 
 from tilemesh.cli.targets import check_targets
 
@@ -35,8 +33,9 @@ def tune(
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="A heat map of what was tried.")] = None,
 ) -> None:
     """Search an operator's configurations; time finalists beside the built-ins; keep the winner."""
-    console = Console(highlight=False)
     import torch
+    from rich.console import Console
+    from rich.status import Status
 
     from tilemesh.cli.operators import given_settings
     from tilemesh.core.errors import RunError, UsageError
@@ -49,6 +48,7 @@ def tune(
     from tilemesh.kernels.tuning.tuner import tune as tune_one
     from tilemesh.report.kernel_page import TimedConfig, render, trial_line
 
+    console = Console(highlight=False)
     operator, shapes = (shapes[0], shapes[1:]) if shapes[0].isidentifier() else ("matmul", shapes)
     entry = registry.find(operator)
     tuning, form = entry.load("tuner"), entry.load("form")

@@ -5,20 +5,23 @@ The value refuses what no source could be; `check_source` refuses what is not th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range, shown
+from tilemesh.data.records import JSONL, PARQUET, check_records, is_records
 
 STDLIB = "stdlib"
 """The source that every Python has: its own library."""
 
 SHARD_SUFFIX = ".bin"
-_UNREAD = (".jsonl", ".ndjson")
-"""Files whose bytes are not the text in them, and yet look like text."""
+PREPARING_FILE = "preparing.json"
+"""In a folder whose shards are not all written: how far `data prepare` has come."""
 RANGES = {"held_out": Range(0, 1, below=True)}
 
 
@@ -27,8 +30,20 @@ class DataConfig:
     """The text that is trained on, and how it becomes tokens."""
 
     source: str = STDLIB
-    """`stdlib` (the source code of this Python's standard library), a text file, a folder of text files, or a folder
-    of `.bin` token shards as `tilemesh data prepare` writes them."""
+    """`stdlib` (the source code of this Python's standard library), a text, JSONL or Parquet file, a folder of these,
+    or a folder of `.bin` token shards as `tilemesh data prepare` writes them."""
+    mixture: tuple[str, ...] = ()
+    """Several sources with weights instead of one, each SOURCE=WEIGHT, such as ["books=0.7", "code.jsonl=0.3"]: weights
+    are the shares of sequences that come from each source; a small source is repeated."""
+    field: str = ""
+    """The field of a JSONL or Parquet record that is read; empty: `text`, or `messages` with data.chat."""
+    chat: bool = False
+    """Whether records are conversations: a list of messages with role and content, written out by the chat template
+    beside data.tokenizer (a plain one where there is none). Only answers, of role assistant, count in the loss."""
+    packing: Literal["stream", "documents", "none"] = "stream"
+    """How documents become sequences of train.context tokens: stream, one after the other; documents, the same, but
+    attention and positions begin anew with each document; none, one document (or a part of it) per sequence, the rest
+    padded and not counted."""
     tokenizer: Path | None = None
     """A tokenizer.json file of the Hugging Face tokenizers library; none: every byte is a token."""
     held_out: float = 0.02
@@ -45,11 +60,43 @@ class DataConfig:
         if not isinstance(self.pattern, str) or not _is_pattern(self.pattern):
             given = shown(self.pattern)
             raise UsageError("data.pattern", f" is {given}: expected a pattern of file names, such as *.py")
+        if not isinstance(self.field, str):
+            raise UsageError("data.field", f" is {shown(self.field)}: expected the name of a field")
+        for source, weight in mixture_of(self):
+            _WEIGHT.check(f"data.mixture: weight of {source}", weight)
         if self.tokenizer is not None and not isinstance(self.tokenizer, Path):
             raise UsageError("data.tokenizer", f" is {shown(self.tokenizer)}: expected a path (pathlib.Path)")
 
+    @property
+    def field_name(self) -> str:
+        """The field of a record that is read."""
+        return self.field or ("messages" if self.chat else "text")
 
-_EXPECTED = f"{STDLIB}, a text file, a folder of text, or a folder of {SHARD_SUFFIX} shards"
+    @property
+    def parts(self) -> list[tuple[DataConfig, float]]:
+        """Every source by itself, with its weight; of one alone that is 1."""
+        if not self.mixture:
+            return [(self, 1.0)]
+        return [(replace(self, source=source, mixture=()), weight) for source, weight in mixture_of(self)]
+
+
+_WEIGHT = Range(0, above=True)
+_EXPECTED = f"{STDLIB}, a text file, a JSONL or Parquet file, a folder of these, or a folder of {SHARD_SUFFIX} shards"
+
+
+def mixture_of(data: DataConfig) -> list[tuple[str, float]]:
+    """`data.mixture` as pairs."""
+    found = []
+    for text in data.mixture:
+        source, equals, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not equals or not source.strip() or math.isnan(weight):
+            raise UsageError("data.mixture", f" has '{text}': expected SOURCE=WEIGHT, such as books=0.7")
+        found.append((source, weight))
+    return found
 
 
 def source_path(source: str) -> Path:
@@ -69,7 +116,14 @@ def check_source(data: DataConfig) -> None:
     if data.tokenizer is not None and not data.tokenizer.is_file():
         given = shown(str(data.tokenizer))
         raise UsageError("data.tokenizer", f" {given} does not exist: expected a tokenizer.json file")
+    for part, _ in data.parts:
+        _check_part(part)
+
+
+def _check_part(data: DataConfig) -> None:
     if data.source == STDLIB:
+        if data.chat:
+            raise UsageError("data.chat", f" and {STDLIB}, which has no conversations: name a JSONL or Parquet file")
         return
     path = source_path(data.source)
     try:
@@ -79,22 +133,29 @@ def check_source(data: DataConfig) -> None:
     if not is_there:
         raise no_source(data.source)
     if path.is_file():
-        require_text(path)
+        require_readable(path, data)
+        if is_records(path):
+            check_records(path, data.field_name)
     elif not has_shards(path):
         files = list(files_like(path, data.pattern))
         if not files:
             raise no_files(data.source, data.pattern)
         for file in files:
-            require_text(file)
+            require_readable(file, data)
+        for file in [file for file in sorted(files) if is_records(file)][:_LOOKED_AT]:
+            check_records(file, data.field_name)
 
 
-def require_text(path: Path) -> None:
-    """Refuse a file that would be read as something else than the text in it."""
-    if path.suffix.lower() in _UNREAD:
+_LOOKED_AT = 8
+"""Files of records whose first record is looked at before anything begins; others are read when their turn comes."""
+
+
+def require_readable(path: Path, data: DataConfig) -> None:
+    """Refuse a file without records where conversations were asked for."""
+    if data.chat and not is_records(path):
         raise UsageError(
             "data.source",
-            f" has {path}: {path.suffix} would be read as raw JSON; expected plain text: write its text out first, or "
-            "leave it out with ",
+            f" has {path}: conversations are read from {', '.join((*JSONL, *PARQUET))} files; leave others out with ",
             "data.pattern",
         )
 

@@ -1,42 +1,61 @@
-"""A source opened: tokens to train on and tokens held out, from text or from shards that were prepared before."""
+"""A source opened: tokens to train on and tokens held out, from documents or from shards that were prepared before."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.config import DataConfig, check_source, has_shards, source_path
-from tilemesh.data.documents import documents
-from tilemesh.data.shards import SHARD_TOKENS, open_shards, shards_tokenizer, write_shards
-from tilemesh.data.stream import Corpus, Stream, cut_end
-from tilemesh.data.tokenizer import Tokenizer, open_tokenizer
+from tilemesh.data.chat import template_of
+from tilemesh.data.config import DataConfig, has_shards, source_path
+from tilemesh.data.documents import Document, documents
+from tilemesh.data.shards import ends_inside, open_shards, shards_tokenizer
+from tilemesh.data.stream import Corpus, CorpusPart, Stream, cut_end
+from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 
-_ENOUGH_DOCUMENTS = 50  # to hold whole ones out; below, the end of the text is held out
+ENOUGH_DOCUMENTS = 50
+"""To hold whole ones out; below, the end of the text is held out."""
+
+
+class EncodedDocument(NamedTuple):
+    name: str
+    tokens: NDArray[Any]
+    counted: NDArray[np.bool_] | None
+    """Which of them count as targets; None: all."""
+    read_bytes: int
+    ends_inside: bool = False
+    """Whether the token that ends a document is also inside of it."""
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The tokens of a source; text is read and tokenised here, shards are only mapped."""
-    folder = source_path(data.source)
-    if has_shards(folder):
-        return open_shards(folder, data)
-    tokenizer = open_tokenizer(data.tokenizer)
-    train, held = _split(documents(data.source, data.pattern), tokenizer, data.held_out)
-    words = f"{data.source} as {tokenizer.name}: {train.length:,} tokens, {held.length:,} held out"
-    return Corpus(train, held, tokenizer, words)
+    """The tokens of a source, or of several; documents are read and tokenised here, shards are only mapped."""
+    opened = [_open_part(part, weight) for part, weight in data.parts]
+    tokenizer = opened[0].tokenizer
+    for other in opened[1:]:
+        if _meaning(other.tokenizer) != _meaning(tokenizer):
+            raise UsageError(
+                f"data.mixture: {other.words} and {opened[0].words} have different tokenizers: prepare both with one"
+            )
+    words = opened[0].words
+    if len(opened) > 1:
+        total = sum(weight for _, weight in data.parts)
+        shares = [f"{weight / total:.0%}".replace("%", " %") for _, weight in data.parts]
+        words = "a mixture of " + "; ".join(f"{share} {one.words}" for share, one in zip(shares, opened, strict=True))
+    return Corpus(tuple(one.parts[0] for one in opened), tokenizer, words)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """What a source's tokens mean, without reading it: text from a checkpoint needs no training data."""
-    folder = source_path(data.source)
+    first, _ = data.parts[0]
+    folder = source_path(first.source)
     if has_shards(folder):
-        return shards_tokenizer(folder, data)
-    return open_tokenizer(data.tokenizer)
+        return shards_tokenizer(folder, first)
+    return open_tokenizer(first.tokenizer)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
@@ -48,37 +67,65 @@ def check_vocabulary(tokenizer: Tokenizer, vocabulary: int) -> None:
         )
 
 
-def prepare(data: DataConfig, out: str | Path, shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
-    """Write a source as token shards that `data.source` then names; returns what `meta.json` says."""
-    if not str(out).strip():
-        raise UsageError("the folder to write to is empty: name one")
-    target = Path(out)
-    check_source(data)
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"{target} is a file: expected a folder to write shards to")
-    if has_shards(target):
-        raise UsageError(f"{target} has shards already: name another folder, or remove it first")
-    return write_shards(open_corpus(data), data, target, shard_tokens)
+def encoded_documents(
+    data: DataConfig, tokenizer: Tokenizer, found: Iterable[Document] | None = None
+) -> Iterator[EncodedDocument]:
+    """Every document of a source as tokens, with the token that ends it."""
+    template = template_of(data.tokenizer) if data.chat else None
+    end = np.array([tokenizer.end])
+    for name, content, read in documents(data) if found is None else found:
+        if isinstance(content, bytes):
+            tokens = tokenizer.encode(content)
+            yield EncodedDocument(name, np.concatenate([tokens, end.astype(tokens.dtype)]), None, read)
+            continue
+        assert template is not None
+        pieces = [(tokenizer.encode(piece.text.encode()), piece.is_answer) for piece in template.pieces(content)]
+        tokens = np.concatenate([tokens for tokens, _ in pieces])
+        counted = np.concatenate([np.full(len(tokens), is_answer) for tokens, is_answer in pieces])
+        if tokens[-1] != tokenizer.end:  # some templates end with it
+            tokens = np.concatenate([tokens, end.astype(tokens.dtype)])
+            counted = np.append(counted, counted[-1])
+        is_inside = bool((tokens[:-1] == tokenizer.end).any())
+        if data.packing != "stream" and is_inside:
+            raise ends_inside(name, data.packing)
+        yield EncodedDocument(name, tokens, counted, read, is_inside)
 
 
-def _split(found: Iterator[tuple[str, bytes]], tokenizer: Tokenizer, fraction: float) -> tuple[Stream, Stream]:
-    ended = np.array([tokenizer.end])
-    pieces: list[tuple[str, NDArray[Any]]] = []
-    for name, content in found:
-        tokens = tokenizer.encode(content)
-        pieces.append((name, np.concatenate([tokens, ended.astype(tokens.dtype)])))
-    if len(pieces) >= _ENOUGH_DOCUMENTS:
-        # By name, so that it does not depend on what else is there: a document stays on its side as others come and go.
-        train = [tokens for name, tokens in pieces if not _is_held_out(name, fraction)]
-        held = [tokens for name, tokens in pieces if _is_held_out(name, fraction)]
-        return _joined(train), _joined(held)
-    whole = _joined([tokens for _, tokens in pieces])
-    return cut_end(whole, fraction)
-
-
-def _is_held_out(name: str, fraction: float) -> bool:
+def is_held_out(name: str, fraction: float) -> bool:
+    """By name, so that it does not depend on what else is there: a document stays on its side as others come and go."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") < fraction * 2**32
 
 
-def _joined(pieces: Sequence[NDArray[Any]]) -> Stream:
-    return Stream((np.concatenate(pieces),)) if pieces else Stream(())
+def split_documents(pieces: Sequence[EncodedDocument], fraction: float) -> tuple[Stream, Stream]:
+    """What is trained on, and what is held out."""
+    if len(pieces) < ENOUGH_DOCUMENTS:
+        return cut_end(joined(pieces), fraction)
+    sides = [is_held_out(piece.name, fraction) for piece in pieces]
+    train = [piece for piece, is_held in zip(pieces, sides, strict=True) if not is_held]
+    return joined(train), joined([piece for piece, is_held in zip(pieces, sides, strict=True) if is_held])
+
+
+def joined(pieces: Sequence[EncodedDocument]) -> Stream:
+    """Documents as one stream."""
+    if not pieces:
+        return Stream(())
+    counted = [piece.counted for piece in pieces if piece.counted is not None]
+    whole = np.concatenate([piece.tokens for piece in pieces])
+    return Stream((whole,), (np.concatenate(counted),) if counted else ())
+
+
+def _open_part(data: DataConfig, weight: float) -> Corpus:
+    folder = source_path(data.source)
+    if has_shards(folder):
+        return open_shards(folder, data, weight)
+    tokenizer = open_tokenizer(data.tokenizer)
+    train, held = split_documents(list(encoded_documents(data, tokenizer)), data.held_out)
+    words = f"{data.source} as {tokenizer.name}: {train.length:,} tokens, {held.length:,} held out"
+    return Corpus((CorpusPart(train, held, weight),), tokenizer, words)
+
+
+def _meaning(tokenizer: Tokenizer) -> str:
+    """What tells tokenizers apart: a file by its content, others by their name."""
+    if isinstance(tokenizer, FileTokenizer):
+        return hashlib.sha256(Path(tokenizer.name).read_bytes()).hexdigest()
+    return f"{tokenizer.name} {tokenizer.vocabulary}"

@@ -1,45 +1,79 @@
-"""Documents as (name, content): this Python's own library, a file, or a folder of text files."""
+"""Documents in an order that is the same on every machine with the same files: this Python's own library, a file, or a
+folder. A document is a text file, or a record of a JSONL or Parquet file: text, or with `data.chat` a conversation."""
 
 from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tilemesh.core.errors import RunError
-from tilemesh.data.config import STDLIB, files_like, no_files, no_source, require_text, source_path
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import shown
+from tilemesh.data.chat import read_messages
+from tilemesh.data.config import STDLIB, DataConfig, files_like, no_files, no_source, require_readable, source_path
+from tilemesh.data.records import is_records, read_records
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
 
-def documents(source: str, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each document, in an order that is the same on every machine with the same files."""
-    if source == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        yield from _files(root, "*.py", skip=_NOT_LIBRARY)
-        return
-    path = source_path(source)
+class Document(NamedTuple):
+    name: str
+    content: bytes | list[dict[str, Any]]
+    """Text, or the messages of a conversation."""
+    read_bytes: int
+    """Of the source's files, up to the end of this document."""
+
+
+def documents(data: DataConfig) -> Iterator[Document]:
+    """Every document of a source."""
+    read = 0
+    for name, path in source_files(data):
+        size = path.stat().st_size
+        if is_records(path) and data.source != STDLIB:
+            for record in read_records(path, data.field_name):
+                where = f"{path}, record {record.number}"
+                content = read_messages(record.value, where) if data.chat else _text(record.value, data, where)
+                yield Document(f"{name}:{record.number}", content, read + record.read_bytes)
+        else:
+            content = _read(path)
+            if data.source == STDLIB or path == source_path(data.source) or b"\0" not in content[:4096]:
+                yield Document(name, content, read + size)
+        read += size
+
+
+def source_bytes(data: DataConfig) -> int:
+    """Of all files of a source."""
+    return sum(path.stat().st_size for _, path in source_files(data))
+
+
+def source_files(data: DataConfig) -> list[tuple[str, Path]]:
+    """(name, path) of the files of a source, sorted by their names below it."""
+    if data.source == STDLIB:
+        return _named(Path(sysconfig.get_path("stdlib")), "*.py", _NOT_LIBRARY)
+    path = source_path(data.source)
     if path.is_file():
-        require_text(path)
-        yield path.name, _read(path)
-        return
+        require_readable(path, data)
+        return [(path.name, path)]
     if not path.is_dir():
-        raise no_source(source)
-    found = False
-    for document in _files(path, pattern):
-        found = True
-        yield document
+        raise no_source(data.source)
+    found = _named(path, data.pattern)
+    for _, file in found:
+        require_readable(file, data)
     if not found:
-        raise no_files(source, pattern)
+        raise no_files(data.source, data.pattern)
+    return found
 
 
-def _files(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, bytes]]:
-    """Text files below a folder by relative name; binary ones (a zero byte at the beginning) are passed over."""
-    for path in sorted(files_like(root, pattern, skip), key=lambda path: path.relative_to(root).as_posix()):
-        require_text(path)
-        content = _read(path)
-        if b"\0" not in content[:4096]:
-            yield path.relative_to(root).as_posix(), content
+def _named(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
+    return sorted((path.relative_to(root).as_posix(), path) for path in files_like(root, pattern, skip))
+
+
+def _text(value: Any, data: DataConfig, where: str) -> bytes:
+    if not isinstance(value, str):
+        more = "; for conversations set data.chat=true" if isinstance(value, list) else ""
+        raise UsageError("data.field", f": {data.field_name} of {where} is {shown(value)}: expected text{more}")
+    return value.encode(errors="replace")
 
 
 def _read(path: Path) -> bytes:

@@ -1,15 +1,14 @@
-"""Tokens one after the other, and the samples and batches that are cut from them.
+"""Tokens one after the other, with what is known of each: where documents begin, and which tokens count as targets.
 
-The one idea: a sample is a number. Sample i of a stream is the tokens from i x context on, one more than a sequence
-for the targets; `order.py` says which number stands at which position, so a batch is a pure function of (seed,
-position) and a checkpoint keeps one integer.
+Sample i of a stream is the tokens from i x context on, one more than a sequence for the targets. `samples.py` makes
+sequences of it, and `order.py` says which sequence stands at which position.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,8 @@ class Stream:
     """Tokens one after the other, in one or several arrays (shards), which samples may span."""
 
     parts: tuple[NDArray[Any], ...]
+    counted: tuple[NDArray[Any], ...] = ()
+    """Of each part, which tokens count as targets (not 0); empty: all do."""
 
     @property
     def length(self) -> int:
@@ -36,36 +37,85 @@ class Stream:
 
     def sample(self, index: int, context: int) -> NDArray[np.int64]:
         """context + 1 tokens: inputs and, one further, targets."""
-        begin, wanted = index * context, context + 1
-        taken: list[NDArray[Any]] = []
+        return self.tokens(index * context, context + 1)
+
+    def tokens(self, begin: int, count: int) -> NDArray[np.int64]:
+        """So many tokens from a place on; fewer where the stream ends."""
+        return _taken(self.parts, begin, count)
+
+    def counts(self, begin: int, count: int) -> NDArray[np.bool_]:
+        """Of the same tokens, which count as targets."""
+        if not self.counted:
+            return np.ones(min(count, self.length - begin), np.bool_)
+        return _taken(self.counted, begin, count).astype(np.bool_)
+
+    def begins(self, end: int) -> NDArray[np.int64]:
+        """Where documents begin: at the beginning, and after each token that ends one."""
+        found, before = [np.zeros(min(1, self.length), np.int64)], 0
         for part in self.parts:
-            if wanted and begin < len(part):
-                piece = part[begin : begin + wanted]
-                taken.append(piece)
-                wanted -= len(piece)
-                begin = 0
-            else:
-                begin -= len(part) if not taken else 0
-        return np.concatenate([np.asarray(piece, np.int64) for piece in taken])
+            found.append(np.flatnonzero(np.asarray(part) == end) + before + 1)
+            before += len(part)
+        whole = np.concatenate(found)
+        return whole[whole < before]
 
     def fingerprint(self) -> str:
         """A short name of the content: length, and a checksum of some of it spread over the whole."""
         digest = hashlib.sha256(str(self.length).encode())
-        for part in self.parts:
+        for part in (*self.parts, *self.counted):
             step = max(1, len(part) // (1 << 20))
             digest.update(zlib.crc32(np.ascontiguousarray(part[::step]).tobytes()).to_bytes(4, "little"))
         return digest.hexdigest()[:16]
+
+
+def _taken(parts: Sequence[NDArray[Any]], begin: int, wanted: int) -> NDArray[np.int64]:
+    taken: list[NDArray[Any]] = []
+    for part in parts:
+        if wanted and begin < len(part):
+            piece = part[begin : begin + wanted]
+            taken.append(piece)
+            wanted -= len(piece)
+            begin = 0
+        else:
+            begin -= len(part) if not taken else 0
+    return np.concatenate([np.asarray(piece, np.int64) for piece in taken]) if taken else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class CorpusPart:
+    """One of the sources that a run learns from."""
+
+    train: Stream
+    held_out: Stream
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Corpus:
     """What a run learns from and what it is judged by."""
 
-    train: Stream
-    held_out: Stream
+    parts: tuple[CorpusPart, ...]
     tokenizer: Tokenizer
     words: str
     """For people: where it came from and how much."""
+
+    @property
+    def train(self) -> Stream:
+        """Of the first source, which mostly is the only one."""
+        return self.parts[0].train
+
+    @property
+    def held_out(self) -> Stream:
+        return self.parts[0].held_out
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether every token is a target that counts."""
+        return not any(part.train.counted for part in self.parts)
+
+    def fingerprint(self) -> str:
+        """A short name of the content."""
+        names = [part.train.fingerprint() for part in self.parts]
+        return names[0] if len(names) == 1 else hashlib.sha256("".join(names).encode()).hexdigest()[:16]
 
 
 def batch(stream: Stream, order: Order, position: int, rows: Iterable[int], context: int) -> NDArray[np.int64]:
@@ -76,9 +126,19 @@ def batch(stream: Stream, order: Order, position: int, rows: Iterable[int], cont
 def cut_end(whole: Stream, fraction: float) -> tuple[Stream, Stream]:
     """The end of a stream held out, across its parts."""
     keep = whole.length - int(whole.length * fraction)
-    train, held = [], []
-    for part in whole.parts:
-        train.append(part[:keep])
-        held.append(part[keep:] if keep < len(part) else part[:0])
-        keep = max(0, keep - len(part))
-    return Stream(tuple(p for p in train if len(p))), Stream(tuple(p for p in held if len(p)))
+    return _cut(whole, keep, False), _cut(whole, keep, True)
+
+
+def _cut(whole: Stream, keep: int, is_end: bool) -> Stream:
+    """What comes before a place, or what comes from it on."""
+    before = 0
+    parts: list[NDArray[Any]] = []
+    counted: list[NDArray[Any]] = []
+    for number, part in enumerate(whole.parts):
+        here = min(max(0, keep - before), len(part))
+        before += len(part)
+        stretch = slice(here, None) if is_end else slice(0, here)
+        if len(part[stretch]):
+            parts.append(part[stretch])
+            counted += [whole.counted[number][stretch]] if whole.counted else []
+    return Stream(tuple(parts), tuple(counted))

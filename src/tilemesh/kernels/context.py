@@ -80,8 +80,6 @@ class Context:
         self.runners = Runners(most_runners)
         self._given = {operator: dict(by_gpu) for operator, by_gpu in (tables or {}).items()}
         self._states: dict[str, OperatorState] = {}
-        self.ahead: Any = None
-        """A `launch.ahead.KernelsAhead` while kernels are compiled ahead of their first launch."""
 
     def state(self, operator: str) -> OperatorState:
         if operator not in self._states:

@@ -7,6 +7,7 @@ measured here is what eager training pays for these; bytes and calls are counted
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -120,31 +121,46 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _block(cores: int, seconds: float) -> FigureOutcome:
-    """Layers so small that only their calls take time: norm, q, k, v, turn, attention, norm, gated MLP."""
-    width, hidden, tokens = 8, 16, 8
-    weights = [
-        [torch.rand(out, inner, requires_grad=True) for out, inner in _shapes(width, hidden)] for _ in range(BLOCKS)
-    ]
-    gains = [[torch.ones(width, requires_grad=True) for _ in range(2)] for _ in range(BLOCKS)]
-    flat = [one for layer in (*weights, *gains) for one in layer]
-    cos, sin = torch.rand(tokens, width // 4), torch.rand(tokens, width // 4)
-    start = torch.rand(1, tokens, width, requires_grad=True)
+    """Layers so small that only their calls take time."""
+    step = layer_passes(BLOCKS, width=8, hidden=16, heads=2, rows=1, tokens=8)
+    outcome = _timed("layer", lambda index: step(), cores, seconds, None)
+    measured = None if outcome.measured is None else outcome.measured.scaled(1 / (BLOCKS * BLOCK_CALLS))
+    return FigureOutcome(measured, outcome.peers, outcome.missing, outcome.case)
 
-    def step(index: int) -> object:
+
+def layer_passes(layers: int, *, width: int, hidden: int, heads: int, rows: int, tokens: int) -> Callable[[], object]:
+    """Forward and backward passes of layers in plain torch: norm, q, k, v, turn, attention, norm, gated MLP."""
+    weights = [
+        [torch.rand(out, inner, requires_grad=True) for out, inner in _shapes(width, hidden)] for _ in range(layers)
+    ]
+    gains = [[torch.ones(width, requires_grad=True) for _ in range(2)] for _ in range(layers)]
+    flat = [one for layer in (*weights, *gains) for one in layer]
+    each = width // heads
+    cos, sin = torch.rand(tokens, each // 2), torch.rand(tokens, each // 2)
+    start = torch.rand(rows, tokens, width, requires_grad=True)
+
+    def step() -> object:
         x = start
         for (q, k, v, o, gate, up, down), (first, second) in zip(weights, gains, strict=True):
             h = functional.rms_norm(x, (width,), first, 1e-5)
-            heads = [functional.linear(h, one).view(1, tokens, 2, -1).transpose(1, 2) for one in (q, k, v)]
-            keys, queries = _turned(heads[1], cos, sin), _turned(heads[0], cos, sin)
-            y = functional.scaled_dot_product_attention(queries, keys, heads[2], is_causal=True)
+            split = [functional.linear(h, one).view(rows, tokens, heads, -1).transpose(1, 2) for one in (q, k, v)]
+            keys, queries = _turned(split[1], cos, sin), _turned(split[0], cos, sin)
+            y = functional.scaled_dot_product_attention(queries, keys, split[2], is_causal=True)
             x = x + functional.linear(y.transpose(1, 2).flatten(-2), o)
             h = functional.rms_norm(x, (width,), second, 1e-5)
             x = x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
         return torch.autograd.grad(x.sum(), flat)
 
-    outcome = _timed("layer", step, cores, seconds, None)
-    measured = None if outcome.measured is None else outcome.measured.scaled(1 / (BLOCKS * BLOCK_CALLS))
-    return FigureOutcome(measured, outcome.peers, outcome.missing, outcome.case)
+    return step
+
+
+def seconds_each(call: Callable[[], object], seconds: float) -> float:
+    """Of one call, when it is made again and again for so long."""
+    began, calls = time.perf_counter(), 0
+    while (taken := time.perf_counter() - began) < seconds or not calls:
+        call()
+        calls += 1
+    return taken / calls
 
 
 def _shapes(width: int, hidden: int) -> list[tuple[int, int]]:

@@ -26,11 +26,12 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
-from tilemesh.kernels.gated.reference import geglu, swiglu
+from tilemesh.kernels.gated.reference import geglu
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.rotary.table import cosines_and_sines
+from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
@@ -39,13 +40,24 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import StackedProduct
+from tilemesh.model.stacked import StackedProduct, is_one_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
 # What the first projection applies, and the gate where there is one. `gelu` is GPT-2's, the tanh form.
 _FIRST_ACTIVATION = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu", "swiglu": "none", "geglu": "none"}
 _GATE_ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
+
+
+class DocumentPlaces(NamedTuple):
+    """Of tokens in sequences that several documents are packed into."""
+
+    positions_BT: Tensor
+    """Counted from the beginning of each token's document."""
+    number_BT: Tensor
+    """Of the token's document in its sequence."""
+    starts: Tensor
+    """Of all sequences laid end to end: where each document begins, and the end of the last."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,8 @@ class Pass:
     place: DropoutPlace
     """Where this pass's activations stand in the whole batch: says what is dropped and, without a cache, positions."""
     cache: KeyValueCache | None
+    documents: DocumentPlaces | None
+    """Where documents packed into the sequences begin, none of which sees another; None: sequences are whole."""
 
 
 class ResidualStream(NamedTuple):
@@ -83,12 +97,17 @@ class Linear(nn.Linear):
 
     deferral: Deferral | None = None
     """Who puts off its weight's gradient, where somebody does."""
+    serves: bool = False
+    """Whether it only computes forward, a token at a time as a rule: see `model.stacked`."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        if self.serves and is_one_row(input):
+            made: Tensor = row_linear(input.view(1, -1), self.weight, self.bias)
+            return made.view(*input.shape[:-1], -1)
         if self.deferral is not None:
             return self.deferral.linear(input, self.weight, self.bias)
         return functional.linear(input, self.weight, self.bias)
@@ -140,7 +159,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, now: Pass) -> Tensor:
         projections = (self.fc_q, self.fc_k, self.fc_v)
         rotary = now.local_rotary if self.window else now.rotary
-        is_ours = self.implementation != TORCH and now.cache is None
+        is_ours = self.implementation != TORCH and now.cache is None and now.documents is None
         y_BTD: Tensor
         if is_ours and self.joined and rotary is None and self.qk_norm == "none" and self.query_factor == 1:
             y_BTD = self.fc_o(self._attend_joined(joined(x_BTD, projections)))
@@ -173,7 +192,7 @@ class Attention(nn.Module):
             y_BTD = self.fc_o(self._attend_joined(torch.cat([q_BTHE, k_BTKE, v_BTKE], dim=-2).flatten(-2)))
             return y_BTD
         if now.cache is None:
-            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, rotary)
+            y_BTHE = self._attend(q_BTHE, k_BTKE, v_BTKE, rotary, now.documents)
         else:
             if rotary is not None:
                 q_BTHE, k_BTKE = rotate(q_BTHE, *rotary), rotate(k_BTKE, *rotary)
@@ -202,12 +221,22 @@ class Attention(nn.Module):
         )
         return y_BTD
 
-    def _attend(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _attend(
+        self,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        documents: DocumentPlaces | None,
+    ) -> Tensor:
         """The pass's tokens attend to one another; heads stand before tokens from here on, as torch's kernels want."""
         q_BHTE, k_BKTE, v_BKTE = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
         if rotary is not None:
             q_BHTE, k_BKTE = rotate(q_BHTE, *rotary), rotate(k_BKTE, *rotary)
         y_BHTE: Tensor
+        if documents is not None:
+            y_BHTE = attend_within(q_BHTE, k_BKTE, v_BKTE, documents, self.window)
+            return y_BHTE.transpose(1, 2)
         if 0 < self.window < q_BHTE.shape[2]:
             y_BHTE = windowed_attention(q_BHTE, k_BKTE, v_BKTE, causal=True, window=self.window)
             return y_BHTE.transpose(1, 2)
@@ -215,6 +244,51 @@ class Attention(nn.Module):
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         return y_BHTE.transpose(1, 2)
+
+
+def attend_within(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    documents: DocumentPlaces,
+    window: int = 0,
+    end_to_end: bool | None = None,
+) -> Tensor:
+    """Causal attention in which no token sees another document.
+
+    `end_to_end`: by the operator for packed sequences, all rows as one, which on a GPU has a kernel; otherwise by a
+    mask over each row. None: whichever is quicker on this device.
+    """
+    rows, _, tokens, _ = q_BHTE.shape
+    y_BHTE: Tensor
+    if end_to_end is None:
+        end_to_end = q_BHTE.is_cuda and q_BHTE.dtype != torch.float64
+    if end_to_end:
+        laid = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTE, k_BKTE, v_BKTE))
+        y_BHTE = windowed_attention(*laid, documents.starts, causal=True, window=window)
+        return y_BHTE[0].reshape(-1, rows, tokens, y_BHTE.shape[-1]).transpose(0, 1)
+    number_BT = documents.number_BT
+    seen_BTS = number_BT[:, :, None] == number_BT[:, None, :]
+    place = torch.arange(tokens, device=number_BT.device)
+    distance = place[:, None] - place
+    seen_BTS = seen_BTS & (distance >= 0)
+    if window:
+        seen_BTS = seen_BTS & (distance < window)
+    y_BHTE = functional.scaled_dot_product_attention(
+        q_BHTE, k_BKTE, v_BKTE, attn_mask=seen_BTS[:, None], enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1]
+    )
+    return y_BHTE
+
+
+def document_places(tokens_BT: Tensor, end: int) -> DocumentPlaces:
+    """Where documents begin: with each sequence, and after each token that ends one."""
+    rows, tokens = tokens_BT.shape
+    begins_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = tokens_BT[:, :-1] == end
+    place_T = torch.arange(tokens, device=tokens_BT.device)
+    first_BT = torch.where(begins_BT, place_T, 0).cummax(dim=1).values
+    starts = torch.cat([begins_BT.flatten().nonzero()[:, 0], torch.tensor([rows * tokens], device=tokens_BT.device)])
+    return DocumentPlaces(place_T - first_BT, begins_BT.cumsum(dim=1), starts)
 
 
 def _by_heads(x: Tensor, heads: int) -> Tensor:
@@ -248,8 +322,11 @@ class Mlp(nn.Module):
             )  # fmt: skip
             return made_BTD
         if self.stacked is not None:
-            gate_BTF, h_BTF = self.stacked(x_BTD).chunk(2, -1)
-            h_BTF = swiglu(gate_BTF, h_BTF) if self.gate == "silu" else geglu(gate_BTF, h_BTF)
+            if self.gate == "silu":
+                h_BTF = self.stacked.gated(x_BTD)
+            else:
+                gate_BTF, h_BTF = self.stacked(x_BTD).chunk(2, -1)
+                h_BTF = geglu(gate_BTF, h_BTF)
         else:
             h_BTF = self.fc_in(x_BTD)
             if self.fc_gate is not None:
@@ -346,6 +423,8 @@ class Transformer(nn.Module):
             self.layers.add_module(str(index), Layer(config, index, dtype, kernels))
         has_norm = self.part.head and config.norm_place != "post"
         self.final_norm = _norm(config, dtype, kernels) if has_norm else None
+        self.document_end: int | None = None
+        """The token that ends a document, where documents packed into one sequence must not see each other."""
         self.align_vocabulary = 1
         """The output projection is computed as if the vocabulary were a multiple of this; what it has more is cut off.
         16-bit products on a GPU want multiples of 8: others run at a sixth of the speed."""
@@ -413,6 +492,9 @@ class Transformer(nn.Module):
             raise UsageError(
                 f"dropout is {config.dropout} and no dropout_seed was given: pass one for each step, or call .eval()"
             )
+        documents = None
+        if self.document_end is not None and cache is None:
+            documents = document_places(tokens_BT, self.document_end)
         rotary = local = None
         if config.positions == "rotary":
             held = next(self.parameters()) if self.token_embedding is None else self.token_embedding.weight
@@ -422,15 +504,17 @@ class Transformer(nn.Module):
                 rotary = local = _looked_up(self._rotary_kept[0], cache.positions_BT)
                 if config.has_local_rotary:
                     local = _looked_up(self._rotary_kept[1], cache.positions_BT)
-                return Pass(rotary, local, dropout_seed if dropping else None, place, cache)
-            if cache is None:
+                return Pass(rotary, local, dropout_seed if dropping else None, place, cache, None)
+            if documents is not None:
+                positions = documents.positions_BT[:, None]  # the same for every head
+            elif cache is None:
                 positions = torch.arange(place.token, end, device=tokens_BT.device)
             else:
                 positions = cache.positions_BT[:, :, None]
             rotary = local = rotary_table(positions, config, dtype)
             if config.has_local_rotary:
                 local = rotary_table(positions, config, dtype, is_local=True)
-        return Pass(rotary, local, dropout_seed if dropping else None, place, cache)
+        return Pass(rotary, local, dropout_seed if dropping else None, place, cache, documents)
 
     def keep_rotary(self) -> None:
         """Compute the cosines and sines of all positions once; passes with a cache look theirs up from now on."""
@@ -450,6 +534,7 @@ class Transformer(nn.Module):
         # A table that is cut over ranks is another module, which sees to its own part.
         fused = self.kernels.embedding != TORCH and type(self.token_embedding) is Embedding and now.cache is None
         fused = fused and not self.config.scaled_embedding  # positions are added after the scaling
+        fused = fused and now.documents is None
         x_BTD: Tensor
         if fused:
             positions = None if self.position_embedding is None else self.position_embedding.weight
@@ -460,7 +545,10 @@ class Transformer(nn.Module):
             if self.config.scaled_embedding:
                 x_BTD = x_BTD * self.config.width**0.5
         if self.position_embedding is not None and not fused:
-            if now.cache is None:
+            if now.documents is not None:
+                start = now.place.token
+                x_BTD = x_BTD + self.position_embedding(now.documents.positions_BT[:, start : start + x_BTD.shape[1]])
+            elif now.cache is None:
                 start = now.place.token
                 x_BTD = x_BTD + self.position_embedding.weight[start : start + x_BTD.shape[1]]
             else:

@@ -34,7 +34,7 @@ from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline, StageModule, holder_groups, holders_of
 from tilemesh.parallel.shard import Column, Held, Region, Row, Split, Vocabulary, Whole, shard, split_of, take, trained
-from tilemesh.parallel.tensor import RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
+from tilemesh.parallel.tensor import RowConv2d, RowLinear, Seams, VocabularyEmbedding, enter_at, join_at
 from tilemesh.parallel.zero import Zero
 from tilemesh.parallel.zero3 import ZeroWeights, give_memory_back
 
@@ -254,12 +254,17 @@ def _matched(model: nn.Module, kinds: Splits) -> dict[str, Split]:
 
 
 def _require_module(name: str, module: nn.Module, split: Split) -> None:
-    fits = {Column: (nn.Linear,), Row: (nn.Linear,), Vocabulary: (nn.Linear, nn.Embedding)}
+    fits = {Column: (nn.Linear, nn.Conv2d), Row: (nn.Linear, nn.Conv2d), Vocabulary: (nn.Linear, nn.Embedding)}
     wanted = fits.get(type(split), (nn.Module,))
     if not isinstance(module, wanted):
         words = " or ".join(f"nn.{kind.__name__}" for kind in wanted)
         raise UsageError(
             f"{name} is a {type(module).__name__}: a {type(split).__name__.lower()} split takes an {words}"
+        )
+    if isinstance(module, nn.Conv2d) and isinstance(split, (Column, Row)) and module.groups > 1:
+        raise UsageError(
+            f"{name} has {module.groups} groups: of a grouped convolution each output sees some inputs only, and which "
+            "ones a rank has would decide what it computes; leave it whole"
         )
 
 
@@ -335,6 +340,14 @@ def _cut_modules(model: nn.Module, found: Mapping[str, Split], seams: Seams) -> 
             _replace(model, name, VocabularyEmbedding(module, seams, first))
         elif isinstance(module, nn.Linear) and isinstance(split, Row):
             _replace(model, name, RowLinear(module, seams))
+        elif isinstance(module, nn.Conv2d) and isinstance(split, Row):
+            _replace(model, name, RowConv2d(module, seams))
+        elif isinstance(module, nn.Conv2d) and isinstance(split, Column):
+            whole, module.out_channels = module.out_channels, module.weight.shape[0]
+            if alone:
+                enter_at(module, seams)
+            if split.joins:
+                join_at(module, seams, whole)
         elif isinstance(module, nn.Linear) and isinstance(split, (Column, Vocabulary)):
             whole, module.out_features = module.out_features, module.weight.shape[0]
             if alone:

@@ -160,10 +160,11 @@ def enter_at(module: nn.Module, seams: Seams) -> None:
 
 
 def join_at(module: nn.Module, seams: Seams, total: int) -> None:
-    """The slices of a column-split layer's output are joined where it ends."""
+    """The slices of a column-split layer's output are joined where it ends; those of a convolution are channels."""
+    dim = -3 if isinstance(module, nn.Conv2d) else -1
 
     def hook(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-        return seams.join_features(y, total)
+        return seams.join_features(y.movedim(dim, -1).contiguous(), total).movedim(-1, dim)
 
     module.register_forward_hook(hook)
 
@@ -184,6 +185,27 @@ class RowLinear(Linear):
         product = functional.linear if self.deferral is None else self.deferral.linear
         y = self.seams.leave(product(input, self.weight, None))
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class RowConv2d(nn.Conv2d):
+    """Cut by the input channels: each rank convolves its own; partial outputs are summed, then the bias is added."""
+
+    def __init__(self, whole: nn.Conv2d, seams: Seams) -> None:
+        like: dict[str, Any] = {
+            name: getattr(whole, name) for name in ("stride", "padding", "dilation", "padding_mode")
+        }
+        has_bias, size = whole.bias is not None, whole.kernel_size
+        super().__init__(whole.in_channels, whole.out_channels, size, bias=has_bias, device="meta", **like)  # type: ignore[arg-type]
+        self.seams = seams
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        if input.shape[-3] != self.weight.shape[1]:
+            raise UsageError(
+                f"a row-split convolution of {self.in_channels} channels got {input.shape[-3]}: this rank's part takes "
+                f"{self.weight.shape[1]}; it follows layers whose output is split ('column'), not whole"
+            )
+        y = self.seams.leave(self._conv_forward(input, self.weight, None))
+        return y if self.bias is None else y + self.bias.to(y.dtype)[:, None, None]
 
 
 class VocabularyEmbedding(Embedding):

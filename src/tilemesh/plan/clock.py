@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
 from tilemesh.core.hardware import Cluster
 from tilemesh.core.plan import IN_A_V, ParallelPlan
 from tilemesh.core.step.book import SPLIT, chunk_placement
+from tilemesh.core.step.program import step_program
 from tilemesh.core.step.simulate import StepTimes
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.exchanges import Exchange, replica_exchanges
@@ -237,6 +239,22 @@ def gathered(plan: ParallelPlan) -> int:
     return max(2, 2 * plan.accumulation // (1 if plan.schedule in IN_A_V else plan.pp))
 
 
+def gathers_of_chunks(plan: ParallelPlan, layers: int) -> dict[tuple[int, bool, bool], int]:
+    """How often a step of ZeRO-3 without a pipeline gathers chunks, by their layers and whether they have the embedding
+    and the head: as the step's list does it, where the chunks at a turning point are still whole. Every microbatch
+    after the first does the same, so two are enough to know all."""
+    found: dict[tuple[int, bool, bool], int] = {}
+    once, twice = (step_program(replace(plan, accumulation=count), layers) for count in (1, 2))
+    for chunk, held in enumerate(once.layers):
+        first, second = (
+            sum(action.kind == "GATHER" and action.chunk == chunk for action in step.program.actions[0])
+            for step in (once, twice)
+        )
+        key = (len(held), chunk == 0, chunk == len(once.layers) - 1)
+        found[key] = found.get(key, 0) + first + (plan.accumulation - 1) * (second - first)
+    return found
+
+
 def _left(exchange_s: float, behind_s: float, layers: int) -> float:
     """What does not hide behind a pass: the excess, and always one layer's part, which has no computation beside it."""
     alone = exchange_s / layers
@@ -279,8 +297,13 @@ def exchanged(
             add("pp", operation, sends * sent_bytes(model, task))
     if plan.dp > 1:
         nbytes = {"weights": weight, "gradients": gradient}
+        whole_stage = shards.stage(layers, True, last)
+        by_list = plan.zero == 3 and plan.pp == 1
         for over in itertools.chain(*replica_exchanges(plan.zero, plan.accumulation, gathered(plan))):
-            add("dp", over.collective, over.times * nbytes[over.what] * shards.stage(layers, True, last))
+            if not (by_list and over.what == "weights"):
+                add("dp", over.collective, over.times * nbytes[over.what] * whole_stage)
+        for (held_layers, first, end), times in gathers_of_chunks(plan, layers).items() if by_list else ():
+            add("dp", "all_gather", times * weight * shards.stage(held_layers, first, end))
     return {
         axis: {name: nbytes for name, nbytes in by.items() if nbytes} for axis, by in found.items() if any(by.values())
     }

@@ -148,13 +148,14 @@ ACCUMULATE_BYTES: Mapping[str, int] = {
 RESERVED_BYTES: Mapping[str, int] = {
     "gpu": 3 * 2**29,
     "cpu": 70 * 2**20,
-    "ranks": 14 * 2**20,
+    "ranks": 27 * 2**20,
     "compiler": 122 * 2**20,
 }
 """A process's own. GPU: CUDA context 0.5 GiB, NCCL's buffers and cuBLAS's workspace another; ASSUMED. CPU: what torch
-loads with its first step, beside other ranks also what passing messages takes, and torch's compiler, which its
-recomputation imports too; MEASURED on layouts of the tiny preset: alone 65 and 75 MiB more than the tensors, with
-others 71 to 101, 84 on average, with recomputation 191 and 192."""
+loads with its first step, beside other ranks also what passing messages takes (a stage of 4 MiB in shared memory for
+every rank of a group among it), and torch's compiler, which its recomputation imports too; MEASURED on layouts of the
+tiny preset: alone 65 to 75 MiB more than the tensors, with others 92 to 113, 97 on average, with recomputation 191 and
+192."""
 
 HEADROOM = 0.05
 """Of the memory that the driver reports, what a plan leaves free unless told otherwise (`--headroom`); an allocator's
@@ -184,12 +185,17 @@ and with sequence parallelism; this gives 12.1 and 12.0.)"""
 
 # ---- serving ---------------------------------------------------------------------------------------------------
 
-GRAPH_KERNEL_S = 1.8e-6
-"""What a kernel in a CUDA graph takes beside moving its bytes: its start, its first loads and its last stores. MEASURED
-on an H200 with a decode step of torch.compile in one graph, 1.1 B and 8 B Llama shapes, batch 1 and 64: 1.17, 1.67,
-4.62 and 6.72 ms, of which the bytes at 0.92 of a copy's rate leave 1.5 to 2.4 us for each of about 14 kernels a layer.
-(An empty kernel in a graph takes 0.94 us.)"""
+GRAPH_KERNEL_S = 2.6e-6
+"""What a kernel of a decode step in a CUDA graph takes beside moving its bytes: its start, its first loads, its last
+stores. MEASURED on an H200, our engine, 1.1 B and 8 B Llama shapes, one sequence: 1.26 and 4.79 ms, which is 2.8 and
+3.2 us for each kernel counted here beside the bytes at a copy's rate; with 64 sequences less. (An empty kernel in a
+graph takes 0.94 us; a decode step of torch.compile in one graph comes to 1.5 to 2.4 us.)"""
 
-SERVE_HOST_S = (400e-6, 111e-6)
-"""What the engine does between two passes, a step and a sequence: planning, tables, drawing, booking, telling. MEASURED
-on a Neoverse-N1 core with a model of two layers and 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms a step."""
+SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
+    # MEASURED on a Neoverse-N1 core with a model of two layers and 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms a step.
+    "cpu": (400e-6, 111e-6),
+    # MEASURED on the host of an H200 (the next step is prepared while one runs): 0.02 ms with one sequence, 1.0 ms with
+    # 64 of the 1.1 B shape and 1.9 ms with 64 of the 8 B shape.
+    "gpu": (10e-6, 20e-6),
+}
+"""What the engine does while the device waits, a step and a sequence: planning, tables, drawing, booking, telling."""

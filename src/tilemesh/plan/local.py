@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from tilemesh.core import calibration
 from tilemesh.core.busy import SECTION as BUSY
@@ -97,7 +98,7 @@ def local_cpu(calibration: Calibration, ranks: int, cores: int, memory_bytes: in
     if ranks < 1:
         raise UsageError(f"{ranks} ranks on this machine: expected at least 1")
     whole = calibration.rates("all_cores")
-    rates = rank_rates(calibration.rates("one_core"), whole, ranks, cores)
+    rates = rank_rates(calibration.rates("one_core"), whole, ranks, cores, crowding(calibration, ranks, cores))
     copy = whole.copy_bytes_per_s
     if not rates.matmul_flops_per_s or copy is None:
         raise UsageError(f"the calibration of {calibration.words} has no matmul or copy rate: run `tilemesh calibrate`")
@@ -136,10 +137,7 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
     All of them were busy then, so what ranks that share cores cost one another is in it. Of the algorithms the quickest
     counts, as in a run: at the smallest size for the latency, at the one nearest to 1 MiB for the bandwidth.
     """
-    if ranks < 2:
-        return None
-    fits = calibration.extra.get(FITS)
-    found = [fits[key] for key in (f"{name}/{ranks}/{cores}" for name in TRANSPORTS) if key in fits] if fits else []
+    found = _fits(calibration, ranks, cores)
     try:
         # "direct" ones need arrays in memory that ranks share, which a model's are not.
         names = [name for name in found[0]["curves"] if name.startswith("all_reduce/") and "direct" not in name]
@@ -155,6 +153,28 @@ def measured_link(calibration: Calibration, ranks: int, cores: int) -> Link | No
     return Link("memory", large / ranks / each_s / constants.LINK_FRACTION, alpha_s)
 
 
+def _fits(calibration: Calibration, ranks: int, cores: int) -> list[Any]:
+    """What was measured of so many ranks on so many cores, the transport that training takes first."""
+    fits = calibration.extra.get(FITS)
+    if ranks < 2 or not isinstance(fits, Mapping):
+        return []
+    return [fits[key] for key in (f"{name}/{ranks}/{cores}" for name in TRANSPORTS) if key in fits]
+
+
+def crowding(calibration: Calibration, ranks: int, cores: int) -> float:
+    """How many times as long computing takes beside the other ranks as it would if nobody were in the way, and those
+    that outnumber cores only took turns. 1: no worse, or not measured.
+
+    Ranks share the memory and the last cache; on one core they also empty each other's caches at every turn.
+    """
+    try:
+        alone, together = map(float, _fits(calibration, ranks, cores)[0]["layer_s"])
+        found = together / alone / max(1.0, ranks / cores)
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):  # none, or of another version
+        return 1.0
+    return max(1.0, found) if math.isfinite(found) else 1.0
+
+
 def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> MeasuredCluster:
     """So many of a machine's GPUs."""
     if not 1 <= ranks <= len(gpus):
@@ -166,8 +186,9 @@ def local_gpu(calibration: Calibration, ranks: int, gpus: tuple[str, ...]) -> Me
     return MeasuredCluster(Cluster((make_node(device, ranks),)), calibration.rates("gpu"), words)
 
 
-def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int) -> Rates:
-    """What a rank gets of a machine's rates when all ranks are busy."""
+def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int, crowd: float = 1.0) -> Rates:
+    """What a rank gets of a machine's rates when all ranks are busy, which makes everything take `crowd` times as long
+    but for streams, whose rate was measured with all cores at it."""
     threads = threads_for(ranks, cores)
     # Between one core and all, a rate grows as a power of the cores; ranks that outnumber cores take turns.
     power = math.log(threads) / math.log(cores) if cores > 1 else 1.0
@@ -175,11 +196,11 @@ def rank_rates(one: Rates, whole: Rates, ranks: int, cores: int) -> Rates:
 
     def share(name: str, low: float, high: float | None) -> float:
         if name in ("launch_s", "operation_s"):
-            return low / turn
+            return low / turn * crowd
         each = low * (max(high, low) / low) ** power if high is not None else low
         # Streams share the memory; what half fits a core's caches does not.
         shared = name in ("copy_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s") and high is not None
-        return min(each * turn, max(high, low) / ranks) if shared and high is not None else each * turn
+        return min(each * turn, max(high, low) / ranks) if shared and high is not None else each * turn / crowd
 
     found: dict[str, object] = {}
     for field in fields(Rates):

@@ -64,6 +64,7 @@ class StepClock:
         self._launch_s = constants.GRAPH_KERNEL_S if self.gpu else (rates and rates.launch_s) or cluster.device.launch_s
         self._eager_launch_s = (rates and rates.launch_s) or cluster.device.launch_s
         self._speed = replace(speed, launch_s=0.0)
+        self._host_s = constants.SERVE_HOST_S[cluster.device.kind]
         self._group = group(cluster, tp, 1)
         self._ceiling = Ceiling.of_device(cluster.device)
         if rates is not None and rates.copy_bytes_per_s:
@@ -80,7 +81,7 @@ class StepClock:
     def seconds(self, parts: Sequence[SequencePart]) -> StepSeconds:
         tokens, logits = sum(part.queries for part in parts), sum(part.logits for part in parts)
         if not tokens:
-            return StepSeconds(0.0, 0.0, 0.0, 0.0, constants.SERVE_HOST_S[0])
+            return StepSeconds(0.0, 0.0, 0.0, 0.0, self._host_s[0])
         dense, exchange, launches = self._dense(tokens, logits)
         attention = 0.0
         task = self._task(tokens)
@@ -94,7 +95,7 @@ class StepClock:
         if self.gpu and not decoding:
             # No graph fits every mix of chunks: the host launches kernel by kernel, and is in front or behind.
             waiting = max(waiting, launches * self._eager_launch_s - dense - attention - exchange)
-        host = constants.SERVE_HOST_S[0] + len(parts) * constants.SERVE_HOST_S[1]
+        host = self._host_s[0] + len(parts) * self._host_s[1]
         return StepSeconds(dense, attention, exchange, waiting, host)
 
     def limit(self, parts: Sequence[SequencePart]) -> float:

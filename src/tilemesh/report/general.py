@@ -109,7 +109,7 @@ def _differences(first: Run, first_beside: Beside, second: Run, second_beside: B
 
 def _overlays(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
     keys: Sequence[str] = [key for key in first.figures if key in second.figures][:MOST_CHARTS]
-    charts = [run_parts.overlay(key, key, key, first, second, names, zero=False) for key in keys]
+    charts = [run_parts.overlay(key, key, key, (first, second), names, zero=False) for key in keys]
     return el("div", *charts, class_="pair") if charts else None
 
 

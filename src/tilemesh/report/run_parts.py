@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
-from tilemesh.core.units import format_count, format_rate, format_seconds
+from tilemesh.core.units import format_bytes, format_count, format_seconds
 from tilemesh.report import series
 from tilemesh.report.draw import (
     Dots,
@@ -128,28 +128,48 @@ def _loss_table(run: Run, x: PlotAxis, held: Sequence[tuple[int, float]]) -> Pag
     )
 
 
-def speed(run: Run) -> Html:
-    """Tokens a second against the step."""
-    points = run.figure("tokens_per_s")
+class StepFigure(NamedTuple):
+    """A figure of every step that a page draws."""
+
+    key: str
+    """In metrics.jsonl."""
+    title: str
+    words: str
+    unit: str
+    shown: Callable[[float], str]
+    colour: int
+    from_zero: bool = True
+
+
+SPEED = StepFigure(
+    "tokens_per_s", "Speed", "Over all ranks, by the median of the last twenty steps.", "tokens/s", format_count, 2
+)
+NORM = StepFigure(
+    "norm", "Gradient norm", "Of the whole model's mean gradient, before clipping.", "norm", "{:.3g}".format, 3
+)
+RATE = StepFigure("rate", "Learning rate", "As the schedule has it.", "learning rate", "{:.3g}".format, 4)
+MEMORY = StepFigure(
+    "memory_bytes", "Memory", "The most that rank 0 has held so far, its process included.", "bytes", format_bytes, 5
+)
+
+
+def step_figure(run: Run, figure: StepFigure) -> Html:
+    """A figure against the step."""
+    points = run.figure(figure.key)
     found = series.buckets(points)
     values = [value for one in found for value in (one.low, one.high) if value is not None]
     if not values:
-        return absent("speed", "the metrics hold no tokens_per_s")
-    low, high = around(values, zero=True)
-    x = steps_axis(run)
-    y = PlotAxis(low, high, "tokens/s", format_count)
+        return absent(figure.title.lower(), f"the metrics hold no {figure.key}")
+    low, high = around(values, zero=figure.from_zero)
+    x, y = steps_axis(run), PlotAxis(low, high, figure.unit, figure.shown)
     rows, places = [], []
-    for one in series.buckets(points, MOST_ROWS):
-        rows.append(
-            [
-                one.steps,
-                *(short(None) if v is None else format_rate(v, "tokens/s") for v in (one.mean, one.low, one.high)),
-            ]
-        )
-        places.append(x.place(one.middle))
+    for bucket in series.buckets(points, MOST_ROWS):
+        cells = (bucket.mean, bucket.low, bucket.high)
+        rows.append([bucket.steps, *(short(None) if value is None else figure.shown(value) for value in cells)])
+        places.append(x.place(bucket.middle))
     table = PageTable(["step", "mean", "lowest", "highest"], rows, places)
-    plot = Plot(x, y, [series.line("tokens/s", found, 2)], marks_of(run), shaded=shaded(run))
-    return chart("Speed", "Over all ranks, by the median of the last twenty steps.", plot, table)
+    plot = Plot(x, y, [series.line(figure.unit, found, figure.colour)], marks_of(run), shaded=shaded(run))
+    return chart(figure.title, figure.words, plot, table)
 
 
 def progress(run: Run) -> Html | None:
@@ -184,21 +204,23 @@ def _some(values: Sequence[T], most: int) -> Sequence[T]:
     return values if every <= 1 else [*values[:-1:every], values[-1]]
 
 
-def overlay(title: str, unit: str, key: str, first: Run, second: Run, names: tuple[str, str], *, zero: bool) -> Html:
-    """A figure of two runs over their steps, one line each."""
-    both = [series.buckets(run.figure(key)) for run in (first, second)]
-    values = [value for each in both for one in each for value in (one.low, one.high) if value is not None]
+def overlay(title: str, unit: str, key: str, runs: Sequence[Run], names: Sequence[str], *, zero: bool) -> Html:
+    """A figure of several runs over their steps, one line each."""
+    # What is measured every so many steps has no gaps between.
+    apart = 10**9 if key == "held_out" else 1
+    drawn = [series.buckets(run.figure(key), apart=apart) for run in runs]
+    values = [value for each in drawn for one in each for value in (one.low, one.high) if value is not None]
     if not values:
-        return absent(title.lower(), f"neither run has {key} in its metrics")
-    x = steps_axis(first, second)
+        return absent(title.lower(), f"no run has {key} in its metrics")
+    x = steps_axis(*runs)
     y = PlotAxis(*around(values, zero=zero), unit, format_count if zero else "{:.3g}".format)
     layers: list[PlotLayer] = [
-        series.line(name, each, colour, dashed=colour == 1)
-        for colour, (name, each) in enumerate(zip(names, both, strict=True))
+        series.line(name, each, colour, dashed=colour % 2 == 1)
+        for colour, (name, each) in enumerate(zip(names, drawn, strict=True))
     ]
     rows: list[list[Child]] = []
     places: list[float] = []
-    coarse = [series.buckets(run.figure(key), MOST_ROWS) for run in (first, second)]
+    coarse = [series.buckets(run.figure(key), MOST_ROWS, apart=apart) for run in runs]
     for name, each in zip(names, coarse, strict=True):
         for one in each:
             rows.append([one.steps, name, short(one.mean), short(one.low), short(one.high)])

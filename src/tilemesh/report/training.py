@@ -98,7 +98,13 @@ def _speed(run: Run, beside: Beside) -> tuple[Sample | None, str]:
 
 
 def _learning(run: Run, beside: Beside) -> Html:
-    return el("div", run_parts.loss(run), run_parts.speed(run), run_parts.progress(run), class_="pair")
+    speed = run_parts.step_figure(run, run_parts.SPEED)
+    return el("div", run_parts.loss(run), speed, run_parts.progress(run), class_="pair")
+
+
+def _steps(run: Run, beside: Beside) -> Html:
+    figures = (run_parts.NORM, run_parts.RATE, run_parts.MEMORY)
+    return el("div", *(run_parts.step_figure(run, figure) for figure in figures), class_="pair")
 
 
 def _rows(run: Run, beside: Beside) -> Html:
@@ -132,8 +138,8 @@ def _differences(first: Run, first_beside: Beside, second: Run, second_beside: B
 def _curves(first: Run, second: Run, names: tuple[str, str]) -> Child:
     return el(
         "div",
-        run_parts.overlay("Loss", "nats per token", "loss", first, second, names, zero=False),
-        run_parts.overlay("Speed", "tokens/s", "tokens_per_s", first, second, names, zero=True),
+        run_parts.overlay("Loss", "nats per token", "loss", (first, second), names, zero=False),
+        run_parts.overlay("Speed", "tokens/s", "tokens_per_s", (first, second), names, zero=True),
         class_="pair",
     )
 
@@ -153,6 +159,7 @@ TRAIN_PAGE = KindPage(
     facts=_facts,
     sections=(
         PageSection("learning", "Did it learn", _learning),
+        PageSection("steps", "Gradient norm, learning rate and memory", _steps),
         PageSection("rows", "How fast, against prediction and limit", _rows),
         PageSection("time", "Where the time went", _time),
         PageSection("timeline", "A few steps, a lane per rank", lambda run, _: time_parts.lanes(run)),

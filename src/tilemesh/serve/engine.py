@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
@@ -29,6 +30,7 @@ from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
 from tilemesh.serve.memory import choose_pages
+from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.sampling import TokenLogprobs
@@ -107,6 +109,8 @@ class Engine:
         share_prefixes: bool = True,
         speculate: int = 0,
         draft: str | Path | ServedModel | None = None,
+        ranks: int = 0,
+        shared_by: int = 1,
         invariant: bool = False,
         launch_ahead: bool | None = None,
         dtype: str | None = None,
@@ -123,16 +127,23 @@ class Engine:
         and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
         known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
         none. `step`: which checkpoint.
+        `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
+        `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
         """
         if pages is not None and memory is not None:
             raise UsageError("pages and memory were both given: leave one of them out")
         SEED.check("seed", seed, whole=True)
         wanted, place = read_dtype(dtype), read_device(device)
+        Range(0, 1024).check("ranks", ranks, whole=True)
         if isinstance(source, ServedModel):
+            if ranks:
+                raise UsageError("ranks read weights themselves: give the folder of a run or of Hugging Face")
             self.served = source
         else:
-            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say)
+            self.served = load_served(source, dtype=wanted, device=place, step=step, say=say, with_weights=not ranks)
+        if ranks and place.type == "cuda" and pages is None:
+            raise UsageError("ranks on GPUs and no pages: say how many with pages (--pages)")
         model = self.served.model
         self.config: ModelConfig = model.config
         longest = self.config.context if context is None else min(context, self.config.context)
@@ -165,7 +176,12 @@ class Engine:
         if (on_gpu if launch_ahead is None else launch_ahead) and not invariant:
             graphs = CudaGraphs(place) if on_gpu else PlainCalls()
         implementation = "auto" if on_gpu or graphs is None else "torch"
-        runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
+        runner: Runner | RankRunner
+        if ranks:
+            told: dict[str, Any] = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
+            runner = RankRunner(str(source), self.limits, ranks, shared_by=shared_by, say=say, **told)
+        else:
+            runner = Runner(model, self.limits, place, invariant, implementation, graphs, say)
         self._core = EngineCore(
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
@@ -188,6 +204,8 @@ class Engine:
             self._core.on_end = self._guesser.forget
         self._thread = threading.Thread(target=self._work, name="tilemesh-engine", daemon=True)
         self._thread.start()
+        if shared_by == 1:
+            self.wait_ready()
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
@@ -286,6 +304,15 @@ class Engine:
         self._constraints.get(sampling.regex, sampling.json_schema)
         return self._scheduler.check(len(prompt), sampling.max_tokens)
 
+    def wait_ready(self) -> None:
+        """Until the ranks that compute have read their weights; without ranks at once."""
+        if isinstance(self._core.runner, RankRunner):
+            try:
+                self._core.runner.ready()
+            except BaseException:
+                self.close()
+                raise
+
     # ---- how it stands -----------------------------------------------------------------------------------------
 
     @property
@@ -342,6 +369,8 @@ class Engine:
             self._lock.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if isinstance(self._core.runner, RankRunner):
+            self._core.runner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -354,7 +383,8 @@ class Engine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        parts: queue.Queue[tuple[int, AnswerPart]] = queue.Queue()
+        ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended
+        left: dict[int, int] = {}
         jobs: dict[int, PromptJob] = {}
         collected: dict[int, list[AnswerPart]] = {}
         given = 0
@@ -362,15 +392,14 @@ class Engine:
             for number, _ in enumerate(prompts):
                 while True:
                     # As many as the engine takes, in order; the rest follow as answers end.
-                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, parts):
-                        collected[len(jobs) - 1] = []
-                    if sum(part.finish is not None for part in collected.get(number, ())) == sampling.n:
+                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, collected, ended):
+                        left[len(jobs) - 1] = sampling.n
+                    if left.get(number) == 0:
                         break
                     if number not in jobs:  # others fill the engine, and nothing of ours is under way
                         time.sleep(_RETRY_S)
                         continue
-                    source, part = parts.get()
-                    collected[source].append(part)
+                    left[ended.get()] -= 1
                 given = number + 1
                 yield collect(jobs[number], collected.pop(number))
         finally:
@@ -382,11 +411,20 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         jobs: dict[int, PromptJob],
-        parts: queue.Queue[tuple[int, AnswerPart]],
+        collected: dict[int, list[AnswerPart]],
+        ended: queue.Queue[int],
     ) -> bool:
         number = len(jobs)
+        own: list[AnswerPart] = []
+
+        def tell(part: AnswerPart) -> None:
+            own.append(part)
+            if part.finish is not None:  # nobody is woken before
+                ended.put(number)
+
         try:
-            jobs[number] = self.submit(prompts[number], sampling, lambda part: parts.put((number, part)))
+            jobs[number] = self.submit(prompts[number], sampling, tell)
+            collected[number] = own
         except QueueFullError:
             return False
         return True

@@ -26,6 +26,7 @@ from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Completion, Engine, collect
 from tilemesh.serve.metrics import ServerMetrics
 from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
+from tilemesh.serve.replicas import Replicas
 from tilemesh.serve.replies import (
     ReplyHead,
     chat_logprobs,
@@ -43,7 +44,7 @@ _CLOSED_BY_CLIENT = 499  # what others log for it; nobody reads the reply
 _INVALID, _FAILED = "invalid_request_error", "server_error"
 
 
-def make_app(engine: Engine, name: str | None = None) -> Starlette:
+def make_app(engine: Engine | Replicas, name: str | None = None) -> Starlette:
     """The application: `name` is what the model is called; by default what its folder is."""
     server = ServingApp(engine, name or engine.served.name)
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
@@ -71,7 +72,7 @@ class LiveReply:
     """The jobs of one body, and the one queue that their parts come through."""
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], asked: AskedCompletion, metrics: ServerMetrics
+        self, engine: Engine | Replicas, prompts: list[list[int]], asked: AskedCompletion, metrics: ServerMetrics
     ) -> None:
         self.engine, self.asked, self.metrics = engine, asked, metrics
         self.began = time.monotonic()
@@ -136,7 +137,7 @@ class LiveReply:
 
 
 class ServingApp:
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine | Replicas, name: str) -> None:
         self.engine, self.name = engine, name
         self.metrics = ServerMetrics(lambda: engine.status)
         self.created = int(time.time())

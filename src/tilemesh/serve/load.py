@@ -21,6 +21,7 @@ from tilemesh.model import huggingface
 from tilemesh.model.adapter import LoraConfig, adapted_modules
 from tilemesh.model.config import ModelConfig, check_written_model
 from tilemesh.model.families.book import CONFIG as MODEL_FILE
+from tilemesh.model.families.book import read_config
 from tilemesh.model.lora import MergedWeights
 from tilemesh.model.read import read_model
 from tilemesh.model.transformer import Transformer
@@ -78,29 +79,36 @@ def load_served(
     device: torch.device | str = "cpu",
     step: int | None = None,
     say: Callable[[str], None] = lambda text: None,
+    with_weights: bool = True,
 ) -> ServedModel:
     """Read a run (its newest sound checkpoint, or that of a step) or a Hugging Face folder.
 
     In the dtype of its weights, unless another is asked for. `say` hears which step is used, if it is not the last.
+    Without weights the model is on the meta device: others compute it.
     """
     path = Path(source)
     if (path / MODEL_FILE).is_file():
         if step is not None:
             raise UsageError(f"step is {step} and {path} is a Hugging Face folder, which has no steps: leave it out")
-        return _of_huggingface(path, dtype, device)
+        return _of_huggingface(path, dtype, device, with_weights)
     text, where = folders.read_config(path, TRAIN)
     config, data = section(ModelConfig, "model", text, where), section(DataConfig, "data", text, where)
     reader = open_checkpoint(path, step, say)
     check_written_model(reader.manifest.written_by.get(MODEL), reader.manifest.step, config, path / CONFIG)
     lora = section(LoraConfig, "lora", text, where)
     weights = MergedWeights(lora, reader, adapted_modules(config, lora)) if lora.rank else reader
-    model = read_model(config, weights, device)
+    model = read_model(config, weights, device) if with_weights else Transformer(config, device="meta")
     tokenizer = tokenizer_of(data)
     return ServedModel(path.resolve().name, _converted(model, dtype), tokenizer, frozenset({tokenizer.end}))
 
 
-def _of_huggingface(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> ServedModel:
-    model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
+def _of_huggingface(
+    path: Path, dtype: torch.dtype | None, device: torch.device | str, with_weights: bool
+) -> ServedModel:
+    if with_weights:
+        model = huggingface.load(path, device=device, dtype=dtype).eval().requires_grad_(False)
+    else:
+        model = Transformer(read_config(path), device="meta", dtype=dtype)
     vocabulary = model.config.vocabulary
     has_tokenizer = (path / _TOKENIZER_FILE).is_file()
     tokenizer: Tokenizer = FileTokenizer(path / _TOKENIZER_FILE) if has_tokenizer else Unknown(vocabulary)

@@ -20,27 +20,53 @@ _PAUSE = 32
 """Tokens without a guess after guesses stopped being right; then it is tried again with one."""
 
 
+_PRIOR_RIGHT, _PRIOR_TRIED = 1.4, 2.0
+"""What is believed of a new request: as if two guesses had been looked at, 0.7 of them right."""
+
+
 @dataclass(slots=True)
 class _Record:
-    """Where each run of tokens of one request ended last, and how its guesses did."""
+    """How one request's guesses did; and where each run of its tokens ended last."""
 
-    read: int = 0
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    length: int = 2
-    """How many tokens it guesses next time."""
     guessed: int = 0
     guessed_at: int = 0
     paused_until: int = 0
+    length: int = 2
+    """How many tokens its own text is asked for next time."""
+    read: int = 0
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    right: float = _PRIOR_RIGHT
+    tried: float = _PRIOR_TRIED
 
 
-class NgramGuesser:
-    """`guesser(request, most)` is the scheduler's `propose`. Call `forget` when a request has ended."""
+class _Guesser:
+    """What is known of guesses, all together and by request. Call `forget` when a request has ended."""
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
         self.guessed = 0
         self.right = 0
         self._records: dict[str, _Record] = {}
+
+    def forget(self, name: str) -> None:
+        self._records.pop(name, None)
+
+    def _looked_at(self, record: _Record, length: int) -> int:
+        """How many of the last guesses were right: a step gives one token more than that."""
+        right = max(0, min(record.guessed, length - record.guessed_at - 1))
+        self.right += right
+        return right
+
+    def _note(self, record: _Record, guessed: int, length: int) -> None:
+        record.guessed, record.guessed_at = guessed, length
+        self.guessed += guessed
+
+
+class NgramGuesser(_Guesser):
+    """`guesser(request, most)` is the scheduler's `propose`."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        super().__init__(most)
 
     def __call__(self, request: ServeRequest, most: int) -> Sequence[int]:
         record = self._records.setdefault(request.name, _Record())
@@ -54,20 +80,14 @@ class NgramGuesser:
         for place in range(found, found + min(most, record.length, self.most)):
             # What repeats every few tokens goes on repeating beyond the tokens that are there.
             guesses.append(tokens[place] if place < len(tokens) else guesses[place - len(tokens)])
-        record.guessed, record.guessed_at = len(guesses), len(tokens)
-        self.guessed += len(guesses)
+        self._note(record, len(guesses), len(tokens))
         return guesses
-
-    def forget(self, name: str) -> None:
-        self._records.pop(name, None)
 
     def _judge(self, record: _Record, length: int) -> None:
         """Twice as many after guesses that were all right, half after one that was not, none for a while after one."""
         if not record.guessed:
             return
-        # A step gives one token more than it had right guesses.
-        right = max(0, min(record.guessed, length - record.guessed_at - 1))
-        self.right += right
+        right = self._looked_at(record, length)
         if right == record.guessed:
             record.length = min(self.most, 2 * record.length)
         elif right == 0 and record.length == 1:
@@ -92,23 +112,12 @@ def _follow(record: _Record, tokens: Sequence[int]) -> int | None:
 
 # A draft model --------------------------------------------------------------------------------------------------------
 
-_PRIOR_RIGHT, _PRIOR_TRIED = 1.4, 2.0
-"""What is believed of a new request: as if two guesses had been looked at, 0.7 of them right."""
 _FORGETS = 0.95
 _SEEN = 4
 """Steps that must have been timed before times decide."""
 
 
-@dataclass(slots=True)
-class _DraftRecord:
-    right: float = _PRIOR_RIGHT
-    tried: float = _PRIOR_TRIED
-    guessed: int = 0
-    guessed_at: int = 0
-    paused_until: int = 0
-
-
-class DraftLengths:
+class DraftLengths(_Guesser):
     """How many tokens a draft model guesses for a request: as many as give the most tokens per second, or none.
 
     With a share `a` of guesses right, k of them give (1 - a^(k+1)) / (1 - a) tokens per step. What a step costs is
@@ -118,18 +127,15 @@ class DraftLengths:
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.guessed = 0
-        self.right = 0
+        super().__init__(most)
         self.pass_s = 0.0
         """Of the draft model."""
-        self._requests: dict[str, _DraftRecord] = {}
         self._sums = [0.0] * 5  # of weights, tokens, seconds, tokens², tokens x seconds of past steps
         self._timed = 0
         self.rows = 1
 
     def __call__(self, request: ServeRequest, most: int) -> Sequence[int]:
-        record = self._requests.setdefault(request.name, _DraftRecord())
+        record = self._records.setdefault(request.name, _Record())
         length = len(request.tokens)
         self._judge(record, length)
         if length < record.paused_until:
@@ -141,8 +147,7 @@ class DraftLengths:
             count = self.best(record.right / record.tried, min(most, self.most))
             if count == 0 and most > 0:
                 record.paused_until = length + _PAUSE
-        record.guessed, record.guessed_at = count, length
-        self.guessed += count
+        self._note(record, count, length)
         return (UNKNOWN,) * count
 
     def best(self, right: float, most: int) -> int:
@@ -167,9 +172,6 @@ class DraftLengths:
             each = draft_s / passes
             self.pass_s = each if not self.pass_s else _FORGETS * self.pass_s + (1 - _FORGETS) * each
 
-    def forget(self, name: str) -> None:
-        self._requests.pop(name, None)
-
     def _line(self) -> tuple[float, float]:
         """(seconds of a step without tokens, seconds per token), neither below 0."""
         weight, tokens, seconds, squares, products = self._sums
@@ -178,10 +180,9 @@ class DraftLengths:
         slope = min(max(slope, 0.0), seconds / tokens)
         return (seconds - slope * tokens) / weight, slope
 
-    def _judge(self, record: _DraftRecord, length: int) -> None:
+    def _judge(self, record: _Record, length: int) -> None:
         if record.guessed:
-            right = max(0, min(record.guessed, length - record.guessed_at - 1))
-            self.right += right
+            right = self._looked_at(record, length)
             record.right = _FORGETS * record.right + right
             record.tried = _FORGETS * record.tried + min(record.guessed, right + 1)
         record.guessed = 0

@@ -21,6 +21,7 @@ from tilemesh.core.ranges import SAMPLED_TOKENS, SEED, TEMPERATURE, TOP_K, TOP_P
 from tilemesh.core.runnable import lacks
 from tilemesh.core.units import format_bytes
 from tilemesh.data.config import SHARD_SUFFIX, STDLIB, check_source, has_shards, source_path
+from tilemesh.data.records import is_records
 from tilemesh.launch.job import MOST_RANKS, RANKS_PER_CORE
 from tilemesh.launch.start import check_restarts, choose_transport
 from tilemesh.measure.machine import this_machine, usable_gpus
@@ -97,6 +98,11 @@ def check_values(made: TrainConfig) -> None:
     if made.sample.tokens and not made.sample.prompt:
         raise UsageError("sample.prompt is empty: expected at least one character, or sample.tokens=0 for no sample")
     _check_plan(made)
+    if made.data.packing == "documents" and made.plan.slices > 1:
+        raise UsageError(
+            f"data.packing is documents and plan.slices {made.plan.slices}: a slice does not know where the documents "
+            "of the slices before it began; set data.packing=stream, or another plan.schedule"
+        )
     _check_optimizer(made)
     _check_lora(made)
     _check_held_out(made)
@@ -195,7 +201,8 @@ def check_machine(made: TrainConfig) -> None:
     _check_host_memory(made)
     check_source(made.data)
     _check_length(made)
-    if made.data.tokenizer is not None or (made.data.source != STDLIB and has_shards(source_path(made.data.source))):
+    first, _ = made.data.parts[0]
+    if made.data.tokenizer is not None or (first.source != STDLIB and has_shards(source_path(first.source))):
         from tilemesh.data.corpus import check_vocabulary, tokenizer_of  # late: numpy, which bytes do not need
 
         check_vocabulary(tokenizer_of(made.data), made.model.vocabulary)
@@ -228,8 +235,10 @@ def _check_host_memory(made: TrainConfig) -> None:
 
 def _check_length(made: TrainConfig) -> None:
     """Refuse one text that is shorter than a sequence; how long several files are, reading them shows."""
-    file = None if made.data.source == STDLIB or made.data.tokenizer is not None else source_path(made.data.source)
-    if file is not None and file.is_file() and file.stat().st_size <= made.context:
+    if made.data.source == STDLIB or made.data.tokenizer is not None or made.data.mixture:
+        return
+    file = source_path(made.data.source)
+    if file.is_file() and not is_records(file) and file.stat().st_size <= made.context:
         raise UsageError(
             f"data.source {made.data.source} has {file.stat().st_size} bytes and a sequence {made.context + 1}: set "
             "train.context lower, or give more text"

@@ -218,6 +218,7 @@ class TrainConfig:
     def may_replay(self) -> bool:
         """Whether steps may become a CUDA graph, given one GPU alone."""
         able = self.plan.world == 1 and self.plan.precision != "fp16" and self.optimizer.fused is not False
+        able = able and self.data.packing == "stream" and not self.data.chat  # how many targets count differs by step
         able = able and self.optimizer.name in ("adamw", "sgd")  # which torch has fused functions for
         able = able and not self.plan.offloads  # what goes and comes has no fixed place
         return able and self.train.device != "cpu" and self.train.graph is not False

@@ -82,7 +82,7 @@ def fit(
         if resume is None:
             raise UsageError("fit needs a config, or a run to resume")
         config = of_run(resume)
-    config = settled(config.with_base(init))
+    config = settled(config.with_base(init) if isinstance(config, TrainConfig) else config)
     check_job(
         config,
         run=run,

@@ -26,6 +26,7 @@ from tilemesh.core.config import to_dict
 from tilemesh.core.context import JOB_VARIABLE, membership
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.data.corpus import check_vocabulary, open_corpus
+from tilemesh.data.samples import train_mixture
 from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.context import default_context
@@ -40,6 +41,7 @@ from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
+from tilemesh.parallel.pipeline import Pipeline
 from tilemesh.runs import checkpoint
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.journal import Journal
@@ -118,7 +120,7 @@ def train_here(
     baseline = 0 if device.type == "cuda" else peak_bytes(device)
     corpus = open_corpus(config.data)
     check_vocabulary(corpus.tokenizer, config.model.vocabulary)
-    agree(comm, {**_flat(to_dict(config)), "data": corpus.train.fingerprint()})
+    agree(comm, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
     status.at("step 0: laying the model")
     trace = Trace(folder / TRACE_PARTS if config.train.trace_steps else None, rank=comm.rank, resume=resume)
 
@@ -134,7 +136,10 @@ def train_here(
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
-    laid = lay_model(config, mesh, device)
+    # Steps are only left unwaited for where the number of targets that count is known beforehand.
+    laid = lay_model(config, mesh, device, None if corpus.counts_all and config.data.packing == "stream" else False)
+    if config.data.packing == "documents":
+        _respect_documents(laid, corpus.tokenizer.end)
     optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
@@ -225,6 +230,14 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     return laid
 
 
+def _respect_documents(laid: Laid, end: int) -> None:
+    """Let attention and positions begin anew after each token that ends a document."""
+    parts = laid.parts.values() if isinstance(laid, Pipeline) else [laid]
+    for part in parts:
+        assert isinstance(part.module, Transformer)
+        part.module.document_end = end
+
+
 def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
     """Of a laid model. `kernels`: who does AdamW's arithmetic, as `Optimizer` takes it."""
     held, precision = laid.gradients.stepped, config.plan.precision
@@ -233,7 +246,7 @@ def make_optimizer(config: TrainConfig, laid: Laid, kernels: str) -> Optimizer:
     # In 16 bits gradients must neither add up over microbatches nor over ranks: float32 holds what autocast's products
     # give as exactly as 16 bits do, but the sums would round.
     is_exact = precision == "bf16" and laid.gradients.is_late and config.plan.accumulation == 1
-    narrowed = product_parameters(laid.module) if is_exact else set()
+    narrowed = product_parameters(laid.module) & held.keys() if is_exact else set()
     return Optimizer(config.optimizer, held, precision, kernels, narrowed)
 
 
@@ -306,6 +319,12 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
         raise RunError("train.device is cuda and torch finds no GPU here: set train.device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if comm.size > 1 and comm.backend == "threads":
+        # Backward passes of a process share one thread per GPU: ranks that meet in there would wait for ever.
+        raise UsageError(
+            f"{comm.size} ranks that are threads on a GPU: their backward passes would wait for one another; set "
+            "train.device=cpu, or start processes with --transport torch or mpi"
+        )
     member = membership()
     index = (member.local_rank if member is not None else comm.rank) % torch.cuda.device_count()
     torch.cuda.init()  # type: ignore[no-untyped-call]  # asking for memory's figures does not do it
@@ -321,7 +340,8 @@ def _headline(config: TrainConfig, mesh: Mesh, corpus: Corpus, device: torch.dev
     where = f"the CPU with {threads} thread{'s' * (threads > 1)}"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    epochs = config.train.steps * config.batch / max(1, corpus.train.samples(config.context))
+    samples = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
+    epochs = config.train.steps * config.batch / max(1, len(samples))
     return (
         f"{config.plan.describe()}; {mesh.comm.backend} between ranks, each on {where}\n"
         f"{corpus.words}; {config.train.steps} steps of {config.tokens_per_step:,} tokens are {epochs:.3g} epochs"

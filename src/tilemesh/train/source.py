@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.data.order import Order, rows_of
-from tilemesh.data.stream import Corpus, batch
+from tilemesh.data.order import rows_of
+from tilemesh.data.samples import IGNORED, SamplePair, held_out_samples, train_mixture
+from tilemesh.data.stream import Corpus
 from tilemesh.data.tokenizer import Bytes, Unknown
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.laid import CompiledRegions, Laid
@@ -97,11 +98,11 @@ class TextSource:
 
     def __init__(self, config: TrainConfig, corpus: Corpus, dp: Axis, device: torch.device) -> None:
         self.config, self.corpus, self.dp, self.device = config, corpus, dp, device
-        self.order = Order(corpus.train.samples(config.context), config.train.seed)
+        self.mixture = train_mixture(corpus, config.context, config.data.packing, config.train.seed)
         self._steps, self._position = 0, 0
 
     def fingerprint(self) -> str:
-        return self.corpus.train.fingerprint()
+        return self.corpus.fingerprint()
 
     def go_on(self, steps: int, position: int) -> None:
         self._steps, self._position = steps, position
@@ -112,39 +113,44 @@ class TextSource:
         made = []
         for micro in range(plan.accumulation):
             rows = rows_of(config.batch, plan.dp, self.dp.index, plan.accumulation, micro)
-            tokens = batch(self.corpus.train, self.order, position, rows, config.context)
-            made.append(Microbatch(self._on_device(tokens), rows.start))
+            pairs = [self.mixture.at(position + row) for row in rows]
+            made.append(Microbatch(self._on_device(pairs), rows.start))
         return made
 
     def held_out(self) -> Iterator[Microbatch]:
         """The first held-out sequences, divided among the replicas."""
-        held, config = self.corpus.held_out, self.config
-        count = min(config.evaluate.sequences, held.samples(config.context))
-        mine = range(self.dp.index, count, self.dp.size)
+        config = self.config
+        mine = range(self.dp.index, len(self._held), self.dp.size)
         for begin in range(0, len(mine), config.plan.microbatch):
             rows = mine[begin : begin + config.plan.microbatch]
-            tokens = np.stack([held.sample(row, config.context) for row in rows])
-            yield Microbatch(self._on_device(tokens), rows.start)
+            yield Microbatch(self._on_device([self._held[row] for row in rows]), rows.start)
+
+    @functools.cached_property
+    def _held(self) -> list[SamplePair]:
+        config = self.config
+        return held_out_samples(self.corpus, config.context, config.data.packing, config.evaluate.sequences)
 
     def held_out_bytes_per_token(self) -> float | None:
-        tokenizer, held, context = self.corpus.tokenizer, self.corpus.held_out, self.config.context
-        count = min(self.config.evaluate.sequences, held.samples(context))
-        if isinstance(tokenizer, Unknown) or not count:
+        tokenizer = self.corpus.tokenizer
+        counted = [targets[targets != IGNORED] for _, targets in self._held]
+        total = sum(map(len, counted))
+        if isinstance(tokenizer, Unknown) or not total:
             return None
         if isinstance(tokenizer, Bytes):
             return 1.0
-        texts = (tokenizer.decode(held.sample(row, context)[1:].tolist()) for row in range(count))
-        return sum(len(text.encode(errors="replace")) for text in texts) / (count * context)
+        return sum(len(tokenizer.decode(tokens.tolist()).encode(errors="replace")) for tokens in counted) / total
 
-    def _on_device(self, tokens: Any) -> tuple[Tensor, Tensor]:
-        """Inputs and targets out of sequences of one token more."""
-        vocabulary, largest = self.config.model.vocabulary, int(tokens.max())
+    def _on_device(self, pairs: Sequence[SamplePair]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of some sequences."""
+        whole = np.stack([np.stack(pair) for pair in pairs], axis=1)
+        vocabulary, largest = self.config.model.vocabulary, int(whole.max())
         if largest >= vocabulary:  # shards from elsewhere; a GPU would end the process without a word on why
             raise UsageError(
                 f"the data has token {largest} and the model's vocabulary is {vocabulary}: set model.vocabulary, or "
                 "prepare the data with another tokenizer"
             )
-        whole = torch.from_numpy(tokens)
+        tensors = torch.from_numpy(whole)
         if self.device.type == "cuda":
-            whole = whole.pin_memory().to(self.device, non_blocking=True)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+            tensors = tensors.pin_memory().to(self.device, non_blocking=True)
+        inputs, targets = tensors.unbind()
+        return inputs, targets

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tilemesh.core.errors import UsageError
-from tilemesh.kernels.launch.ahead import compiling_ahead
 from tilemesh.model.dropout import DropoutPlace, fold_seed
 from tilemesh.parallel.gradients import GradientStep
 from tilemesh.parallel.laid import Laid, StepPiece
@@ -68,7 +66,6 @@ class Stepper:
         if isinstance(laid, Pipeline):
             laid.watch_actions(recorder.at, recorder.action)
         self._pace = Pace()
-        self._is_begun = False
         self._now: StepInputs | None = None
         self._ready: tuple[int, Batch] | None = None
         self.gradients_bytes: int | None = None
@@ -79,14 +76,7 @@ class Stepper:
         """Step `number`, counted from 1."""
         with self.recorder.span("data", DATA):
             batches = self._take(number)
-        with self._compiling():
-            return self._late(number, batches) if self.is_late else self._met(number, batches)
-
-    def _compiling(self) -> AbstractContextManager[None]:
-        """Around the first step, in which torch.compile compiles: tilemesh's kernels are compiled at the same time."""
-        is_first, self._is_begun = not self._is_begun, True
-        compiles = is_first and self.config.train.compile and self.device.type == "cuda"
-        return compiling_ahead() if compiles else contextlib.nullcontext()
+        return self._late(number, batches) if self.is_late else self._met(number, batches)
 
     def close(self) -> None:
         """Give back a captured step and the gradients' hooks: they and this object hold one another."""
@@ -199,7 +189,13 @@ class Stepper:
         with SavedBytes(self.laid.module.parameters()) as saved:
             if isinstance(self.laid, Pipeline):
                 laid = self.laid
-                self.recorder.live = lambda: saved.now(laid.kept())
+
+                def live() -> int:
+                    found = saved.now(laid.kept())
+                    saved.peak = max(saved.peak, found)  # what may go to the host is kept by others than autograd
+                    return found
+
+                self.recorder.live = live
             yield
         self.recorder.live = None
         self.activations_bytes = saved.peak

@@ -8,6 +8,7 @@ has to decide.
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Callable, Mapping
 from itertools import count, pairwise
 from typing import Any
@@ -58,11 +59,13 @@ def measure_fit(comm: Communicator, *, seconds: float = 0.4, most_bytes: int = 6
                 for name, sample in found.items():
                     curves.setdefault(f"{collective}/{name}", {})[cell.payload] = sample
             wanted = between(measured)
+    say("a layer, alone and beside the others")
+    layer_s = _layer(comm, max(0.5, 2 * seconds))
     sync_s = _meeting(comm, seconds)  # last: the first moments of a job belong to what still starts
     when = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     fitted = {name: _curve(points) for name, points in curves.items()}
     busy = Busyness(spread=spread_of(samples))  # what others used, whoever started the ranks has to say
-    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy)
+    return Fit(comm.backend, comm.size, comm.cores, sync_s, fitted, when, busy, layer_s)
 
 
 def _curve(points: Mapping[int, Sample]) -> Curve:
@@ -136,6 +139,27 @@ def _meeting(comm: Communicator, seconds: float) -> float:
     meet = FlagBarrier(comm).barrier
     found = compare({"meet": lambda _: meet()}, timer=timer_of(comm), repeats=15, seconds=seconds, on_error="raise")
     return found["meet"].median
+
+
+def _layer(comm: Communicator, seconds: float) -> tuple[float, float]:
+    """Seconds of a layer's passes while the other ranks sleep, and while all of them do the same.
+
+    A layer like those of a small model, whose tensors do not fit a core's own caches: what ranks lose that share the
+    memory, and where they outnumber cores the caches too, is in the second.
+    """
+    from tilemesh.measure.calibrate_layer import layer_passes, seconds_each  # torch, for this alone
+
+    step = layer_passes(2, width=128, hidden=384, heads=4, rows=8, tokens=128)
+    for _ in range(2):
+        step()
+    comm.barrier()
+    if comm.rank:
+        time.sleep(seconds)
+    alone_s = seconds_each(step, seconds) if comm.rank == 0 else 0.0
+    comm.barrier()
+    together_s = seconds_each(step, seconds)
+    alone, together = comm.all_reduce(np.array([alone_s, together_s])).tolist()
+    return alone, together / comm.size
 
 
 def _parts(comm: Communicator, curves: Readings, seconds: float, most_bytes: int) -> None:

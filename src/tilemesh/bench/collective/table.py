@@ -22,6 +22,12 @@ def fit_lines(fit: Fit) -> list[str]:
             f"{format_rate(rate, 'B/s')} to {format_bytes(high)}" for _, high, rate in curve.bytes_per_s()
         )
         lines.append(f"  {name:<28} α {format_seconds(curve.latency_s):>9}   β {pieces or 'none'}")
+    if fit.layer_s is not None:
+        alone, together = fit.layer_s
+        lines.append(
+            f"  a layer's passes: {format_seconds(alone)} while the others sleep, {format_seconds(together)} "
+            "while all do the same"
+        )
     return lines
 
 

@@ -86,7 +86,7 @@ def timed_steps(engine: Engine, batches: Sequence[int], seed: int = 1000) -> lis
             )
             history = run_load(engine, load)
             found += [(step.works, step.seconds) for step in history.steps]
-    for length in (16, 64, 200, longest // 2):
+    for length in sorted({min(length, max(1, longest // 2)) for length in (16, 64, 200, 600)}):
         load = make_load(1, Lengths(length, length), Lengths(1, 1), engine.config.vocabulary, seed=seed - length)
         found += [(step.works, step.seconds) for step in run_load(engine, load).steps]
     return found

@@ -27,7 +27,7 @@ from tilemesh.plan.local import local_machine
 from tilemesh.plan.serving_clock import StepClock
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.figures import LoadFigures, ServeGoal, load_figures
-from tilemesh.serve.history import ServeHistory
+from tilemesh.serve.history import RequestRecord, ServeHistory
 
 Clock = Callable[[Sequence[SequencePart]], float]
 _WARM_TOKENS = 16
@@ -218,6 +218,25 @@ class ServeBench:
                 **stamp(),
             )
         )
+
+
+def server_rows(records: Sequence[RequestRecord], goal: ServeGoal, case: Mapping[str, CaseValue]) -> list[Row]:
+    """What a server elsewhere did with a load; nothing is known of its model, so nothing is predicted."""
+    figures = load_figures(records, goal)
+    unknown = "nothing is known of the server's model"
+    missing = {"predicted": unknown, "limit": unknown, "peers": "the server is the peer"}
+    gaps = [gap for record in records for gap in record.gaps_s] or [figures.itl_p50]
+    samples = [
+        ("server, first token", "s", Sample.of([one.first_token_s or 0.0 for one in records if one.token_ns])),
+        ("server, between tokens", "s", Sample.of(gaps)),
+        ("server, between tokens, p99", "s", Sample.of([figures.itl_p99])),
+        ("server, tokens", "tokens/s", Sample.of([figures.tokens_per_s])),
+        ("server, within the goal", "fraction", Sample.of([figures.goodput])),
+    ]
+    return [
+        Row(name=name, case=case, unit=unit, predicted=None, measured=sample, limit=None, missing=missing, **stamp())
+        for name, unit, sample in samples
+    ]
 
 
 def open_peers(names: Sequence[str], engine: Engine, dtype: str, device: str, closing: ExitStack) -> list[PeerProcess]:

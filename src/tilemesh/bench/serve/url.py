@@ -19,6 +19,8 @@ from tilemesh.serve.history import RequestRecord
 from tilemesh.serve.request import FinishReason
 
 _LONGEST_S = 600.0
+URL_VOCABULARY = 256
+"""Tokens of prompts are below this: every vocabulary known to us has as many."""
 
 
 def read_url(url: str) -> tuple[str, int, str]:

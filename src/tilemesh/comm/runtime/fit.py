@@ -80,6 +80,8 @@ class Fit:
     """What was measured for one transport, number of ranks and of cores that these may use together.
 
     `curves`: by "collective/algorithm", and `PARTS`. `busy`: how much else the machine had to do; None: nobody looked.
+    `layer_s`: seconds of a layer's passes on one rank while the others sleep, and while all do the same; None: of an
+    earlier version.
     """
 
     transport: str
@@ -89,6 +91,7 @@ class Fit:
     curves: Mapping[str, Curve]
     when: str = ""
     busy: Busyness | None = None
+    layer_s: tuple[float, float] | None = None
 
     def seconds(self, collective: str, algorithm: str, nbytes: int, node_size: int | None = None) -> float | None:
         """What a call is predicted to take; None when nothing is known that would tell."""
@@ -149,15 +152,20 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         curves = {name: [list(point) for point in curve.points] for name, curve in self.curves.items()}
         spreads = {name: [list(spread) for spread in curve.spreads] for name, curve in self.curves.items()}
-        return {
-            "transport": self.transport,
-            "ranks": self.ranks,
-            "cores": self.cores,
-            "sync_s": self.sync_s,
-            "when": self.when,
-            "curves": curves,
-            "spreads": spreads,
-        } | ({} if self.busy is None else {"busy": self.busy.to_dict()})
+        layer = {} if self.layer_s is None else {"layer_s": list(self.layer_s)}
+        return (
+            layer
+            | {
+                "transport": self.transport,
+                "ranks": self.ranks,
+                "cores": self.cores,
+                "sync_s": self.sync_s,
+                "when": self.when,
+                "curves": curves,
+                "spreads": spreads,
+            }
+            | ({} if self.busy is None else {"busy": self.busy.to_dict()})
+        )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fit:
@@ -174,7 +182,11 @@ class Fit:
             curves[str(name)] = Curve(made, spreads)
         ranks, cores, sync_s = int(data["ranks"]), int(data["cores"]), float(data["sync_s"])
         busy = Busyness.from_dict(data.get("busy"))
-        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy)
+        layer = data.get("layer_s")
+        layer_s = None if layer is None else (float(layer[0]), float(layer[1]))
+        if layer_s is not None and not all(0 < each < math.inf for each in layer_s):
+            raise ValueError(f"layer_s is {layer_s}, which is no measurement")
+        return cls(str(data["transport"]), ranks, cores, sync_s, curves, str(data.get("when", "")), busy, layer_s)
 
 
 def _overlap(first: tuple[float, float] | None, second: tuple[float, float] | None) -> bool:

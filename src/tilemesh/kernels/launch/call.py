@@ -16,7 +16,7 @@ from torch import Tensor
 from tilemesh.kernels import context
 from tilemesh.kernels.launch.gpu import current_stream, device_index
 from tilemesh.kernels.launch.steps import INT32_LIMIT, Buffer, LaunchPlan, check_names
-from tilemesh.kernels.launch.tensors import PLAIN_TYPES, dtype_name
+from tilemesh.kernels.launch.tensors import dtype_name
 
 if TYPE_CHECKING:
     from tilemesh.kernels.launch.program import Operand
@@ -43,9 +43,7 @@ Plan = Callable[..., LaunchPlan]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Of a tensor without memory (launch/ahead.py) as where torch would allocate it: aligned."""
-    aligned = type(tensor) not in PLAIN_TYPES or tensor.data_ptr() % 16 == 0
-    return Place(tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), aligned)
+    return Place(tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), aligned=tensor.data_ptr() % 16 == 0)
 
 
 def compiled(plan: Plan, tensors: Mapping[str, Tensor], written: Sequence[str], **constants: Any) -> Launched:

@@ -169,7 +169,7 @@ class Computation:
 
         def run(launch: Callable[..., Any], tensors: Tensors) -> Sequence[Tensor | None]:
             given = self.binding.with_tensors(values, tensors[results:count])
-            return self.run_backward(launch, tensors[:results], given, tensors[count:])
+            return self._run_backward(launch, tensors[:results], given, tensors[count:])
 
         tensors = (*gradients, *(values[at] for at in self.tensors), *kept)
         return self._repeat(self.backward_key(how, values), tensors, how, run)
@@ -177,10 +177,9 @@ class Computation:
     def backward_key(self, how: str, values: Sequence[Any]) -> tuple[object, ...]:
         return (self, how, "backward", *self.binding.options(values))
 
-    def run_backward(
+    def _run_backward(
         self, launch: Callable[..., Any], gradients: Tensors, values: Sequence[Any], kept: Tensors
     ) -> Sequence[Tensor | None]:
-        """One gradient, or None, for each tensor argument, by the kernel module."""
         made = self._kernels().backward(launch, tuple(gradients), tuple(values), tuple(kept))
         made = (made,) if isinstance(made, Tensor) else made or ()
         if len(made) != len(self.tensors):

@@ -14,7 +14,6 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +37,6 @@ _WIDE_SIZE = INT32_LIMIT - 4096
 # This is no state of a context: equal keys give equal kernels, nothing reads it but `compile_step`, and a kernel that
 # is loaded stays on the GPU until the process ends, so another context had better find it than load it again.
 KERNELS: dict[tuple[object, ...], CompiledKernel] = {}
-BEGUN: dict[tuple[object, ...], Future[CompiledKernel]] = {}
-"""Kernels that threads compile ahead of their first launch (ahead.py)."""
 # Ranks may be threads of one process: while one loads a kernel, Triton shows it to others half loaded.
 _LOADING = threading.Lock()
 
@@ -57,27 +54,6 @@ class Operand:
 
 def compile_step(step: Step, operands: Mapping[str, Operand], target: GPUTarget | None = None) -> CompiledKernel:
     """Compile one launch for this GPU, or for a target without one present; what was compiled before is found again."""
-    key, make = _compilation(step, operands, target)
-    found = KERNELS.get(key)
-    if found is None:
-        begun = BEGUN.pop(key, None)
-        found = KERNELS[key] = make() if begun is None else begun.result()
-    return found
-
-
-def compile_later(
-    step: Step, operands: Mapping[str, Operand], executor: Executor, target: GPUTarget | None = None
-) -> None:
-    """Let a thread compile one launch; `compile_step` waits for it."""
-    key, make = _compilation(step, operands, target)
-    if key not in KERNELS and key not in BEGUN:
-        BEGUN[key] = executor.submit(make)
-
-
-def _compilation(
-    step: Step, operands: Mapping[str, Operand], target: GPUTarget | None
-) -> tuple[tuple[object, ...], Callable[[], CompiledKernel]]:
-    """Everything that one launch is compiled from, and what compiles it."""
     function = _function(step.kernel)
     gluon = function.is_gluon()
     signature: dict[str, str] = {}
@@ -94,14 +70,15 @@ def _compilation(
     place = triton.runtime.driver.active.get_current_device() if target is None else target
     divisors = ((position, hint[0][1]) for position, hint in attributes.items())
     key = (step.kernel, *signature.items(), *constants.items(), *divisors, *options.values(), place)
-    kernel = (function, signature, constants, attributes)
-
-    def make() -> CompiledKernel:
+    found = KERNELS.get(key)
+    if found is None:
+        kernel = (function, signature, constants, attributes)
         if gluon:
-            return _compile_gluon(kernel, target, options)
-        return triton.compile(ASTSource(*kernel), target=target, options=options)
-
-    return key, make
+            found = _compile_gluon(kernel, target, options)
+        else:
+            found = triton.compile(ASTSource(*kernel), target=target, options=options)
+        KERNELS[key] = found
+    return found
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._library.utils import get_layout_constraint_tag
 
-from tilemesh.kernels.launch.ahead import plan_call
 from tilemesh.kernels.launch.computation import Computation
 
 _library = torch.library.Library("tilemesh", "FRAGMENT")
@@ -39,25 +38,11 @@ def register(computation: Computation) -> None:
 
     def fake(*values: Any) -> Any:
         _announce(name)
-        *arguments, how = values
-        plan_call(
-            name, how,
-            lambda launch, tensors: computation.run_forward(launch, binding.with_tensors(arguments, tensors)),
-            [arguments[at] for at in binding.tensors], binding.options(arguments),
-        )  # fmt: skip
-        return one_or_all(computation.fake(*arguments))
+        return one_or_all(computation.fake(*values[:-1]))
 
     def fake_backward(*values: Any) -> list[Tensor]:
         _announce(f"{name}_backward")
-        *arguments, kept, gradients, how = values
-        begin, end = len(binding.tensors), len(binding.tensors) + len(kept)
-
-        def run(launch: Any, tensors: list[Any]) -> object:
-            given = binding.with_tensors(arguments, tensors[:begin])
-            return computation.run_backward(launch, tensors[end:], given, tensors[begin:end])
-
-        given = [*(arguments[at] for at in binding.tensors), *kept, *gradients]
-        plan_call(f"{name}_backward", how, run, given, binding.options(arguments))
+        *arguments, kept, _, _ = values
         arguments = computation.restored(arguments, kept)
         return [arguments[at].new_empty(arguments[at].shape) for at in binding.tensors if arguments[at] is not None]
 

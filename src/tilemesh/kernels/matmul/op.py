@@ -22,7 +22,6 @@ from torch.compiler import is_compiling
 
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels import context
-from tilemesh.kernels.launch.gpu import device_index, gpu_of
 from tilemesh.kernels.launch.steps import FitError
 from tilemesh.kernels.launch.tensors import PLAIN_TYPES, autocast, autocasts, is_transformed
 from tilemesh.kernels.matmul import gradient, reference
@@ -37,10 +36,9 @@ from tilemesh.kernels.matmul.arguments import (
     two_dim,
 )
 from tilemesh.kernels.matmul.choose import choose
-from tilemesh.kernels.matmul.config import TILE_KINDS, Config, decode, encode
-from tilemesh.kernels.matmul.plan import tiles_plan
+from tilemesh.kernels.matmul.config import Config, decode, encode
 from tilemesh.kernels.matmul.problem import LIBRARY_GROUP_BYTES, Problem
-from tilemesh.kernels.matmul.run import Runner, operands_of, prepare
+from tilemesh.kernels.matmul.run import Runner, prepare
 
 LIBRARY_GROUP = LIBRARY_GROUP_BYTES // 2  # elements of 16 bits
 
@@ -133,22 +131,8 @@ def product_and_sum(
     a: Tensor, b: Tensor, c: Tensor | None, activation: str, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """(act(A @ B + C), A @ B + C) without gradients, for operators that have a gradient of their own."""
-    if type(a) not in PLAIN_TYPES:
-        return _planned_ahead(a, b, c, activation)
     d, z = _eager(a, b, c, activation, None, implementation, None, True)
     assert z is not None
-    return d, z
-
-
-def _planned_ahead(a: Tensor, b: Tensor, c: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    """Of tensors without memory: the kernel is compiled in the background (launch/ahead.py)."""
-    shape, gpu = (*a.shape[:-1], b.shape[1]), gpu_of(device_index(a.device))
-    d, z = a.new_empty(shape), a.new_empty(shape)
-    problem = problem_of(*two_dim(a, b, c, d, None)[:4], activation=activation, keep=True)
-    chosen = choose(problem, "auto", None, a.device)
-    if context.current.ahead is not None and chosen.kind in TILE_KINDS:
-        plan = tiles_plan(problem, chosen, gpu.multiprocessors)
-        context.current.ahead.compile(plan, operands_of(problem, plan.buffers))
     return d, z
 
 

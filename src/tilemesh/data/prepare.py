@@ -1,0 +1,200 @@
+"""`tilemesh data prepare`: a source written as token shards, some of it at a time, from where an earlier call stopped.
+
+The one idea: documents come in one order, and shards end where documents do. After every shard a small file says how
+many documents are in the shards so far; a call that finds it reads past so many documents and goes on, and what it
+then writes is what one call would have written. The file is gone once `meta.json`, which makes the folder a source, is
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilemesh.core.config import to_dict
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.files import naming, read_json_object
+from tilemesh.data.config import PREPARING_FILE, SHARD_SUFFIX, DataConfig, check_source, has_shards, source_path
+from tilemesh.data.corpus import (
+    ENOUGH_DOCUMENTS,
+    EncodedDocument,
+    encoded_documents,
+    is_held_out,
+    joined,
+    split_documents,
+)
+from tilemesh.data.documents import Document, documents, source_bytes
+from tilemesh.data.shards import COUNTED_SUFFIX, DTYPES, HELD_OUT_PREFIX, META_FILE
+from tilemesh.data.stream import Stream
+from tilemesh.data.tokenizer import Tokenizer, open_tokenizer
+
+SHARD_TOKENS = 1 << 26
+Progress = Callable[[int, int], None]
+"""Told how many bytes of the source were read, of how many."""
+
+
+def prepare(
+    data: DataConfig,
+    out: str | Path,
+    shard_tokens: int = SHARD_TOKENS,
+    on_progress: Progress = lambda read, total: None,
+) -> dict[str, Any]:
+    """Write a source as token shards that `data.source` then names; returns what `meta.json` says.
+
+    Where an earlier call with the same arguments was stopped, it goes on.
+    """
+    target = _target(data, out)
+    tokenizer = open_tokenizer(data.tokenizer)
+    state = _State.read(target, data, shard_tokens) or _State(_arguments(data, shard_tokens))
+    target.mkdir(parents=True, exist_ok=True)
+    state.write(target)
+    if data.tokenizer is not None:
+        with naming(target / "tokenizer.json"):
+            (target / "tokenizer.json").write_bytes(data.tokenizer.read_bytes())
+    writer = _ShardWriter(target, tokenizer, state)
+    total = source_bytes(data)
+    on_progress(state.read_bytes, total)
+    waiting: list[EncodedDocument] = []
+    size = 0
+    for document in encoded_documents(data, tokenizer, _after(data, state.documents)):
+        waiting.append(document)
+        size += len(document.tokens)
+        state.ends_inside |= document.ends_inside
+        if len(waiting) % 64 == 0:
+            on_progress(document.read_bytes, total)
+        if size >= shard_tokens and state.documents + len(waiting) >= ENOUGH_DOCUMENTS:
+            writer.flush(waiting, data.held_out)
+            waiting, size = [], 0
+            on_progress(document.read_bytes, total)
+    if state.documents:
+        writer.flush(waiting, data.held_out)
+    else:  # few documents, or a small source: whole, as training would read it
+        writer.write(*split_documents(waiting, data.held_out), documents=len(waiting), read=total, most=shard_tokens)
+    on_progress(total, total)
+    return writer.finish(data)
+
+
+def _target(data: DataConfig, out: str | Path) -> Path:
+    if not str(out).strip():
+        raise UsageError("the folder to write to is empty: name one")
+    target = Path(out)
+    if data.mixture:
+        raise UsageError("data.mixture", " is for training: prepare each of its sources by itself")
+    check_source(data)
+    if has_shards(source_path(data.source)):
+        raise UsageError("data.source", f" {data.source} has shards already: there is nothing to prepare")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is a file: expected a folder to write shards to")
+    if has_shards(target) and not (target / PREPARING_FILE).exists():
+        raise UsageError(f"{target} has shards already: name another folder, or remove it first")
+    return target
+
+
+def _after(data: DataConfig, done: int) -> Iterator[Document]:
+    """The documents that are in no shard yet."""
+    return itertools.islice(documents(data), done, None)
+
+
+def _arguments(data: DataConfig, shard_tokens: int) -> dict[str, Any]:
+    return {**to_dict(data), "shard_tokens": shard_tokens, "source_bytes": source_bytes(data)}
+
+
+@dataclasses.dataclass
+class _State:
+    """How far it has come."""
+
+    arguments: dict[str, Any]
+    documents: int = 0
+    read_bytes: int = 0
+    counts: dict[str, int] = dataclasses.field(default_factory=lambda: {"train": 0, HELD_OUT_PREFIX: 0})
+    """Shards of each side."""
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_counted: bool = False
+    ends_inside: bool = False
+
+    @staticmethod
+    def read(target: Path, data: DataConfig, shard_tokens: int) -> _State | None:
+        path = target / PREPARING_FILE
+        if not path.exists():
+            return None
+        try:
+            found = _State(**read_json_object(path))
+        except TypeError:
+            raise UsageError(
+                f"{path} is not what `tilemesh data prepare` wrote: remove {target} and begin anew"
+            ) from None
+        now = _arguments(data, shard_tokens)
+        before = found.arguments
+        different = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
+        if different:
+            told = "; ".join(different)
+            raise UsageError(f"{target} was begun otherwise ({told}): do as then, or name another folder")
+        return found
+
+    def write(self, target: Path) -> None:
+        _write_whole(target / PREPARING_FILE, json.dumps(dataclasses.asdict(self)).encode())
+
+
+class _ShardWriter:
+    def __init__(self, target: Path, tokenizer: Tokenizer, state: _State) -> None:
+        self.target, self.tokenizer, self.state = target, tokenizer, state
+        largest = max(tokenizer.vocabulary - 1, 1)
+        self.dtype = next(name for name, kind in DTYPES.items() if largest <= np.iinfo(kind).max)
+
+    def flush(self, waiting: list[EncodedDocument], held_out: float) -> None:
+        """Documents into one shard for each side, and then how far that is."""
+        if not waiting:
+            return
+        held = [document for document in waiting if is_held_out(document.name, held_out)]
+        train = [document for document in waiting if not is_held_out(document.name, held_out)]
+        self.write(joined(train), joined(held), documents=len(waiting), read=waiting[-1].read_bytes)
+
+    def write(self, train: Stream, held: Stream, *, documents: int, read: int, most: int = 0) -> None:
+        for prefix, stream in (("train", train), (HELD_OUT_PREFIX, held)):
+            for part, tokens in enumerate(stream.parts):
+                counted = stream.counted[part] if stream.counted else None
+                for begin in range(0, len(tokens), most or len(tokens)):
+                    here = slice(begin, begin + (most or len(tokens)))
+                    self._shard(prefix, tokens[here], None if counted is None else counted[here])
+        self.state.documents += documents
+        self.state.read_bytes = read
+        self.state.write(self.target)
+
+    def _shard(self, prefix: str, tokens: Any, counted: Any) -> None:
+        name = f"{prefix}-{self.state.counts[prefix]:05d}{SHARD_SUFFIX}"
+        if counted is not None:
+            self.state.has_counted = True
+            _write_whole((self.target / name).with_suffix(COUNTED_SUFFIX), np.asarray(counted, np.uint8).tobytes())
+        _write_whole(self.target / name, tokens.astype(DTYPES[self.dtype]).tobytes())
+        self.state.counts[prefix] += 1
+        self.state.files[name] = len(tokens)
+
+    def finish(self, data: DataConfig) -> dict[str, Any]:
+        meta = {
+            "dtype": self.dtype, "vocabulary": self.tokenizer.vocabulary, "end": self.tokenizer.end,
+            "tokenizer": "bytes" if data.tokenizer is None else "tokenizer.json", "source": data.source,
+            "documents": self.state.documents, "counted": self.state.has_counted,
+            "ends_inside": self.state.ends_inside, "files": self.state.files,
+        }  # fmt: skip
+        _write_whole(self.target / META_FILE, (json.dumps(meta, indent=2) + "\n").encode())
+        with contextlib.suppress(FileNotFoundError):
+            (self.target / PREPARING_FILE).unlink()
+        return meta
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Under another name first: a file that has its name is whole."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,236 @@
+"""The page of a serving benchmark: latency against load with its prediction, the steps, the pages, the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tilemesh.core.units import format_count, format_seconds
+from tilemesh.report import compare, run_parts
+from tilemesh.report.draw import Line, PageTable, Plot, PlotAxis, around, chart
+from tilemesh.report.html import Child, Html, el, join
+from tilemesh.report.kind_page import Beside, Fact, KindPage, PageSection, PairSection, Verdict
+from tilemesh.report.rows import percent, row_table
+from tilemesh.report.run import Run
+from tilemesh.report.verdict import state_words
+from tilemesh.runs.names import METRICS, SUMMARY
+from tilemesh.runs.values import number, section
+
+MOST_POINTS = 300
+MOST_LOADS = 6
+"""Loads whose steps are drawn; a page of more would be long and say no more."""
+_EQUAL = 0.2
+
+
+def _points(run: Run) -> list[Mapping[str, Any]]:
+    """Loads that the summary tells of: each with a rate (None: all at once), figures measured and predicted."""
+    told = run.summary.get("points")
+    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) and not run.is_behind else []
+
+
+def _online(run: Run) -> list[Mapping[str, Any]]:
+    found = [one for one in _points(run) if number(one.get("rate"), 0) > 0]
+    return sorted(found, key=lambda one: number(one["rate"]))
+
+
+def _about(run: Run) -> str:
+    told = section(run.config, "serve")
+    parts = [str(told[key]) for key in ("model", "dtype", "device") if key in told]
+    parts += [f"{told[key]} {key}" for key in ("pages", "running", "step_tokens") if key in told]
+    return " · ".join(parts) or "A serving benchmark."
+
+
+def _verdict(run: Run, beside: Beside) -> Verdict:
+    if run.was_cut_short or not _points(run):
+        words = state_words(run)
+        return Verdict(words[0].upper() + words[1:] + ("" if words.endswith(".") else "."), run.was_cut_short)
+    errors = []
+    for point in _online(run):
+        for key in ("ttft_p50", "itl_p50"):
+            measured, guess = (number(section(point, which).get(key)) for which in ("measured", "predicted"))
+            if measured > 0 and math.isfinite(guess):
+                errors.append(abs(guess / measured - 1))
+    best = max((number(section(one, "measured").get("tokens_per_s"), 0) for one in _points(run)), default=0.0)
+    sentence = f"Up to {format_count(best)} output tokens per second."
+    if errors:
+        within = sum(error <= _EQUAL for error in errors)
+        sentence += f" {within} of {len(errors)} medians of latency came within 20 % of their prediction."
+    kept = [number(section(one, "measured").get("goodput")) for one in _online(run)]
+    late = [one for one, share in zip(_online(run), kept, strict=True) if share < 0.99]
+    advice = ""
+    if late:
+        rate = number(late[0]["rate"])
+        advice = f"At {rate:g} requests/s some requests miss the goal: add a replica, or allow a longer time."
+    return Verdict(sentence, False, advice)
+
+
+def _facts(run: Run, beside: Beside) -> list[Fact]:
+    facts = []
+    for name, key in (("first token", "ttft_p50"), ("between tokens", "itl_p50")):
+        found = [number(section(one, "measured").get(key)) for one in _online(run)]
+        if found:
+            rates = _online(run)
+            facts.append(Fact(name, format_seconds(found[0]), f"median at {number(rates[0]['rate']):g} requests/s"))
+    used = [value for _, value in run.figure("pages_used")]
+    pages = number(section(run.config, "serve").get("pages"))
+    if used and pages > 0:
+        facts.append(Fact("pages", percent(max(used) / pages), f"of {pages:,.0f} in use at most"))
+    waste = _waste(run.steps)
+    if waste is not None:
+        facts.append(Fact("page waste", percent(waste, 1), "places of pages in use that hold nothing"))
+    steps = run.figure("seconds")
+    if steps:
+        ordered = sorted(value for _, value in steps)
+        facts.append(Fact("a step", format_seconds(ordered[len(ordered) // 2]), f"median of {len(ordered):,}"))
+    return facts
+
+
+def _waste(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of the places in pages that requests held, the share without a token, over all steps."""
+    places = sum(number(one.get("held_places"), 0) for one in steps)
+    tokens = sum(number(one.get("held_tokens"), 0) for one in steps)
+    return 1 - tokens / places if places > 0 else None
+
+
+# ---- latency against load --------------------------------------------------------------------------------------
+
+
+def _load(run: Run, beside: Beside) -> Html | None:
+    if not _online(run):
+        return None
+    charts = [
+        _against_load(run, "Time to first token", "seconds", ("ttft_p50", "ttft_p99"), format_seconds),
+        _against_load(run, "Time between tokens", "seconds", ("itl_p50", "itl_p99"), format_seconds),
+        _against_load(run, "Output tokens per second", "tokens/s", ("tokens_per_s",), format_count),
+        _against_load(run, "Requests under way", "requests", ("inside",), "{:.3g}".format),
+    ]
+    return el("div", *charts, class_="pair")
+
+
+_WORDS = {"ttft_p50": "median", "ttft_p99": "p99", "itl_p50": "median", "itl_p99": "p99"}
+
+
+def _against_load(run: Run, title: str, words: str, keys: Sequence[str], show: Callable[[float], str]) -> Html:
+    points = _online(run)
+    rates = [number(one["rate"]) for one in points]
+    lines, head = [], ["requests/s"]
+    columns: list[list[float]] = []
+    for colour, key in enumerate(keys):
+        for which in ("measured", "predicted"):
+            values = [number(section(one, which).get(key)) for one in points]
+            name = f"{_WORDS.get(key, '')} {which}".strip()
+            drawn = [(rate, value) for rate, value in zip(rates, values, strict=True) if math.isfinite(value)]
+            lines.append(Line(name, drawn, colour, dashed=which == "predicted", dots=True))
+            head.append(name)
+            columns.append(values)
+    finite = [value for column in columns for value in column if math.isfinite(value)]
+    x = PlotAxis(*around(rates, zero=True), "requests per second")
+    y = PlotAxis(*around(finite, zero=True), words, show)
+    rows: list[list[Child]] = [
+        [f"{rate:g}", *(show(column[place]) if math.isfinite(column[place]) else "–" for column in columns)]
+        for place, rate in enumerate(rates)
+    ]
+    table = PageTable(head, rows, [x.place(rate) for rate in rates])
+    return chart(
+        title, "Dashed: predicted before it was measured, by the engine's own scheduler.", Plot(x, y, lines), table
+    )
+
+
+# ---- steps over time -------------------------------------------------------------------------------------------
+
+
+def _loads(run: Run) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Steps by the load that they belong to."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for one in run.steps:
+        found.setdefault(str(one.get("load", "")), []).append(one)
+    return list(found.items())[-MOST_LOADS:]
+
+
+def _steps(run: Run, beside: Beside) -> Html | None:
+    series = {"prefill": "tokens of prompts", "decode": "tokens that decode"}
+    return _each_load(run, "Tokens in each step", "tokens", series)
+
+
+def _pages(run: Run, beside: Beside) -> Html | None:
+    series = {"pages_used": "in use", "pages_idle": "kept for prompts that begin alike"}
+    return _each_load(run, "Pages", "pages", series)
+
+
+def _batch(run: Run, beside: Beside) -> Html | None:
+    series = {
+        "decoding": "requests that decode",
+        "prefilling": "requests with a prompt",
+        "waiting": "requests that wait",
+    }
+    return _each_load(run, "Requests in each step", "requests", series)
+
+
+def _each_load(run: Run, title: str, words: str, series: Mapping[str, str]) -> Html | None:
+    charts = [
+        _over_time(f"{title}, {name}" if name else title, words, steps, series)
+        for name, steps in _loads(run)
+        if any(key in one for one in steps for key in series)
+    ]
+    return el("div", *charts, class_="pair") if charts else None
+
+
+def _over_time(title: str, words: str, steps: Sequence[Mapping[str, Any]], series: Mapping[str, str]) -> Html:
+    size = -(-len(steps) // MOST_POINTS)
+    groups = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
+    times = [number(group[0].get("at_s"), 0.0) for group in groups]
+    lines, columns = [], []
+    for colour, (key, name) in enumerate(series.items()):
+        values = [sum(number(one.get(key), 0.0) for one in group) / len(group) for group in groups]
+        lines.append(Line(name, list(zip(times, values, strict=True)), colour))
+        columns.append(values)
+    x = PlotAxis(*around(times, zero=True, margin=0.02), "seconds")
+    y = PlotAxis(*around([value for column in columns for value in column], zero=True), words)
+    rows: list[list[Child]] = [
+        [f"{at:.3g}", *(f"{column[place]:.4g}" for column in columns)] for place, at in enumerate(times)
+    ]
+    table = PageTable(["seconds", *series.values()], rows, [x.place(at) for at in times])
+    note = f"Mean of {size} steps at a time." if size > 1 else ""
+    return chart(title, note, Plot(x, y, lines), table)
+
+
+def _rows(run: Run, beside: Beside) -> Html | None:
+    if not beside.rows:
+        return None
+    lead = [key for key in ("rate", "batch", "requests") if any(key in row.case for row in beside.rows)]
+    return join(row_table(beside.rows, lead))
+
+
+# ---- two runs --------------------------------------------------------------------------------------------------
+
+
+def _differences(first: Run, first_beside: Beside, second: Run, second_beside: Beside) -> list[compare.Difference]:
+    return compare.general_differences(first, first_beside.rows, second, second_beside.rows)
+
+
+def _side_by_side(first: Run, second: Run, names: tuple[str, str]) -> Html | None:
+    keys = [
+        key for key in ("seconds", "prefill", "decode", "running") if key in first.figures and key in second.figures
+    ]
+    charts = [run_parts.overlay(key, key, key, (first, second), names, zero=True) for key in keys]
+    return el("div", *charts, class_="pair") if charts else None
+
+
+SERVE_PAGE = KindPage(
+    about=_about,
+    verdict=_verdict,
+    facts=_facts,
+    sections=(
+        PageSection("load", "Latency against load", _load),
+        PageSection("rows", "Against prediction, limit and peer", _rows),
+        PageSection("steps", "What each step computed", _steps),
+        PageSection("batch", "Who was in the batch", _batch),
+        PageSection("pages", "How full the pages were", _pages),
+        PageSection("events", "What happened", lambda run, _: run_parts.events(run)),
+        PageSection("again", "To run it again", lambda run, _: run_parts.again(run)),
+    ),
+    differences=_differences,
+    pairs=(PairSection("Side by side", _side_by_side),),
+    expects={METRICS: "the steps", SUMMARY: "latency against load"},
+)

@@ -1,0 +1,66 @@
+"""What a rank of a served model does: its part of the model laid on the mesh, and a step for each message that comes.
+
+All ranks of tp get the same message and compute the same step; rank 0 answers with the logits.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.comm import connect
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.parallel.apply import lay
+from tilemesh.parallel.laid import Laid
+from tilemesh.parallel.mesh import Mesh
+from tilemesh.serve.load import load_served, read_device, read_dtype
+from tilemesh.serve.runner import Runner
+from tilemesh.serve.scheduler import ServeLimits
+from tilemesh.serve.wire import pack_logits, receive, send, unpack_step
+
+
+def serve_steps(address: str, source: str, limits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Until the engine goes. `address`: the engine's socket; `limits`: its `ServeLimits`."""
+    comm = connect()
+    mesh = Mesh(comm, tp=comm.size)
+    device = f"cuda:{comm.rank}" if options["device"] == "cuda" else options["device"]
+    place = read_device(device)
+    served = load_served(source, dtype=read_dtype(options["dtype"]), device=place, step=options["step"])
+    runner = Runner(served.model, ServeLimits(**limits), place, options["invariant"]) if comm.size == 1 else None
+    if runner is None:
+        # `lay` prepares a model to be trained; here nothing is.
+        laid = lay(served.model.requires_grad_(True), mesh, ParallelPlan(tp=comm.size), gradients="naive")
+        served.model.eval().requires_grad_(False)
+        runner = LaidRunner(laid, ServeLimits(**limits), place, options["invariant"])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(address)
+        send(connection, {"rank": comm.rank})
+        while True:
+            try:
+                header, body = receive(connection)
+            except (EOFError, ConnectionError):
+                return  # the engine has closed
+            plan, spans = unpack_step(header, body)
+            with torch.inference_mode():
+                runner.copy_pages(plan)
+            found = runner.compute(spans)
+            if comm.rank == 0:
+                rows = [found[span.entry.request.name].logits_NV for span in spans if span.wanted]
+                like = next(served.model.parameters())
+                joined = torch.cat(rows) if rows else like.new_empty(0, served.model.config.vocabulary)
+                send(connection, *pack_logits(joined))
+
+
+class LaidRunner(Runner):
+    """A runner whose model is one rank's part: logits are joined over the ranks."""
+
+    def __init__(self, laid: Laid, limits: ServeLimits, device: torch.device, invariant: bool) -> None:
+        super().__init__(laid.module, limits, device, invariant)  # type: ignore[arg-type]
+        self._laid = laid
+
+    def _project(self, x_TD: Tensor) -> Tensor:
+        return self._laid.seams.join_features(super()._project(x_TD), self.model.config.vocabulary)

@@ -1,0 +1,175 @@
+"""A runner whose model is computed by other processes: tensor parallel ranks, or one that is a replica of its own.
+
+The one idea: a step is a value, so it can be sent. The scheduler, drawing and text stay with the engine; tokens and
+page numbers go to every rank, logits come back from the first. A rank that dies takes the pages with it: that step's
+requests fail, ranks are started again, and what the scheduler still knows is computed anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilemesh.core.context import outside_any_job
+from tilemesh.core.cores import available_cores
+from tilemesh.core.errors import RunError
+from tilemesh.launch.calls import Ranks
+from tilemesh.launch.rank import THREAD_VARIABLES
+from tilemesh.serve.batch import TokenSpan, token_span
+from tilemesh.serve.request import ServeRequest
+from tilemesh.serve.runner import RequestLogits
+from tilemesh.serve.scheduler import ServeLimits, StepPlan
+from tilemesh.serve.wire import pack_step, receive, send, unpack_logits
+
+_START_S = 600.0
+_LOOK_S = 0.1
+_RESTARTS_PER_HOUR = 5
+
+
+class RanksLostError(RunError):
+    """Ranks that computed a model are gone, and with them what lay in pages."""
+
+
+class RankRunner:
+    """`ranks` processes that share each matrix. `shared_by`: how many such groups share this machine's cores."""
+
+    ahead = None
+
+    def __init__(
+        self,
+        source: str,
+        limits: ServeLimits,
+        ranks: int,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        step: int | None = None,
+        invariant: bool = False,
+        shared_by: int = 1,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.limits, self.ranks, self.invariant = limits, ranks, invariant
+        self._say = say
+        options = {"dtype": dtype, "device": device, "step": step, "invariant": invariant}
+        self._arguments = (os.path.abspath(source), dataclasses.asdict(limits), options)
+        self._shared_by = shared_by
+        self._started: list[float] = []
+        self._group = self._begin()
+
+    def run(
+        self, plan: StepPlan, wants_all: Callable[[ServeRequest], bool] = lambda request: False
+    ) -> Mapping[str, RequestLogits]:
+        spans = [token_span(entry, wants_all(entry.request)) for entry in plan.entries]
+        logits_NV = self._group.step(plan, spans)
+        found, begin = {}, 0
+        for span in spans:
+            if span.wanted:
+                count = len(span.wanted)
+                found[span.entry.request.name] = RequestLogits(span.wanted.start, logits_NV, begin, count)
+                begin += count
+        return found
+
+    def restart(self) -> None:
+        """Start ranks again after some were lost; gives up when that happens again and again."""
+        self.close()
+        now = time.monotonic()
+        self._started = [at for at in self._started if now - at < 3600]
+        if len(self._started) > _RESTARTS_PER_HOUR:
+            raise RunError(f"ranks were lost {len(self._started)} times within an hour: the engine stops")
+        self._group = self._begin()
+        self._group.ready()
+        self._say(f"{self.ranks} ranks started again")
+
+    def ready(self) -> None:
+        """Wait until the ranks have read their weights."""
+        self._group.ready()
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _begin(self) -> _RankGroup:
+        self._started.append(time.monotonic())
+        threads = max(1, available_cores() // (self.ranks * self._shared_by))
+        environ = outside_any_job()
+        for name in THREAD_VARIABLES:
+            environ.setdefault(name, str(threads))
+        return _RankGroup(self.ranks, environ, self._arguments)
+
+
+class _RankGroup:
+    """Ranks from their start to their end, and a socket to each."""
+
+    def __init__(self, ranks: int, environ: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
+        self._ended: str | None = None
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tilemesh-"))  # of mode 0700
+            self._listening = listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            address = os.path.join(folder, "steps")
+            listening.bind(address)
+            listening.listen(ranks)
+            listening.settimeout(_LOOK_S)
+            started = Ranks(ranks, environ=environ)
+            stack.callback(self._end, started)
+            started.begin("tilemesh.serve.rank:serve_steps", address, *arguments)
+            self._watcher = threading.Thread(target=self._watch, args=(started,), name="tilemesh-ranks", daemon=True)
+            self._watcher.start()
+            self._ranks, self._connections = ranks, list[socket.socket]()
+            self._stack = stack.pop_all()
+
+    def step(self, plan: StepPlan, spans: Sequence[TokenSpan]) -> Tensor:
+        """The logits that are wanted, one span's after the other's."""
+        self.ready()
+        header, body = pack_step(plan, spans)
+        try:
+            for connection in self._connections:
+                send(connection, header, body)
+            return unpack_logits(*receive(self._connections[0]))
+        except (OSError, EOFError) as error:
+            self._watcher.join(10)  # who died, and how, is known a moment later
+            raise RanksLostError(f"a rank that computes this model is gone: {self._ended or error}") from None
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def ready(self) -> None:
+        """Wait for a connection of each rank."""
+        found: dict[int, socket.socket] = {}
+        end = time.monotonic() + _START_S
+        while not self._connections and len(found) < self._ranks:
+            if self._ended is not None:
+                raise RunError(f"the ranks that compute the model did not start: {self._ended}")
+            if time.monotonic() > end:
+                raise RunError(f"the ranks that compute the model did not start within {_START_S:.0f} s")
+            try:
+                connection, _ = self._listening.accept()
+            except TimeoutError:
+                continue
+            self._stack.callback(connection.close)
+            connection.settimeout(None)
+            header, _ = receive(connection)
+            found[header["rank"]] = connection
+        self._connections = self._connections or [found[rank] for rank in range(self._ranks)]
+
+    def _watch(self, started: Ranks) -> None:
+        """Pass on what ranks print, until they end; a rank that dies ends the others."""
+        try:
+            started.results()
+            self._ended = "they have ended"
+        except BaseException as error:
+            self._ended = str(error)
+
+    def _end(self, started: Ranks) -> None:
+        # Their sockets are closed by now, so they return by themselves.
+        self._watcher.join(30)
+        if started.ended is None:
+            started.close()

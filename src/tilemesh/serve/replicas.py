@@ -1,0 +1,144 @@
+"""Several engines behind one door, each with a model of its own in other processes.
+
+What the HTTP application asks of an engine, it asks of this: a prompt goes to the replica that `route.py` names, and an
+abort to where its job is. A replica whose ranks were lost starts again by itself; meanwhile the others are asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tilemesh.core.errors import UsageError
+from tilemesh.serve.core import AnswerPart, PromptJob
+from tilemesh.serve.engine import Engine, EngineStatus, Prompt
+from tilemesh.serve.request import FinishReason, Sampling
+from tilemesh.serve.route import PrefixRouter
+from tilemesh.serve.scheduler import QueueFullError
+
+
+class Replicas:
+    def __init__(self, source: str | Path, replicas: int, *, ranks: int = 1, **options: Any) -> None:
+        """`ranks`: processes of each replica; the options are those of `Engine`."""
+        if options.get("history") is not None:
+            raise UsageError("history is kept of one engine: leave it out with several replicas")
+        self.engines: list[Engine] = []
+        try:
+            self._start(source, replicas, ranks, options)
+        except BaseException:
+            self.close()
+            raise
+        first = self.engines[0]
+        self.served, self.config, self.limits = first.served, first.config, first.limits
+        self._router = PrefixRouter(replicas, self.limits.page_tokens, self.limits.pages)
+        self._lock = threading.Lock()
+        self._homes: dict[int, int] = {}  # a job's id: its replica
+
+    def _start(self, source: str | Path, replicas: int, ranks: int, options: dict[str, Any]) -> None:
+        """All read their weights at the same time. Ranks die with the thread that started them, so it is this one."""
+        for _ in range(replicas):
+            self.engines.append(Engine(source, ranks=ranks, shared_by=replicas, **options))
+        for engine in self.engines:
+            engine.wait_ready()
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, tell: Callable[[AnswerPart], None], priority: int = 0
+    ) -> PromptJob:
+        self.check(prompt, sampling)
+        alive = [engine.alive for engine in self.engines]
+        with self._lock:
+            replica, missing = self._router.choose(prompt, alive)
+            order = [replica, *(other for other in range(len(self.engines)) if other != replica and alive[other])]
+        for number, place in enumerate(order):
+            hear = _Counted(self, place, missing, sampling.n, tell)
+            try:
+                job = self.engines[place].submit(prompt, sampling, hear, priority)
+            except QueueFullError:
+                hear.undo()
+                if number == len(order) - 1:
+                    raise
+                continue
+            except BaseException:
+                hear.undo()
+                raise
+            with self._lock:
+                self._homes[id(job)] = place
+                hear.job = id(job)
+                if hear.left == 0:
+                    self._homes.pop(hear.job, None)
+            return job
+        raise AssertionError("a loop over at least one replica")
+
+    def abort(self, job: PromptJob) -> None:
+        with self._lock:
+            place = self._homes.get(id(job))
+        if place is not None:  # else all its answers have ended
+            self.engines[place].abort(job)
+
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
+        return self.engines[0].encode(prompt, special)
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        return self.engines[0].check(prompt, sampling)
+
+    @property
+    def status(self) -> EngineStatus:
+        each = [dataclasses.astuple(engine.status) for engine in self.engines]
+        return EngineStatus(*(sum(numbers) for numbers in zip(*each, strict=True)))
+
+    @property
+    def alive(self) -> bool:
+        return any(engine.alive for engine in self.engines)
+
+    @property
+    def retry_after_s(self) -> int:
+        return min(engine.retry_after_s for engine in self.engines)
+
+    def close(self, drain: bool = False) -> None:
+        for engine in self.engines:
+            engine.close(drain)
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Counted:
+    """Passes a job's parts on, and tells the router what is left of it."""
+
+    def __init__(
+        self, replicas: Replicas, place: int, missing: int, answers: int, tell: Callable[[AnswerPart], None]
+    ) -> None:
+        self._replicas, self._place, self._missing, self.left, self._tell = replicas, place, missing, answers, tell
+        self.job: int | None = None
+        with replicas._lock:
+            replicas._router.waiting[place] += missing
+            replicas._router.running[place] += answers
+
+    def __call__(self, part: AnswerPart) -> None:
+        router = self._replicas._router
+        with self._replicas._lock:
+            router.waiting[self._place] -= self._missing
+            self._missing = 0
+            if part.finish is FinishReason.ERROR:
+                router.forget(self._place)  # its ranks may be gone, and their pages with them
+            if part.finish is not None:
+                self.left -= 1
+                router.running[self._place] -= 1
+                if self.left == 0 and self.job is not None:
+                    self._replicas._homes.pop(self.job, None)
+        self._tell(part)
+
+    def undo(self) -> None:
+        """The job was not taken."""
+        with self._replicas._lock:
+            self._replicas._router.waiting[self._place] -= self._missing
+            self._replicas._router.running[self._place] -= self.left

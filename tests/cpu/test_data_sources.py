@@ -1,0 +1,311 @@
+"""JSONL, Parquet, folders of both, conversations, mixtures, packing; shards written some at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.data import prepare as preparing
+from tilemesh.data.chat import ConversationPiece, Template, read_messages, template_of
+from tilemesh.data.config import DataConfig, check_source
+from tilemesh.data.corpus import open_corpus
+from tilemesh.data.documents import documents
+from tilemesh.data.prepare import prepare
+from tilemesh.data.samples import IGNORED, PERIOD, Mixture, Samples, apportioned, held_out_samples, train_mixture
+from tilemesh.data.stream import Stream
+from tilemesh.model.transformer import IGNORED as MODEL_IGNORED
+
+
+def written(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+class TestRecords:
+    def test_a_field_of_each_line_is_a_document(self, tmp_path: Path) -> None:
+        source = written(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, {"text": "zwei"}])
+        assert [document.content for document in documents(DataConfig(source=source))] == [b"one", b"zwei"]
+        corpus = open_corpus(DataConfig(source=source, held_out=0.0))
+        assert corpus.train.parts[0].tobytes() == b"one\0zwei\0"
+
+    def test_a_folder_of_text_and_records(self, tmp_path: Path) -> None:
+        written(tmp_path / "b.ndjson", [{"body": "record"}])
+        (tmp_path / "a.txt").write_text("text")
+        found = list(documents(DataConfig(source=str(tmp_path), field="body")))
+        assert [(document.name, document.content) for document in found] == [
+            ("a.txt", b"text"),
+            ("b.ndjson:1", b"record"),
+        ]
+        sizes = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert found[-1].read_bytes == sizes
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ('{"body": "x", "id": 2}', r"a\.jsonl:2 has no field 'text': it has body, id; set data.field"),
+            ("[1]", r"a\.jsonl:2 is a list: expected one JSON object a line"),
+            ('{"text": ', r"a\.jsonl:2 is not JSON"),
+            ('{"text": 3}', r"text of .* record 2 is 3: expected text"),
+            ('{"text": [{"role": "user"}]}', r"expected text; for conversations set data.chat=true"),
+            ("[" * 100_000, r"nested too deeply"),
+        ],
+    )
+    def test_a_record_that_is_not_as_expected_is_named(self, tmp_path: Path, line: str, words: str) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+        with pytest.raises(UsageError, match=words):
+            list(documents(DataConfig(source=str(tmp_path / "a.jsonl"))))
+
+    def test_the_first_record_is_looked_at_before_anything_begins(self, tmp_path: Path) -> None:
+        source = written(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "y"}])
+        with pytest.raises(UsageError, match="has no field 'text': it has prompt, answer"):
+            check_source(DataConfig(source=source))
+        (tmp_path / "a.jsonl").write_text("\n")
+        with pytest.raises(UsageError, match="has no record"):
+            check_source(DataConfig(source=source))
+
+    def test_parquet_without_pyarrow_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "a.parquet").write_bytes(b"PAR1")
+        monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+        with pytest.raises(RunError, match="`pyarrow` is not installed: pip install"):
+            check_source(DataConfig(source=str(tmp_path / "a.parquet")))
+
+    def test_parquet(self, tmp_path: Path) -> None:
+        pa = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.table({"text": ["one", "zwei"], "id": [1, 2]}), tmp_path / "a.parquet")
+        source = DataConfig(source=str(tmp_path / "a.parquet"))
+        check_source(source)
+        assert [document.content for document in documents(source)] == [b"one", b"zwei"]
+        with pytest.raises(UsageError, match="has no field 'body': it has text, id"):
+            check_source(DataConfig(source=source.source, field="body"))
+        (tmp_path / "b.parquet").write_bytes(b"nothing of the kind")
+        with pytest.raises(UsageError, match="is not a Parquet file"):
+            check_source(DataConfig(source=str(tmp_path / "b.parquet")))
+
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+class TestChat:
+    def test_answers_are_what_counts(self) -> None:
+        pieces = template_of(None).pieces(CHAT)
+        assert "".join(piece.text for piece in pieces) == template_of(None).render(CHAT, answer_follows=False)
+        assert [piece.text for piece in pieces if piece.is_answer] == ["hello\n", "yes\n"]
+        assert pieces[0] == ConversationPiece("<|user|>\nhi\n<|assistant|>\n", False)
+
+    def test_a_conversation_as_tokens(self, tmp_path: Path) -> None:
+        source = written(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
+        stream = open_corpus(DataConfig(source=source, chat=True, held_out=0.0)).train
+        counted = bytes(stream.parts[0][stream.counted[0]])
+        assert counted == b"hello\nyes\n\0hello\n\0"
+
+    def test_the_older_form_of_messages(self) -> None:
+        told = read_messages([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "here")
+        assert told == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ("text", "expected a list of messages"),
+            ([], "expected a list of messages"),
+            ([{"role": "user"}], "expected role and content, texts"),
+            ([{"role": "user", "content": "q"}], "has no message of role assistant"),
+        ],
+    )
+    def test_what_is_no_conversation(self, value: Any, words: str) -> None:
+        with pytest.raises(UsageError, match=words):
+            read_messages(value, "a.jsonl:1")
+
+    def test_a_template_that_rewrites_the_past_is_refused(self) -> None:
+        template = Template("{{ messages|length }}{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+        with pytest.raises(UsageError, match="cannot be told from them"):
+            template.pieces(CHAT)
+
+    def test_text_files_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("text")
+        with pytest.raises(UsageError, match=r"conversations are read from \.jsonl"):
+            check_source(DataConfig(source=str(tmp_path), chat=True))
+        with pytest.raises(UsageError, match="which has no conversations"):
+            check_source(DataConfig(chat=True))
+
+    def test_answers_that_end_as_documents_do_cannot_be_packed_by_documents(self, tmp_path: Path) -> None:
+        tokenizers = pytest.importorskip("tokenizers")
+        words = {word: number for number, word in enumerate(["</s>", "hi", "hello", "more", "yes", "?"])}
+        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        inner.save(str(tmp_path / "tokenizer.json"))
+        template = (
+            "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}</s> {% endif %}{% endfor %}"
+        )
+        (tmp_path / "chat_template.jinja").write_text(template)
+        source = written(tmp_path / "a.jsonl", [{"messages": CHAT}])
+        data = DataConfig(source=source, chat=True, tokenizer=tmp_path / "tokenizer.json", held_out=0.0)
+        corpus = open_corpus(data)
+        assert corpus.train.parts[0].tolist() == [1, 2, 0, 3, 4, 0]
+        assert corpus.train.counted[0].tolist() == [False, True, True, False, True, True]
+        with pytest.raises(UsageError, match="conversations would be cut in the middle"):
+            open_corpus(DataConfig(**{**vars(data), "packing": "documents"}))
+        prepare(data, tmp_path / "shards")
+        with pytest.raises(UsageError, match="conversations would be cut in the middle"):
+            open_corpus(DataConfig(source=str(tmp_path / "shards"), packing="none"))
+
+
+class TestPacking:
+    def test_what_counts_for_nothing_is_the_models(self) -> None:
+        assert IGNORED == MODEL_IGNORED
+
+    @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7))
+    def test_a_document_by_itself_has_every_target_once(self, lengths: list[int], context: int) -> None:
+        """Document i is i+1 repeated, then 0, which ends it."""
+        pieces = [np.array([number + 1] * length + [0]) for number, length in enumerate(lengths)]
+        samples = Samples(Stream((np.concatenate(pieces),)), context, "none", 0)
+        targets: Counter[int] = Counter()
+        for index in range(len(samples)):
+            inputs, wanted = samples[index]
+            real = wanted != IGNORED
+            assert len(set(inputs[real].tolist())) == 1
+            assert set(inputs[~real].tolist()) <= {0}
+            targets.update(wanted[real].tolist())
+        expected = {number + 1: length - 1 for number, length in enumerate(lengths) if length > 1}
+        assert targets == Counter(expected | {0: len(lengths)})
+
+    def test_no_document_is_predicted_from_the_one_before(self) -> None:
+        stream = Stream((np.array([5, 6, 0, 7, 8, 0, 9]),))
+        inputs, targets = Samples(stream, 6, "documents", 0)[0]
+        assert inputs.tolist() == [5, 6, 0, 7, 8, 0]
+        assert targets.tolist() == [6, 0, IGNORED, 8, 0, IGNORED]
+        assert Samples(stream, 6, "stream", 0)[0].targets.tolist() == [6, 0, 7, 8, 0, 9]
+
+    def test_what_does_not_count_is_no_target(self) -> None:
+        stream = Stream((np.arange(1, 4), np.arange(4, 8)), (np.array([0, 1, 0]), np.array([1, 0, 0, 1])))
+        assert Samples(stream, 3, "stream", 0)[0].targets.tolist() == [2, IGNORED, 4]
+        assert Samples(stream, 3, "stream", 0)[1].targets.tolist() == [IGNORED, IGNORED, 7]
+
+
+class TestMixture:
+    @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(8, 300))
+    def test_slots_follow_weights(self, weights: list[float], total: int) -> None:
+        slots = apportioned(weights, total)
+        assert sum(slots) == total
+        assert all(slot >= 1 for slot in slots)
+        for slot, weight in zip(slots, weights, strict=True):
+            assert abs(slot - max(1, weight / sum(weights) * total)) <= len(weights)
+
+    def test_a_run_takes_each_source_by_its_weight_and_every_sample_once_an_epoch(self) -> None:
+        def numbers(begin: int, count: int) -> Samples:
+            return Samples(Stream((np.arange(begin, begin + 2 * count + 1),)), 2, "stream", -1)
+
+        mixture = Mixture([numbers(0, 700), numbers(10_000, 50)], [3, 1], seed=4)
+        places = [mixture.place(position) for position in range(2 * PERIOD)]
+        taken = Counter(source for source, _ in places)
+        assert taken == {0: 6144, 1: 2048}
+        for source, count in ((0, 700), (1, 50)):
+            order = [index for owner, index in places if owner == source]
+            for epoch in itertools.batched(order, count) if hasattr(itertools, "batched") else [order[:count]]:
+                assert len(epoch) < count or sorted(epoch) == list(range(count))
+        # Both sources come everywhere, not one after the other.
+        assert {source for source, _ in places[:32]} == {0, 1}
+        assert mixture.at(5).inputs[0] == mixture.sources[places[5][0]][places[5][1]].inputs[0]
+
+    def test_sources_and_weights_of_a_configuration(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"a" * 400)
+        b = written(tmp_path / "b.jsonl", [{"text": "b" * 200}])
+        corpus = open_corpus(DataConfig(mixture=(f"{tmp_path / 'a.txt'}=3", f"{b}=1"), held_out=0.25))
+        assert corpus.words.startswith("a mixture of 75 % ")
+        mixture = train_mixture(corpus, 8, "stream", 0)
+        share = np.mean([mixture.at(position).inputs[0] == ord("a") for position in range(PERIOD)])
+        assert share == 0.75
+        held = held_out_samples(corpus, 8, "stream", 6)
+        assert [chr(pair.inputs[0]) for pair in held] == ["a", "b"] * 3
+        assert corpus.fingerprint() != corpus.train.fingerprint()
+
+    @pytest.mark.parametrize("wrong", ["books", "=1", "a=-1", "a=0", "a=x"])
+    def test_what_is_no_mixture(self, wrong: str) -> None:
+        with pytest.raises(UsageError, match=r"data\.mixture"):
+            DataConfig(mixture=(wrong,))
+
+    def test_sources_of_different_tokenizers(self, tmp_path: Path) -> None:
+        (tmp_path / "shards").mkdir()
+        np.arange(500, dtype=np.uint16).tofile(tmp_path / "shards" / "train.bin")
+        with pytest.raises(UsageError, match="have different tokenizers"):
+            open_corpus(DataConfig(mixture=("stdlib=1", f"{tmp_path / 'shards'}=1")))
+
+    def test_a_source_without_one_sequence(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"a")
+        corpus = open_corpus(DataConfig(mixture=("stdlib=1", f"{tmp_path / 'a.txt'}=1")))
+        with pytest.raises(UsageError, match=r"source 2 of data\.mixture is shorter than one sequence"):
+            train_mixture(corpus, 8, "stream", 0)
+
+
+class TestPrepare:
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> DataConfig:
+        records = [{"text": f"document {number} " * (1 + number % 7)} for number in range(200)]
+        return DataConfig(source=written(tmp_path / "a.jsonl", records), held_out=0.1)
+
+    @pytest.mark.parametrize("chat", [False, True])
+    def test_shards_are_what_training_would_read(self, tmp_path: Path, source: DataConfig, chat: bool) -> None:
+        if chat:
+            records = [{"messages": [*CHAT[:3], {"role": "assistant", "content": str(n)}]} for n in range(200)]
+            source = DataConfig(source=written(tmp_path / "a.jsonl", records), chat=True, held_out=0.1)
+        meta = prepare(source, tmp_path / "shards", shard_tokens=2000)
+        assert len([name for name in meta["files"] if name.startswith("train")]) > 3
+        direct, mapped = open_corpus(source), open_corpus(DataConfig(source=str(tmp_path / "shards")))
+        for ours, theirs in ((direct.train, mapped.train), (direct.held_out, mapped.held_out)):
+            assert np.array_equal(np.concatenate(ours.parts), np.concatenate(theirs.parts))
+            assert [bool(ours.counted), bool(theirs.counted)] == [chat, chat]
+            if chat:
+                assert np.array_equal(np.concatenate(ours.counted), np.concatenate(theirs.counted) != 0)
+
+    @pytest.mark.parametrize("stops_at", [1, 3, 4, 7])
+    def test_a_call_that_was_killed_goes_on_to_the_same_files(
+        self, tmp_path: Path, source: DataConfig, monkeypatch: pytest.MonkeyPatch, stops_at: int
+    ) -> None:
+        prepare(source, tmp_path / "whole", shard_tokens=2000)
+        count = 0
+
+        def dying(path: Path, content: bytes, write: Any = preparing._write_whole) -> None:
+            nonlocal count
+            count += 1
+            if count > stops_at:
+                raise KeyboardInterrupt
+            write(path, content)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(preparing, "_write_whole", dying)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(source, tmp_path / "ours", shard_tokens=2000)
+        if list((tmp_path / "ours").glob("*.bin")):
+            with pytest.raises(UsageError, match="is not complete: `tilemesh data prepare` was stopped"):
+                open_corpus(DataConfig(source=str(tmp_path / "ours")))
+        with pytest.raises(UsageError, match=r"was begun otherwise \(held_out was 0.1 and is 0.3\)"):
+            prepare(DataConfig(source=source.source, held_out=0.3), tmp_path / "ours", shard_tokens=2000)
+        seen: list[int] = []
+        prepare(source, tmp_path / "ours", shard_tokens=2000, on_progress=lambda read, total: seen.append(read))
+        files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+        assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == files
+        assert seen == sorted(seen)
+        assert seen[-1] == Path(source.source).stat().st_size
+        with pytest.raises(UsageError, match="has shards already"):
+            prepare(source, tmp_path / "ours")
+
+    def test_shards_are_not_prepared_again(self, tmp_path: Path, source: DataConfig) -> None:
+        prepare(source, tmp_path / "shards")
+        with pytest.raises(UsageError, match="there is nothing to prepare"):
+            prepare(DataConfig(source=str(tmp_path / "shards")), tmp_path / "more")
+        with pytest.raises(UsageError, match="prepare each of its sources by itself"):
+            prepare(DataConfig(mixture=("a=1",)), tmp_path / "more")

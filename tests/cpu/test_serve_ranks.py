@@ -1,0 +1,207 @@
+"""A model served by several processes: the same answers as one process gives, and a rank that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilemesh.cli.serve_run import read_mesh
+from tilemesh.core.errors import RunError, UsageError
+from tilemesh.model import huggingface
+from tilemesh.model.config import ModelConfig
+from tilemesh.model.transformer import Transformer
+from tilemesh.serve import Engine, Sampling
+from tilemesh.serve.batch import TokenSpan
+from tilemesh.serve.core import AnswerPart
+from tilemesh.serve.engine import collect
+from tilemesh.serve.ranks import RankRunner
+from tilemesh.serve.replicas import Replicas
+from tilemesh.serve.request import FinishReason, ServeRequest
+from tilemesh.serve.scheduler import Scheduled, StepPlan
+from tilemesh.serve.wire import pack_logits, pack_step, receive, send, unpack_logits, unpack_step
+
+CONFIG = ModelConfig(
+    layers=2, width=32, heads=4, kv_heads=2, vocabulary=259, context=96, norm="rmsnorm", positions="rotary",
+    activation="swiglu", biases=False, tied=False,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7, 8] * 5, [*[5, 6, 7, 8] * 5, 9], [1], [3, 200, 258] * 9]
+ASKED = Sampling(max_tokens=24, temperature=0.9, seed=4, n=2, logprobs=1, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "small"
+    model = Transformer(CONFIG, seed=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    huggingface.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def laid(folder: Path) -> Iterator[Engine]:
+    """Two ranks, few pages: preemption and swapping go over the wire, too."""
+    with Engine(folder, dtype="fp64", pages=30, page_tokens=4, swap_pages=12, chunk_tokens=9, ranks=2) as engine:
+        yield engine
+
+
+def test_two_ranks_answer_as_one_process_does(folder: Path, laid: Engine) -> None:
+    """Float64: sums in another order differ by 1e-12 of logits of size 10 at most; the tokens are the same."""
+    with Engine(folder, dtype="fp64", pages=200) as engine:
+        expected = list(engine.generate(PROMPTS, ASKED))
+    made = list(laid.generate(PROMPTS, ASKED))
+    assert laid.status.preemptions > 0
+    assert laid.status.pages_used == 0
+    for ours, theirs in zip(made, expected, strict=True):
+        for one, other in zip(ours.answers, theirs.answers, strict=True):
+            assert one.tokens == other.tokens
+            values = [told.logprob for told in other.logprobs]
+            assert [told.logprob for told in one.logprobs] == pytest.approx(values, abs=1e-11)
+        values = [told.logprob for told in theirs.prompt_logprobs]
+        assert [told.logprob for told in ours.prompt_logprobs] == pytest.approx(values, abs=1e-11)
+
+
+def rank_processes(engine: Engine) -> list[int]:
+    """Process numbers of an engine's ranks."""
+    runner = engine._core.runner
+    assert isinstance(runner, RankRunner)
+    found = []
+    for connection in runner._group._connections:
+        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        found.append(int.from_bytes(who[:4], "little"))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="only Linux says which process is behind a socket")
+def test_a_killed_rank_is_an_error_for_those_it_computed_and_others_go_on(folder: Path, laid: Engine) -> None:
+    long = Sampling(max_tokens=70, temperature=0, ignore_eos=True)
+    parts: list[AnswerPart] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def tell(part: AnswerPart) -> None:
+        parts.append(part)
+        begun.set()
+        if part.finish is not None:
+            ended.set()
+
+    # The first fills the pool, so the second waits until it has ended.
+    laid.submit([7] * 40, Sampling(max_tokens=57, temperature=0, ignore_eos=True), tell)
+    later: list[AnswerPart] = []
+    done = threading.Event()
+    waiting = laid.submit(
+        [9] * 90,
+        Sampling(max_tokens=7, temperature=0, ignore_eos=True),
+        lambda part: (later.append(part), part.finish is not None and done.set()),
+    )  # type: ignore[func-returns-value]
+    assert begun.wait(60)
+    os.kill(rank_processes(laid)[1], signal.SIGKILL)
+    assert ended.wait(60)
+    assert parts[-1].finish is FinishReason.ERROR
+    assert "gone" in str(parts[-1].error)
+    assert done.wait(120)
+    with Engine(folder, dtype="fp64", pages=200) as engine:
+        assert [one.tokens for one in collect(waiting, later).answers] == [
+            one.tokens
+            for one in next(engine.generate([[9] * 90], Sampling(max_tokens=7, temperature=0, ignore_eos=True))).answers
+        ]
+        assert next(laid.generate([PROMPTS[0]], long)).answers == next(engine.generate([PROMPTS[0]], long)).answers
+    assert laid.alive
+    assert laid.status.pages_used == 0
+
+
+def test_replicas_share_the_work_and_equal_beginnings_meet(folder: Path) -> None:
+    with Engine(folder, pages=200) as engine:
+        expected = [next(engine.generate([prompt], ASKED)) for prompt in PROMPTS]
+    with Replicas(folder, 2, pages=200, page_tokens=4) as replicas:
+        heard: list[list[AnswerPart]] = [[] for _ in PROMPTS]
+        left, done = len(PROMPTS) * 2, threading.Event()
+
+        def teller(number: int):  # type: ignore[no-untyped-def]
+            def tell(part: AnswerPart) -> None:
+                nonlocal left
+                heard[number].append(part)
+                left -= part.finish is not None
+                if left == 0:
+                    done.set()
+
+            return tell
+
+        jobs = [replicas.submit(prompt, ASKED, teller(number)) for number, prompt in enumerate(PROMPTS)]
+        assert done.wait(60)
+        for job, parts, theirs in zip(jobs, heard, expected, strict=True):
+            assert [one.tokens for one in collect(job, parts).answers] == [one.tokens for one in theirs.answers]
+        assert all(engine.status.steps > 0 for engine in replicas.engines)
+        assert replicas._router.waiting == replicas._router.running == [0, 0]
+        assert not replicas._homes
+        homes = set()
+        for number in range(4):  # one after the other: each finds what the first computed
+            done.clear()
+            left = 2
+            job = replicas.submit([*[77] * 40, number], ASKED, teller(0))
+            homes.add(replicas._homes.get(id(job), -1))
+            assert done.wait(60)
+        assert len(homes - {-1}) <= 1
+        job = replicas.submit([1] * 20, Sampling(max_tokens=70, ignore_eos=True), lambda part: None)
+        replicas.abort(job)
+        end = time.monotonic() + 30
+        while replicas.status.pages_used and time.monotonic() < end:
+            time.sleep(0.01)
+        assert replicas.status.pages_used == 0
+        with pytest.raises(UsageError, match="empty prompt"):
+            replicas.submit([], ASKED, lambda part: None)
+
+
+def test_what_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give the folder"), Engine(folder, pages=9) as engine:
+        Engine(engine.served, ranks=2)
+    for text in ("pp=2", "tp", "tp=0", "tp=x", "tp=2;dp=2"):
+        with pytest.raises(UsageError, match="--mesh is"):
+            read_mesh(text)
+    assert read_mesh("tp=2,dp=3") == {"tp": 2, "dp": 3}
+    assert read_mesh(None) == {"tp": 1, "dp": 1}
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_shared_by_so_many_says_why(folder: Path) -> None:
+    with pytest.raises(RunError, match=r"did not start.*heads"):
+        Engine(folder, pages=9, ranks=3)  # 4 heads over 3 ranks
+
+
+def test_a_step_is_the_same_on_the_other_side() -> None:
+    request = ServeRequest("a", [4, 5, 6, 7, 8], 9)
+    entry = Scheduled(request, 3, 2, (9, 10), True, (2, 0, 5))
+    spans = [
+        TokenSpan(entry, 3, 7, range(4, 7)),
+        TokenSpan(Scheduled(request, 0, 2, (), False, (1,)), 0, 2, range(2, 2)),
+    ]
+    plan = StepPlan(1, (), ((1, 2),), ((3, 4), (5, 6)))
+    near, far = socket.socketpair()
+    with near, far:
+        send(near, *pack_step(plan, spans))
+        plan_there, spans_there = unpack_step(*receive(far))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            logits_NV = torch.randn(3, 7).to(dtype)
+            sender = threading.Thread(target=send, args=(far, *pack_logits(logits_NV)))
+            sender.start()
+            assert torch.equal(unpack_logits(*receive(near)), logits_NV)
+            sender.join()
+        send(near, *pack_logits(torch.empty(0, 7)))
+        assert unpack_logits(*receive(far)).shape == (0, 7)
+        near.close()
+        with pytest.raises(EOFError):
+            receive(far)
+    assert (plan_there.swapped_out, plan_there.swapped_in) == (plan.swapped_out, plan.swapped_in)
+    for here, there in zip(spans, spans_there, strict=True):
+        assert (here.begin, here.end, here.wanted) == (there.begin, there.end, there.wanted)
+        assert list(here.tokens) == list(there.tokens)
+        assert here.entry.pages == there.entry.pages

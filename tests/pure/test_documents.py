@@ -1,0 +1,103 @@
+"""Documents are true: links lead somewhere, commands exist with their options, references are what they describe."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+from tilemesh.cli.main import app
+from tilemesh.cli.reference import reference_page
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SHELL = ("", "bash", "sh", "console")
+
+
+class DocumentCommand(NamedTuple):
+    document: Path
+    line: str
+    words: list[str]
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = _FENCE.sub("", document.read_text())
+    for link in _LINK.findall(text):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        path = (document.parent / target) if target else document
+        assert path.exists(), f"{link}: no such file"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path.read_text()), f"{link}: no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of headings, as code hosts and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def test_every_document_is_in_the_site() -> None:
+    listed = set(re.findall(r": ([\w/\-.]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert listed == there, "mkdocs.yml: nav names what is not there, or leaves documents out"
+
+
+def test_the_reference_of_commands_is_what_the_commands_are() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == reference_page(), "run `python -m tilemesh.cli.reference > docs/commands.md`"
+    without = [line for line in page.splitlines() if line.startswith("| `") and line.split("|")[2].strip() == ""]
+    assert without == [], "an option or argument without a word of help"
+
+
+def commands() -> Iterator[DocumentCommand]:
+    """Every `tilemesh …` line in a fenced block for a shell."""
+    for document in DOCUMENTS:
+        for kind, block in _FENCE.findall(document.read_text()):
+            if kind.split(" ")[0].strip() not in _SHELL:
+                continue
+            for line in block.replace("\\\n", " ").splitlines():
+                found = re.match(r"(?:\$ )?(?:\.venv/bin/|python -m )?(tilemesh [^#|>]*)", line.strip())
+                if found and "…" not in found[1]:
+                    yield DocumentCommand(document, line, shlex.split(re.sub(r"[\[\]]", "", found[1]))[1:])
+
+
+COMMANDS = list(commands())
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"{ids(c.document)}: {c.line.strip()[:60]}" for c in COMMANDS])
+def test_commands_exist_with_their_options(command: DocumentCommand) -> None:
+    """By what the command line itself knows, without running anything."""
+    words = command.words
+    parser: Any = typer.main.get_command(app)
+    while hasattr(parser, "commands"):
+        if not words or words[0].startswith("-"):
+            return  # `tilemesh --install-completion`, or the name alone
+        assert words[0] in parser.commands, f"no command {words[0]}"
+        parser, words = parser.commands[words[0]], words[1:]
+    known = {name for parameter in parser.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help",
+        "--debug",
+    }
+    before = words[: words.index("--")] if "--" in words else words
+    for word in before:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"no option {word}"
