@@ -19,7 +19,7 @@ from tilemesh.runs.names import CHECKPOINTS, SAMPLE
 from tilemesh.runs.reader import Reader
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
-from tilemesh.train.rank import train_here
+from tilemesh.train.rank import choose_device, train_here
 
 SETS = (
     "model.layers=4,model.width=16,model.heads=4,model.kv_heads=2,model.mlp_width=32,model.context=16,model.tied=true,"
@@ -84,6 +84,8 @@ def require_alike(folder: Path, alone: Path) -> None:
         ("pp=2", "plan.schedule=1f1b,plan.chunk_layers=[3,1],plan.recompute=full"),
         ("dp=2,pp=2", "plan.schedule=zb-v"),
         ("tp=2,pp=2", "plan.schedule=dualpipe,plan.sequence_parallel=true"),
+        ("dp=1", "plan.offload='optimizer,activations,weights',plan.accumulation=2"),
+        ("dp=2,pp=2", "plan.offload=activations,plan.zero=1"),
     ],
 )
 def test_it_trains_as_one_process(text: str, alone: Path, tmp_path: Path, mesh: str, sets: str) -> None:
@@ -101,6 +103,7 @@ def test_it_trains_as_one_process(text: str, alone: Path, tmp_path: Path, mesh: 
         (("pp=2", "plan.schedule=zb-v"), ("dp=2,tp=2", "")),
         (("dp=2", ""), ("pp=2", "plan.schedule=interleaved,plan.interleave=2")),
         (("pp=2", "plan.schedule=chimera"), ("dp=2,pp=2", "plan.schedule=zb-h1")),
+        (("dp=1", "plan.offload=weights"), ("tp=2", "plan.offload=activations")),
     ],
 )
 def test_a_run_goes_on_in_another_layout(
@@ -125,6 +128,14 @@ def test_every_precision_goes_on_bit_for_bit(text: str, tmp_path: Path, precisio
     trained(made(text, "dp=1", sets), tmp_path / "alone")
     losses = ([line["loss"] for line in latest(tmp_path / name) if line["kind"] == "step"] for name in RUNS)
     assert next(losses) == pytest.approx(next(losses), rel=2**-8)
+
+
+def test_ranks_that_are_threads_are_refused_a_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their backward passes share one thread of autograd, and would wait for one another there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = made(text, "dp=2", "train.device=auto")
+    with pytest.raises(UsageError, match="2 ranks that are threads on a GPU"):
+        run_threads(2, lambda comm: choose_device(config, comm))
 
 
 def test_microbatches_fill_the_pipeline_unless_something_was_said(text: str) -> None:

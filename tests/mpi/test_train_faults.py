@@ -26,7 +26,7 @@ from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, Manifest, checkpoints
 from tilemesh.runs.metrics import latest
-from tilemesh.runs.names import CHECKPOINTS, CHOICES
+from tilemesh.runs.names import CHECKPOINTS
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
@@ -323,9 +323,8 @@ def killed(made: TrainConfig, folder: Path, victim: int, step: int, delay_s: flo
 
 
 def resumed(folder: Path, **how: Any) -> dict[int, float]:
-    """The run that was killed, to its end on threads, which have not the collectives that processes have chosen."""
+    """The run that was killed, to its end on threads, which choose anew where processes took a library's collective."""
     made = load(resume=folder, **how)
-    (folder / CHOICES).unlink(missing_ok=True)
     run_threads(made.plan.world, lambda comm: train_here(made, folder, comm, resume=True, emit=lambda event: None))
     return losses(folder)
 

@@ -291,6 +291,18 @@ def test_a_table_of_choices_notes_and_repeats_what_auto_picked() -> None:
     assert tables[0]["dp all_reduce 1024 float32 sum"] == "ring"
 
 
+def test_a_choice_that_this_transport_has_not_is_made_anew() -> None:
+    """Threads have no library whose own collective a run over MPI may have chosen."""
+
+    def main(comm: Communicator) -> None:
+        choices, x = Choices({"dp all_reduce 1024 float32 sum": "native"}), np.ones(256, np.float32)
+        comm.keep_to(choices, "dp")
+        assert comm.all_reduce(x)[0] == comm.size
+        assert choices.table == {"dp all_reduce 1024 float32 sum": comm.choice("all_reduce", 1024).algorithm}
+
+    run_threads(2, main, timeout_s=TIMEOUT_S)
+
+
 def test_groups_keep_to_the_same_table_whatever_their_color() -> None:
     def main(comm: Communicator) -> dict[str, str]:
         choices = Choices()

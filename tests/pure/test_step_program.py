@@ -78,3 +78,10 @@ def test_the_documents_lists_of_zero_are_what_is_run() -> None:
     for zero in (2, 3):
         actions = step_program(ParallelPlan(dp=2, zero=zero), 3).program.actions[0]
         assert f"ZeRO-{zero}  {' '.join(map(str, actions))}\n" in text
+
+
+@pytest.mark.parametrize("what", ["activations", "weights"])
+def test_the_documents_lists_of_moves_are_what_is_run(what: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parallel" / "README.md").read_text()
+    actions = step_program(ParallelPlan(offload=what), 4).program.actions[0]
+    assert f"{what:<13}{' '.join(map(str, actions))}\n" in text

@@ -83,6 +83,7 @@ _OPERATORS = (
     ),
     folder("paged_attention"),
     folder("rotary"),
+    folder("row_linear"),
     folder("swiglu", _GATED),
     folder("geglu", _GATED),
     OperatorEntry(

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tilemesh.kernels.gated.reference import swiglu
+from tilemesh.kernels.row_linear.reference import row_linear
+
 
 @dataclass(frozen=True)
 class StackedProduct:
@@ -22,13 +25,32 @@ class StackedProduct:
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
+    one_row: bool = False
+    """Whether the product of a single token is `row_linear`'s."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.one_row and is_one_row(x):
+            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias)
+            return made.view(*x.shape[:-1], -1)
         return functional.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu of the first of two projections times the second."""
+        if self.one_row and is_one_row(x):
+            made: Tensor = row_linear(x.view(1, -1), self.weight, self.bias, gate="silu")
+            return made.view(*x.shape[:-1], -1)
+        gate, values = functional.linear(x, self.weight, self.bias).chunk(2, -1)
+        product: Tensor = swiglu(gate, values)
+        return product
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether these are activations of a single token on a GPU: a library's products are not made for that."""
+    return x.device.type == "cuda" and x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 @torch.no_grad()
-def stack(projections: Sequence[nn.Linear]) -> StackedProduct:
+def stack(projections: Sequence[nn.Linear], one_row: bool = False) -> StackedProduct:
     """Lay their weights side by side in new memory, and let theirs be parts of it."""
     widths = [one.weight.shape[0] for one in projections]
     weight = torch.cat([one.weight.detach() for one in projections])
@@ -40,24 +62,25 @@ def stack(projections: Sequence[nn.Linear]) -> StackedProduct:
         if bias is not None:
             one.bias.data = bias[begin : begin + width]
         begin += width
-    return StackedProduct(weight, bias, widths)
+    return StackedProduct(weight, bias, widths, one_row)
 
 
-def stack_products(model: nn.Module, plain: Sequence[type[nn.Linear]]) -> None:
+def stack_products(model: nn.Module, plain: Sequence[type[nn.Linear]], one_row: bool = False) -> None:
     """Query, key and value by one product and gate and first projection by another, in every layer where it can be.
 
     `plain`: classes whose call is a product and an activation that the model knows of, and nothing else. A layer whose
-    projections are others (split over ranks, say) stays as it is.
+    projections are others (split over ranks, say) stays as it is. `one_row`: products of a single token are
+    `row_linear`'s.
     """
     for layer in model.get_submodule("layers").children():
         attention, mlp = layer.get_submodule("attention"), layer.get_submodule("mlp")
         heads = [attention.get_submodule(name) for name in ("fc_q", "fc_k", "fc_v")]
         if _can_stack(heads, plain) and not _is_stacked(attention.stacked, heads):
-            attention.stacked = stack(heads)  # type: ignore[arg-type, assignment]
+            attention.stacked = stack(heads, one_row)  # type: ignore[arg-type, assignment]
         if mlp.fc_gate is not None:
             gated = [mlp.get_submodule(name) for name in ("fc_gate", "fc_in")]
             if _can_stack(gated, plain) and not _is_stacked(mlp.stacked, gated):
-                mlp.stacked = stack(gated)  # type: ignore[arg-type, assignment]
+                mlp.stacked = stack(gated, one_row)  # type: ignore[arg-type, assignment]
 
 
 def _is_stacked(stacked: object, modules: Sequence[nn.Module]) -> bool:

@@ -26,11 +26,12 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.attention.joined import self_attention
 from tilemesh.kernels.attention.reference import attention as windowed_attention
 from tilemesh.kernels.embedding.reference import embedding
-from tilemesh.kernels.gated.reference import geglu, swiglu
+from tilemesh.kernels.gated.reference import geglu
 from tilemesh.kernels.linear_cross_entropy.reference import linear_cross_entropy
 from tilemesh.kernels.mlp.reference import mlp
 from tilemesh.kernels.modules import FusedLinear
 from tilemesh.kernels.rotary.table import cosines_and_sines
+from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.cache import AttendJoined, KeyValueCache
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.deferral import Deferral
@@ -39,7 +40,7 @@ from tilemesh.model.kernels import STANDARD, TORCH, ModelKernels
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.part import ModelPart, whole_part
 from tilemesh.model.projection import PlainLinear, make_projection
-from tilemesh.model.stacked import StackedProduct
+from tilemesh.model.stacked import StackedProduct, is_one_row
 
 IGNORED = -100  # a target with this value counts for nothing in the loss
 INIT_STD = 0.02  # Radford et al. 2019, and the published Llama configurations
@@ -96,12 +97,17 @@ class Linear(nn.Linear):
 
     deferral: Deferral | None = None
     """Who puts off its weight's gradient, where somebody does."""
+    serves: bool = False
+    """Whether it only computes forward, a token at a time as a rule: see `model.stacked`."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name nn.Linear uses)
+        if self.serves and is_one_row(input):
+            made: Tensor = row_linear(input.view(1, -1), self.weight, self.bias)
+            return made.view(*input.shape[:-1], -1)
         if self.deferral is not None:
             return self.deferral.linear(input, self.weight, self.bias)
         return functional.linear(input, self.weight, self.bias)
@@ -316,8 +322,11 @@ class Mlp(nn.Module):
             )  # fmt: skip
             return made_BTD
         if self.stacked is not None:
-            gate_BTF, h_BTF = self.stacked(x_BTD).chunk(2, -1)
-            h_BTF = swiglu(gate_BTF, h_BTF) if self.gate == "silu" else geglu(gate_BTF, h_BTF)
+            if self.gate == "silu":
+                h_BTF = self.stacked.gated(x_BTD)
+            else:
+                gate_BTF, h_BTF = self.stacked(x_BTD).chunk(2, -1)
+                h_BTF = geglu(gate_BTF, h_BTF)
         else:
             h_BTF = self.fc_in(x_BTD)
             if self.fc_gate is not None:

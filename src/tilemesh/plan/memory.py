@@ -15,6 +15,7 @@ from tilemesh.core.step import pace
 from tilemesh.core.step.action import StepProgram
 from tilemesh.core.step.book import SPLIT, chunk_placement
 from tilemesh.core.step.memory import StepBytes, memory_peaks
+from tilemesh.core.step.passes import offload
 from tilemesh.core.step.placement import ChunkPlacement
 from tilemesh.model.config import ModelConfig
 from tilemesh.model.work.kept import (
@@ -152,13 +153,16 @@ def _gathered_bytes(plan: ParallelPlan, at_work: tuple[int, ...]) -> int:
     return (weights * sum(at_work) if plan.zero == 3 else 0) + (gradients * at_work[0] if plan.zero >= 2 else 0)
 
 
-def _left_on_device(plan: ParallelPlan, rank: _RankNeeds, weights: int, optimizer: int) -> tuple[_RankNeeds, int, int]:
+def _left_on_device(
+    plan: ParallelPlan, rank: _RankNeeds, weights: int, optimizer: int, is_counted: bool = False
+) -> tuple[_RankNeeds, int, int]:
     """What is left at the fullest moment where some of it lies in the host's memory.
 
-    Weights have come back when activations are gone, and states come, part by part, only then.
+    Weights have come back when activations are gone, and states come, part by part, only then. `is_counted`: the
+    activations are those of the step's list, which says what is moved.
     """
     share = on_device(plan, rank.layers)
-    if "activations" in plan.offloads:
+    if "activations" in plan.offloads and not is_counted:
         rank = rank._replace(activations=int(rank.activations * share))
     passing = rank.activations + rank.logits
     if "weights" in plan.offloads:
@@ -239,7 +243,7 @@ class Room:
             found = found._replace(activations=peaks[rank] - own)
         weights, gradients, optimizer = state_bytes(found.parameters, plan.precision, plan.zero, plan.zero_ranks)
         if plan.offloads:
-            found, weights, optimizer = _left_on_device(plan, found, weights, optimizer)
+            found, weights, optimizer = _left_on_device(plan, found, weights, optimizer, peaks is not None)
         working = found.brief + _gathered_bytes(plan, found.at_work)
         later = self._later_bytes(plan, found)
         passing = (found.activations, found.logits, working, found.reserved, later)
@@ -254,7 +258,10 @@ class Room:
 
     def activation_peaks(self, plan: ParallelPlan, counts: tuple[int, ...]) -> list[int]:
         """The most activations that each rank of a pipeline holds between two actions."""
-        return [round(peak) for peak in memory_peaks(self.program(plan), self.step_bytes(plan, counts))]
+        program = self.program(plan)
+        if "activations" in plan.offloads:
+            program = offload(program, ahead=plan.prefetch)
+        return [round(peak) for peak in memory_peaks(program, self.step_bytes(plan, counts))]
 
     @staticmethod
     def program(plan: ParallelPlan) -> StepProgram:

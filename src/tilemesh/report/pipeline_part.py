@@ -19,6 +19,7 @@ from tilemesh.core.step import pace
 from tilemesh.core.step.action import COMPUTE, StepProgram
 from tilemesh.core.step.book import build
 from tilemesh.core.step.memory import StepBytes, memory_curve
+from tilemesh.core.step.passes import offload
 from tilemesh.core.step.simulate import StepTimes, Timeline, simulate
 from tilemesh.core.step.text import parse_action
 from tilemesh.core.units import format_bytes, format_seconds
@@ -219,7 +220,9 @@ def _with_waits(pieces: Sequence[tuple[float, float, str, str]], total_s: float)
 def _memory(run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes | None) -> Html | None:
     """What passes keep for their backward passes, after each pass of the list."""
     expected = kept is not None and len(kept.kept) == program.chunks
-    guess = memory_curve(program, kept) if kept is not None and expected else [[] for _ in range(plan.pp)]
+    if "activations" in plan.offloads:
+        program = offload(program, ahead=plan.prefetch)
+    guess = _after_passes(program, kept) if kept is not None and expected else [[] for _ in range(plan.pp)]
     counted = _counted(run, plan)
     if not expected and not counted:
         return None
@@ -251,6 +254,14 @@ def _memory(run: Run, plan: ParallelPlan, program: StepProgram, kept: StepBytes 
         words += f" The first {MOST_STAGES} of {plan.pp} stages are drawn."
     table = PageTable(["stage", "most, predicted", "most, measured", "error"], rows)
     return chart("Memory of each stage over the step", words, plot, table, wide=True)
+
+
+def _after_passes(program: StepProgram, kept: StepBytes) -> list[list[float]]:
+    """The curve of each stage before its first action and after each of its passes, moves to the host in between."""
+    return [
+        [curve[0], *(held for held, action in zip(curve[1:], actions, strict=True) if action.kind in COMPUTE)]
+        for curve, actions in zip(memory_curve(program, kept), program.actions, strict=True)
+    ]
 
 
 def _counted(run: Run, plan: ParallelPlan) -> Mapping[int, list[float]]:

@@ -28,6 +28,8 @@ QUERY_BLOCK = 8
 """Invariant mode: queries of one sequence in one product, padded to as many."""
 SPLIT = 256
 """Our kernels: keys of a sequence that one program attends to, where several share a sequence."""
+FEW_SPLIT = 64
+"""The same where only a few sequences decode: more programs, each with less to wait for."""
 _ROWS = {2: 64, 4: 32, 8: 16}
 """Our kernels: tokens times query heads of a tile of a prompt, by the bytes of an element."""
 _LEAST_ROWS = 16

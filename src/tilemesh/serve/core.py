@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,14 @@ from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.ranks import RankRunner, RanksLostError
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
 from tilemesh.serve.runner import RequestLogits, Runner
-from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of
+from tilemesh.serve.sampling import TokenDraw, TokenLogprobs, draw_tokens, logprobs_of, unsound_rows
 from tilemesh.serve.scheduler import Progressed, Scheduled, Scheduler, StepPlan
 from tilemesh.serve.text import Decoder, TextStream
 
 UNSOUND = "the model's logits are NaN or infinite: are its weights sound?"
 
 
-@dataclass(frozen=True)
-class AnswerPart:
+class AnswerPart(NamedTuple):
     """What a step added to one answer."""
 
     answer: int
@@ -83,6 +83,7 @@ class EngineCore:
         self.decoder, self.ends, self.vocabulary = decoder, ends, vocabulary
         self._live: dict[str, LiveAnswer] = {}
         self._numbers = 0
+        self._alone: dict[int, str] = {}  # texts of single tokens
         self.on_step: Callable[[int, int], None] = lambda tokens, preempted: None
         """Hears of each step how many tokens it computed and how many requests were preempted."""
         self.on_end: Callable[[str], None] = lambda name: None
@@ -93,8 +94,9 @@ class EngineCore:
         """Where all that happens is written down, if anyone wants it."""
         self.now_ns = 0
         """When the last orders were taken: the next step begins then."""
-        self._ahead: tuple[StepPlan, DrawnTokens] | None = None
-        """A step that was launched, and whose tokens nobody has read yet."""
+        self._ahead: tuple[StepPlan, DrawnTokens, int] | None = None
+        """A step that was launched, and whose tokens nobody has read yet; and when it was."""
+        self._ended_ns = 0
         self._last: tuple[StepPlan, Mapping[str, Sequence[int]], list[str], int] | None = None
 
     @property
@@ -118,7 +120,9 @@ class EngineCore:
                 shares=number > 0 or sampling.prompt_logprobs is None,
             )
             cursor = None if job.constraint is None else Cursor(job.constraint)
-            answer = LiveAnswer(job, number, request, TextStream(self.decoder, sampling.stop), drawn, cursor)
+            answer = LiveAnswer(
+                job, number, request, TextStream(self.decoder, sampling.stop, self._alone), drawn, cursor
+            )
             job.answers.append(answer)
             self._live[request.name] = answer
             self.scheduler.add(request)
@@ -150,14 +154,14 @@ class EngineCore:
             return
         assert self.runner.ahead is not None
         try:
-            drawings = [self._drawings(entry, ())[0] for entry in plan.entries if entry.samples]
+            drawings = [self._drawing(entry) for entry in plan.entries if entry.samples]
             launched = self.runner.ahead.launch(plan, drawings)
         except Exception as error:
             self._fail(plan, error)
             self._end_ahead()
             return
         self._end_ahead()
-        self._ahead = (plan, launched)
+        self._ahead = (plan, launched, self.now_ns)
         if self.scheduler.can_assume():
             self.scheduler.assume(plan)
         else:
@@ -166,7 +170,7 @@ class EngineCore:
     def _goes_ahead(self, plan: StepPlan) -> bool:
         """Whether a step can be launched whose requests' last tokens may be on the device only, and nothing of what it
         computes but tokens is wanted."""
-        if self.runner.ahead is None or self.draft is not None or self.history is not None or not plan.entries:
+        if self.runner.ahead is None or self.draft is not None or not plan.entries:
             return False
         if plan.swapped_in or plan.swapped_out or plan.preempted:
             return False
@@ -182,7 +186,7 @@ class EngineCore:
         """Read the tokens of the step that was launched last, if there is one, and book them."""
         if self._ahead is None:
             return
-        (plan, launched), self._ahead = self._ahead, None
+        (plan, launched, began_ns), self._ahead = self._ahead, None
         try:
             tokens = launched.read()
         except Exception as error:
@@ -193,6 +197,11 @@ class EngineCore:
         sampled = {name: [token] for name, token in tokens.items() if token >= 0}
         for progressed in self.scheduler.commit(plan, sampled):
             self._tell(progressed, ())
+        if self.history is not None:
+            # It ran from when the step before it ended; the time for launching and booking passed beside it.
+            began_ns, self._ended_ns = max(began_ns, self._ended_ns), time.monotonic_ns()
+            failed = [name for name, token in tokens.items() if token < 0]
+            self.history.stepped(self.scheduler, plan, sampled, failed, began_ns, self._ended_ns)
         self.on_step(plan.tokens, len(plan.preempted))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
@@ -241,34 +250,34 @@ class EngineCore:
         self, plan: StepPlan, logits: Mapping[str, RequestLogits]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]]]:
         """Tokens after each request's last token and its drafts, up to the first draft that was wrong."""
-        entries: list[Scheduled] = []
-        rows: list[Tensor] = []
-        drawings: list[TokenDraw] = []
+        drawn: list[tuple[Scheduled, Tensor, range, list[TokenDraw]]] = []
+        unsound: dict[int, set[int]] = {}
         for entry in plan.entries:
             found = logits.get(entry.request.name)
             if found is None:
                 continue
             self._keep_prompt_logprobs(entry, found)
-            if entry.samples:
-                own_NV = found.logits_NV[entry.start + entry.count - 1 - found.first :]
-                if not bool(torch.isfinite(own_NV).all()):
-                    self._end(self._live[entry.request.name], FinishReason.ERROR, UNSOUND)
-                    continue
-                allowed = self._allowed(entry)
-                if allowed and allowed[0] is not None and not bool(allowed[0].any()):
-                    why = "no token of this vocabulary goes on as the regex or json_schema wants it"
-                    self._end(self._live[entry.request.name], FinishReason.ERROR, why)
-                    continue
-                entries.append(entry)
-                rows.append(own_NV)
-                drawings += self._drawings(entry, allowed)
-        if not entries:
-            return {}, {}
+            if not entry.samples:
+                continue
+            step_NV = found.step_NV
+            rows = range(found.begin + entry.start + entry.count - 1 - found.first, found.begin + found.count)
+            if id(step_NV) not in unsound:
+                unsound[id(step_NV)] = set(unsound_rows(step_NV))
+            if not unsound[id(step_NV)].isdisjoint(rows):
+                self._end(self._live[entry.request.name], FinishReason.ERROR, UNSOUND)
+                continue
+            allowed = self._allowed(entry)
+            if allowed and allowed[0] is not None and not bool(allowed[0].any()):
+                why = "no token of this vocabulary goes on as the regex or json_schema wants it"
+                self._end(self._live[entry.request.name], FinishReason.ERROR, why)
+                continue
+            drawn.append((entry, step_NV, rows, self._drawings(entry, allowed)))
+        # In the order of the rows, so that the step's logits need not be copied.
+        drawn.sort(key=lambda one: one[2].start)
         sampled, logprobs = {}, {}
-        begin, tokens = 0, self._drawn_tokens(rows, drawings)
-        for entry, own_NV in zip(entries, rows, strict=True):
-            new = tokens[begin : begin + len(own_NV)]
-            begin += len(own_NV)
+        tokens = iter(self._drawn_tokens(drawn))
+        for entry, step_NV, rows, drawings in drawn:
+            new = [next(tokens) for _ in drawings]
             right = 0
             while right < len(entry.drafts) and entry.drafts[right] == new[right]:
                 right += 1
@@ -276,15 +285,26 @@ class EngineCore:
             sampled[name] = new[: right + 1]
             top = self._live[name].job.sampling.logprobs
             if top is not None:
-                logprobs[name] = logprobs_of(own_NV[: right + 1], sampled[name], top)
+                own_NV = step_NV[rows.start : rows.start + right + 1]
+                logprobs[name] = logprobs_of(own_NV, sampled[name], top)
         return sampled, logprobs
 
-    def _drawn_tokens(self, rows: Sequence[Tensor], drawings: Sequence[TokenDraw]) -> list[int]:
+    def _drawn_tokens(self, drawn: Sequence[tuple[Scheduled, Tensor, range, list[TokenDraw]]]) -> list[int]:
+        drawings = [drawing for _, _, _, own in drawn for drawing in own]
+        if not drawings:
+            return []
         if self.runner.invariant:
             # One row at a time: no kernel then sees how many rows there are.
-            each = [row_V[None] for own_NV in rows for row_V in own_NV]
+            each = [step_NV[row][None] for _, step_NV, rows, _ in drawn for row in rows]
             return [draw_tokens(row, [one])[0] for row, one in zip(each, drawings, strict=True)]
-        return draw_tokens(rows[0] if len(rows) == 1 else torch.cat(list(rows)), drawings)
+        step_NV = drawn[0][1]
+        if any(other_NV is not step_NV for _, other_NV, _, _ in drawn):
+            rows_NV = torch.cat([other_NV[rows.start : rows.stop] for _, other_NV, rows, _ in drawn])
+            return draw_tokens(rows_NV, drawings)
+        wanted = [row for _, _, rows, _ in drawn for row in rows]
+        if wanted != list(range(len(step_NV))):
+            step_NV = step_NV[torch.tensor(wanted, device=step_NV.device)]
+        return draw_tokens(step_NV, drawings)
 
     def _allowed(self, entry: Scheduled) -> list[Tensor | None]:
         """The tokens that a constraint allows after the last token and after each draft; nothing without one."""
@@ -299,6 +319,13 @@ class EngineCore:
                 mask_V[ends] = after.may_end  # a token that ends the answer is no part of it
             masks.append(mask_V)
         return masks
+
+    def _drawing(self, entry: Scheduled) -> TokenDraw:
+        """Of an entry without drafts and constraint."""
+        request = entry.request
+        answer = self._live[request.name]
+        job, done = answer.job, len(request.tokens) - request.prompt + answer.drawn
+        return TokenDraw(job.sampling, job.seed, answer.number, done, request.tokens, request.prompt)
 
     def _drawings(self, entry: Scheduled, allowed: Sequence[Tensor | None]) -> list[TokenDraw]:
         answer, request = self._live[entry.request.name], entry.request
@@ -339,6 +366,10 @@ class EngineCore:
     def _tell(self, progressed: Progressed, logprobs: Sequence[TokenLogprobs]) -> None:
         request, reason = progressed.request, progressed.finish
         answer = self._live[request.name]
+        if reason is None and answer.cursor is None and not answer.job.sampling.stop:  # nothing can end it
+            text = answer.text.add(progressed.tokens)
+            answer.job.tell(AnswerPart(answer.number, text, progressed.tokens, tuple(logprobs), None))
+            return
         text, kept, complete = "", 0, False
         stopped_by: str | int | None = None
         for token in progressed.tokens:

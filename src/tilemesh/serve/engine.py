@@ -385,7 +385,8 @@ class Engine:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[Completion]:
-        parts: queue.Queue[tuple[int, AnswerPart]] = queue.Queue()
+        ended: queue.Queue[int] = queue.Queue()  # numbers of prompts of which an answer has ended
+        left: dict[int, int] = {}
         jobs: dict[int, PromptJob] = {}
         collected: dict[int, list[AnswerPart]] = {}
         given = 0
@@ -393,15 +394,14 @@ class Engine:
             for number, _ in enumerate(prompts):
                 while True:
                     # As many as the engine takes, in order; the rest follow as answers end.
-                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, parts):
-                        collected[len(jobs) - 1] = []
-                    if sum(part.finish is not None for part in collected.get(number, ())) == sampling.n:
+                    while len(jobs) < len(prompts) and self._ask_next(prompts, sampling, jobs, collected, ended):
+                        left[len(jobs) - 1] = sampling.n
+                    if left.get(number) == 0:
                         break
                     if number not in jobs:  # others fill the engine, and nothing of ours is under way
                         time.sleep(_RETRY_S)
                         continue
-                    source, part = parts.get()
-                    collected[source].append(part)
+                    left[ended.get()] -= 1
                 given = number + 1
                 yield collect(jobs[number], collected.pop(number))
         finally:
@@ -413,11 +413,20 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         jobs: dict[int, PromptJob],
-        parts: queue.Queue[tuple[int, AnswerPart]],
+        collected: dict[int, list[AnswerPart]],
+        ended: queue.Queue[int],
     ) -> bool:
         number = len(jobs)
+        own: list[AnswerPart] = []
+
+        def tell(part: AnswerPart) -> None:
+            own.append(part)
+            if part.finish is not None:  # nobody is woken before
+                ended.put(number)
+
         try:
-            jobs[number] = self.submit(prompts[number], sampling, lambda part: parts.put((number, part)))
+            jobs[number] = self.submit(prompts[number], sampling, tell)
+            collected[number] = own
         except QueueFullError:
             return False
         return True

@@ -73,9 +73,9 @@ class RankRunner:
         found, begin = {}, 0
         for span in spans:
             if span.wanted:
-                rows_NV = logits_NV[begin : begin + len(span.wanted)]
-                begin += len(span.wanted)
-                found[span.entry.request.name] = RequestLogits(span.wanted.start, rows_NV)
+                count = len(span.wanted)
+                found[span.entry.request.name] = RequestLogits(span.wanted.start, logits_NV, begin, count)
+                begin += count
         return found
 
     def restart(self) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tilemesh.kernels.modules import FusedLinear
+from tilemesh.kernels.row_linear.cost import GATES
+from tilemesh.kernels.row_linear.reference import row_linear
 from tilemesh.model.norm import ResidualNorm
 from tilemesh.model.projection import PlainLinear
 from tilemesh.model.stacked import stack_products
@@ -33,7 +35,15 @@ class RequestLogits:
 
     first: int
     """Position of the first token whose logits these are."""
-    logits_NV: Tensor
+    step_NV: Tensor
+    """All logits of the step, or of one pass of it."""
+    begin: int
+    count: int
+    """Which rows of them are this request's."""
+
+    @property
+    def logits_NV(self) -> Tensor:
+        return self.step_NV[self.begin : self.begin + self.count]
 
 
 class Runner:
@@ -50,6 +60,7 @@ class Runner:
         """`implementation`: of the kernels of attention, see `PagedKeyValues`. `graphs`: what captures steps that are
         launched ahead; without, every step is waited for. `say` hears where capturing fails."""
         self.model = model
+        self._say = say
         self.limits = limits
         self.device = torch.device(device)
         self.invariant = invariant
@@ -68,12 +79,26 @@ class Runner:
 
     def _prepare_model(self) -> None:
         """Fewer and larger products, positions' angles computed once, and on a GPU our norms."""
-        stack_products(self.model, (Linear, FusedLinear, PlainLinear))
+        one_row = self.device.type == "cuda" and self._has_row_kernel()
+        stack_products(self.model, (Linear, FusedLinear, PlainLinear), one_row)
         self.model.keep_rotary()
         if self.device.type == "cuda":
             for module in self.model.modules():
                 if isinstance(module, ResidualNorm):
                     module.implementation = "auto"
+                elif type(module) is Linear:
+                    module.serves = one_row
+
+    def _has_row_kernel(self) -> bool:
+        """Whether the products of a single token can be our kernel's: tried once, before anybody waits for it."""
+        x = torch.ones(1, 64, dtype=next(self.model.parameters()).dtype, device=self.device)
+        try:
+            for gate in GATES:
+                row_linear(x, torch.ones(16, 64, dtype=x.dtype, device=x.device), gate=gate)
+        except Exception as error:
+            self._say(f"one row times a matrix is left to torch: {type(error).__name__}: {error}")
+            return False
+        return True
 
     @torch.inference_mode()
     def run(
@@ -101,13 +126,13 @@ class Runner:
             for piece in batch.pieces:
                 if not piece.wanted:
                     continue
-                rows_NV = logits_NV[begin : begin + len(piece.wanted)]
-                begin += len(piece.wanted)
-                name = piece.entry.request.name
-                first = piece.wanted.start
+                name, count = piece.entry.request.name, len(piece.wanted)
+                made = RequestLogits(piece.wanted.start, logits_NV, begin, count)
+                begin += count
                 if name in found:
-                    first, rows_NV = found[name].first, torch.cat((found[name].logits_NV, rows_NV))
-                found[name] = RequestLogits(first, rows_NV)
+                    both_NV = torch.cat((found[name].logits_NV, made.logits_NV))
+                    made = RequestLogits(found[name].first, both_NV, 0, len(both_NV))
+                found[name] = made
         return found
 
     def _pass(self, batch: Batch) -> Tensor:

@@ -15,17 +15,16 @@ import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilemesh.core.errors import RunError
 from tilemesh.model.sampling import keep_likeliest, keyed_uniform, pick, shares
 from tilemesh.serve.request import Sampling
 
 
-@dataclass(frozen=True)
-class TokenDraw:
+class TokenDraw(NamedTuple):
     """What the token after one row of logits is drawn with."""
 
     sampling: Sampling
@@ -71,10 +70,20 @@ class TokenLogprobs:
     """The likeliest, first first."""
 
 
+def _is_sound(logits_NV: Tensor) -> Tensor:
+    """Whether all of a row is finite."""
+    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
+    return torch.isfinite(logits_NV.sum(-1, dtype=torch.promote_types(logits_NV.dtype, torch.float32)))
+
+
+def unsound_rows(logits_NV: Tensor) -> list[int]:
+    """Rows with logits that are NaN or infinite."""
+    sound_N = _is_sound(logits_NV)
+    return [] if bool(sound_N.all()) else [row for row, sound in enumerate(sound_N.tolist()) if not sound]
+
+
 def draw_tokens(logits_NV: Tensor, drawings: Sequence[TokenDraw]) -> list[int]:
-    """One token for each row."""
-    if not bool(torch.isfinite(logits_NV).all()):
-        raise RunError("the model's logits are NaN or infinite, so there is no token to draw: are its weights sound?")
+    """One token for each row, whose logits are finite."""
     rows_NV = logits_NV
     changed = [
         index
@@ -110,8 +119,7 @@ def draw_on_device(logits_NV: Tensor, draws: RowDraws, kind: DrawKind) -> Tensor
 
     -1 where logits are NaN or infinite. Bias, penalties and constraints are `draw_tokens`'s: they need the tokens.
     """
-    # A sum is infinite or NaN if a term is; in float32 at least, so that only absurd logits could overflow it.
-    sound_N = torch.isfinite(logits_NV.sum(-1, dtype=torch.promote_types(logits_NV.dtype, torch.float32)))
+    sound_N = _is_sound(logits_NV)
     tokens_N = logits_NV.argmax(-1)
     if kind is not DrawKind.GREEDY:
         shares_NV = shares(logits_NV, draws.temperature_N)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import Range
@@ -119,8 +120,7 @@ class _Draft:
     """Whether a running request found no page."""
 
 
-@dataclass(frozen=True)
-class Progressed:
+class Progressed(NamedTuple):
     """What a step meant for one request: the new tokens, and whether it has ended."""
 
     request: ServeRequest
@@ -266,6 +266,11 @@ class Scheduler:
         if request.complete:  # its last token is not known yet, and none follows
             return
         decodes = request.pending == 1
+        place = request.computed
+        if decodes and place < len(request.pages) * self.limits.page_tokens and self._propose is no_drafts:
+            # What follows comes to the same where a request decodes into a page that it has: most of the time.
+            draft.entries.append(Scheduled(request, place, 1, (), True, tuple(request.pages)))
+            return
         count = 1 if decodes else min(request.pending, self.limits.chunk_tokens, draft.left)
         if count == 0:
             return

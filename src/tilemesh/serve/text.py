@@ -21,13 +21,16 @@ class Decoder(Protocol):
 class TextStream:
     """The text of one answer, token by token: `add` returns what is certain so far."""
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), alone: dict[int, str] | None = None) -> None:
+        """`alone`: the texts of single tokens, which streams of one tokenizer may share: each is decoded once."""
         self._decoder = decoder
+        self._alone = {} if alone is None else alone
         self._stop = tuple(stop)
         # A token may read differently at the beginning of a text (a leading space is dropped, for one): so the tokens
         # before the new ones are decoded along, from the last place where a character began.
         self._tokens: list[int] = []
         self._known = 0  # how many of these have been given out
+        self._before: str | None = None  # the text of those, once it was needed
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the text; it is no part of it."""
@@ -46,13 +49,25 @@ class TextStream:
 
     def _decoded(self, last: bool) -> str:
         """New text, if it ends with a whole character."""
-        before = self._decoder.decode(self._tokens[: self._known])
+        before = self._before
+        if before is None:
+            before = self._before = self._first_text()
         whole = self._decoder.decode(self._tokens)
         if not last and (whole.endswith(_REPLACEMENT) or len(whole) <= len(before)):
             return ""
         self._tokens = self._tokens[self._known :]
-        self._known = len(self._tokens)
+        self._known, self._before = len(self._tokens), None
         return whole[len(before) :]
+
+    def _first_text(self) -> str:
+        """Of the tokens whose text was given out."""
+        if self._known != 1:
+            return self._decoder.decode(self._tokens[: self._known])
+        token = self._tokens[0]
+        text = self._alone.get(token)
+        if text is None:
+            text = self._alone[token] = self._decoder.decode([token])
+        return text
 
     def _pass_on(self, text: str) -> str:
         """Text without what might be the beginning of a stop string; up to a whole one where there is one."""

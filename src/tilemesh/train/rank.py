@@ -319,6 +319,12 @@ def choose_device(config: TrainConfig, comm: Communicator) -> torch.device:
         raise RunError("train.device is cuda and torch finds no GPU here: set train.device=cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if comm.size > 1 and comm.backend == "threads":
+        # Backward passes of a process share one thread per GPU: ranks that meet in there would wait for ever.
+        raise UsageError(
+            f"{comm.size} ranks that are threads on a GPU: their backward passes would wait for one another; set "
+            "train.device=cpu, or start processes with --transport torch or mpi"
+        )
     member = membership()
     index = (member.local_rank if member is not None else comm.rank) % torch.cuda.device_count()
     torch.cuda.init()  # type: ignore[no-untyped-call]  # asking for memory's figures does not do it

@@ -79,6 +79,8 @@ class Recorder:
         """An action of a step's list; drawn while steps are traced."""
         if not self.trace.on:
             do()
+            if self.live is not None:
+                self.live()
             return
         began = time.perf_counter()
         do()

@@ -189,7 +189,13 @@ class Stepper:
         with SavedBytes(self.laid.module.parameters()) as saved:
             if isinstance(self.laid, Pipeline):
                 laid = self.laid
-                self.recorder.live = lambda: saved.now(laid.kept())
+
+                def live() -> int:
+                    found = saved.now(laid.kept())
+                    saved.peak = max(saved.peak, found)  # what may go to the host is kept by others than autograd
+                    return found
+
+                self.recorder.live = live
             yield
         self.recorder.live = None
         self.activations_bytes = saved.peak

@@ -17,7 +17,7 @@ import numpy as np
 
 from tilemesh.comm.runtime.arithmetic import divide, is_complex
 from tilemesh.comm.runtime.asked import Call, Decided, Made, Scatter
-from tilemesh.comm.runtime.choose import Request, choose
+from tilemesh.comm.runtime.choose import Request, choose, refuses
 from tilemesh.comm.runtime.engine import Running
 from tilemesh.comm.runtime.flags import CallDigest
 from tilemesh.comm.runtime.group import Group
@@ -133,7 +133,10 @@ class Caller(Group):
         if algorithm == "auto" and self.choices is not None and device is None and not call.private:
             choices, group = self.choices
             algorithm = choices.pick(
-                group, request, lambda: choose(request, "auto", self.transport, self.fit).algorithm
+                group,
+                request,
+                lambda: choose(request, "auto", self.transport, self.fit).algorithm,
+                lambda name: refuses(request, name, self.transport) is None,
             )
         choice = choose(request, algorithm, self.transport, self.fit)
         return Decided(call, x, choice, device, target, has_result, wait)

@@ -100,11 +100,16 @@ class Choices:
         self.earlier = dict(earlier or {})
         self.table: dict[str, str] = {}
 
-    def pick(self, group: str, request: Request, now: Callable[[], str]) -> str:
-        """The algorithm for this kind of call: as it was picked before, else what `now()` says."""
+    def pick(self, group: str, request: Request, now: Callable[[], str], can: Callable[[str], bool]) -> str:
+        """The algorithm for this kind of call: as it was picked before, else what `now()` says.
+
+        `can`: whether an algorithm serves this call here. A run that goes on over another transport may lack one, such
+        as the library's own on threads; then its sums may round otherwise.
+        """
         key = f"{group} {request.collective} {request.nbytes} {request.dtype} {request.op}"
         if key not in self.table:
-            self.table[key] = self.earlier.get(key) or now()
+            before = self.earlier.get(key)
+            self.table[key] = before if before is not None and can(before) else now()
         return self.table[key]
 
 
