@@ -16,7 +16,7 @@ from typing import Any
 from tilemesh.core.errors import UsageError
 from tilemesh.serve.core import AnswerPart, PromptJob
 from tilemesh.serve.engine import Engine, EngineStatus, Prompt
-from tilemesh.serve.request import Sampling
+from tilemesh.serve.request import FinishReason, Sampling
 from tilemesh.serve.route import PrefixRouter
 from tilemesh.serve.scheduler import QueueFullError
 
@@ -128,6 +128,8 @@ class _Counted:
         with self._replicas._lock:
             router.waiting[self._place] -= self._missing
             self._missing = 0
+            if part.finish is FinishReason.ERROR:
+                router.forget(self._place)  # its ranks may be gone, and their pages with them
             if part.finish is not None:
                 self.left -= 1
                 router.running[self._place] -= 1

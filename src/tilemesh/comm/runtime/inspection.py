@@ -109,7 +109,7 @@ class Inspected:
 
         See `observe.py` for what it is asked and told. `every`: where the same call of less than 10 µs comes again and
         again, one of so many is timed and told of, with how many it stands for (1: each of them, which costs it 0.5 µs
-        instead of 0.15 to 0.2); or a function that says how many at present. Returns what detaches the observer from
+        instead of 0.2 to 0.3); or a function that says how many at present. Returns what detaches the observer from
         this communicator, after it has been told of all calls. Each rank does this by itself.
         """
         if not callable(every) and check.whole(every, "every") < 1:

@@ -9,8 +9,8 @@ Collectives, messages and the making of groups are seen; groups that are split f
 observed too, under labels of their own. The one idea: an observer is asked once per *kind* of call, not once per call,
 so that a call which is kept ready is wrapped once, when it is made ready. Reading the clock twice and telling of it
 costs such a call 0.5 µs, which for one of 4 µs is a lot. So of calls that come again and again (beyond the first 64 of
-a kind) and take less than 10 µs only one in `every` is timed and told of, together with how many it stands for: 0.15
-to 0.2 µs. All are counted; `comm.tell_observers()` tells of those that were counted and not told of yet. `every=1`
+a kind) and take less than 10 µs only one in `every` is timed and told of, together with how many it stands for: 0.2
+to 0.3 µs. All are counted; `comm.tell_observers()` tells of those that were counted and not told of yet. `every=1`
 times all of them.
 A communicator without an observer runs the very same functions as if there were no such thing.
 
