@@ -26,7 +26,7 @@ for name in ${*:-rehearsal passes full}; do
     case $name in
     rehearsal) step --batch 8 --offload optimizer --steps 5 --compare ;;
     passes)
-        for what in activations weights activations,weights; do step --batch 8 --accumulation 2 --offload $what --steps 5 --compare; done
+        for what in activations weights activations+weights; do step --batch 8 --accumulation 2 --offload $what --steps 5 --compare; done
         ;;
     full)
         free -g | head -2

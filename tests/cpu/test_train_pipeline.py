@@ -84,7 +84,7 @@ def require_alike(folder: Path, alone: Path) -> None:
         ("pp=2", "plan.schedule=1f1b,plan.chunk_layers=[3,1],plan.recompute=full"),
         ("dp=2,pp=2", "plan.schedule=zb-v"),
         ("tp=2,pp=2", "plan.schedule=dualpipe,plan.sequence_parallel=true"),
-        ("dp=1", "plan.offload='optimizer,activations,weights',plan.accumulation=2"),
+        ("dp=1", "plan.offload=optimizer+activations+weights,plan.accumulation=2"),
         ("dp=2,pp=2", "plan.offload=activations,plan.zero=1"),
     ],
 )

@@ -61,7 +61,8 @@ SHARED = {
     "dp 2 zero 3": ("dp=2", "plan.zero=3"),
     "activations on the host": ("dp=1", "plan.offload=activations"),
     "weights on the host": ("dp=1", "plan.offload=weights"),
-    "all on the host": ("pp=2", "plan.offload=optimizer,activations,weights"),
+    "all on the host": ("dp=1", "plan.offload=optimizer+activations+weights"),
+    "stages with activations on the host": ("pp=2", "plan.offload=optimizer+activations"),
 }
 """Layouts of one or two ranks on one GPU: mesh and settings."""
 SMALL = "train.steps=5,train.batch=8,model.layers=4,sample.tokens=0,checkpoint.every=0,evaluate.every=0"

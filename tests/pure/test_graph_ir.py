@@ -25,7 +25,7 @@ def test_equal_nodes_are_one_object() -> None:
     graph = Graph((x, y), (build.multiply(build.add(x, y), build.add(x, y)),))
     assert [node.op for node in graph.nodes()] == ["input", "input", "add", "multiply"]
     assert graph.flops == 24
-    assert graph.moved_bytes == (3 + 2) * 96  # add reads two and writes one; multiply reads one twice
+    assert graph.moved_bytes == (3 + 2) * 96  # add reads two and writes one; multiply reads one, twice, and writes one
 
 
 def test_a_deep_graph_needs_no_recursion() -> None:

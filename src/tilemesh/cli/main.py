@@ -27,6 +27,7 @@ from tilemesh.cli import (
     calibrate,
     config,
     doctor,
+    graph,
     launch,
     plan,
     report,
@@ -66,6 +67,7 @@ bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
 app.add_typer(bench, name="bench")
+app.add_typer(graph.graph, name="graph")
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]

@@ -126,7 +126,7 @@ class StepSettings:
     prefetch: int = 1
     """Layers ahead of their use for which ZeRO-3 gathers weights, and offloading fetches what it moved out."""
     offload: str = ""
-    """Moved to the host's memory while not needed: some of optimizer, activations, weights, joined by commas."""
+    """Moved to the host's memory while not needed: some of optimizer, activations, weights, as optimizer+weights."""
     attention: Attention = "fused"
     """Whether attention's scores are written to memory (materialized) or not (fused)."""
     precision: Precision = "bf16"
@@ -139,7 +139,7 @@ class StepSettings:
         if self.recompute_every != "sqrt":
             RANGES["recompute_every"].check("recompute_every", self.recompute_every, whole=True)
         if not isinstance(self.offload, str):
-            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by commas")
+            raise UsageError(f"offload is {self.offload!r}: expected some of {', '.join(OFFLOADS)}, joined by +")
         for name in self.offloads:
             if name not in OFFLOADS:
                 raise unknown("offload", name, OFFLOADS)
@@ -151,7 +151,8 @@ class StepSettings:
     @property
     def offloads(self) -> tuple[str, ...]:
         """What is moved to the host's memory, in the order of `OFFLOADS`; a word that is none of them comes last."""
-        given = dict.fromkeys(name.strip() for name in self.offload.split(",") if name.strip())
+        # A comma ends a setting on the command line, so a plus joins too.
+        given = dict.fromkeys(name.strip() for name in self.offload.replace("+", ",").split(",") if name.strip())
         return tuple(sorted(given, key=lambda name: OFFLOADS.index(name) if name in OFFLOADS else len(OFFLOADS)))
 
     def stretch(self, layers: int) -> int:

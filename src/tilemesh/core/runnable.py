@@ -51,11 +51,11 @@ def lacks(plan: ParallelPlan) -> Iterator[Lack]:
 def _lacks_of_offloads(plan: ParallelPlan) -> Iterator[Lack]:
     given = f"offload is {plan.offload}"
     if "activations" in plan.offloads and plan.slices > 1:
-        instead = "offload=" + ",".join(name for name in plan.offloads if name != "activations")
+        instead = "offload=" + "+".join(name for name in plan.offloads if name != "activations")
         yield Lack("offload", f"{given} with slices", "slices of a sequence share keys and values", instead, True)
     if "weights" not in plan.offloads:
         return
-    instead = "offload=" + ",".join(name for name in plan.offloads if name != "weights")
+    instead = "offload=" + "+".join(name for name in plan.offloads if name != "weights")
     if plan.zero == 3:
         why = "ZeRO-3 keeps a rank's rows of the weights alone and has nothing to move"
         yield Lack("offload", f"{given} with zero 3", why, instead, True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.ops import Typed, primitive, size_bytes
+from tilemesh.graph.ops import VIEWS, Typed, primitive, size_bytes
 from tilemesh.graph.size import Dim, Shape
 
 
@@ -35,6 +35,11 @@ class Node:
     @property
     def typed(self) -> Typed:
         return self.shape, self.dtype
+
+    @property
+    def launched(self) -> bool:
+        """Whether this is work for a device: no input, no constant, no memory named again."""
+        return primitive(self.op).kind != "source" and self.op not in VIEWS
 
     @property
     def flops(self) -> Dim:
@@ -111,12 +116,12 @@ class Graph:
 
     @property
     def moved_bytes(self) -> Dim:
-        return _total(node.moved_bytes for node in self.nodes() if primitive(node.op).kind != "source")
+        return _total(node.moved_bytes for node in self.nodes() if node.launched)
 
     @property
     def launches(self) -> int:
-        """How many operators run: constants and inputs do not, and a reshape only names memory again."""
-        return sum(primitive(node.op).kind != "source" and node.op not in ("reshape", "item") for node in self.nodes())
+        """How many operators are work for a device."""
+        return sum(node.launched for node in self.nodes())
 
     def replace(self, change: Callable[[Node, tuple[Node, ...]], Node]) -> Graph:
         """The graph whose nodes are what `change` makes of them, given their changed inputs."""
@@ -140,13 +145,17 @@ class Graph:
                 names[node] = str(node["value"])
                 continue
             names[node] = f"%{len(lines)}"
-            hidden = ("shape", "dtype") if primitive(node.op).kind in ("source", "opaque") else ()
+            hidden = ("shape", "dtype", "target", "kwargs") if primitive(node.op).kind in ("source", "opaque") else ()
             words = [names[value] for value in node.inputs]
             words += [f"{name}={_text(value)}" for name, value in node.attributes if name not in hidden]
-            lines.append(f"{names[node]} = {node.op}({', '.join(words)})  # {node.dtype}{_text(node.shape)}")
+            lines.append(f"{names[node]} = {_called(node)}({', '.join(words)})  # {node.dtype}{_text(node.shape)}")
         given = ", ".join(f"{node['name']}: {node.dtype}{_text(node.shape)}" for node in self.inputs)
         body = "\n".join(f"  {line}" for line in lines)
         return f"({given})\n{body}\n  return {', '.join(names[node] for node in self.outputs)}"
+
+
+def _called(node: Node) -> str:
+    return str(node["target"]) if node.op == "opaque" else node.op
 
 
 def _text(value: Any) -> str:

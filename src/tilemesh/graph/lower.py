@@ -43,9 +43,9 @@ class InputSlot:
         return f"#{self.index}"
 
 
-def lower(module: fx.GraphModule) -> tuple[Graph, dict[str, Any], list[Any]]:
+def lower(module: fx.GraphModule, names: Sequence[str] = ()) -> tuple[Graph, dict[str, Any], list[Any]]:
     """The graph of a traced module, the tensors it holds by name, and what it returns: nodes, or None and numbers."""
-    return _Lowering(module).run()
+    return _Lowering(module, names).run()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,8 +66,8 @@ def line_of(node: fx.Node) -> str:
 
 
 class _Lowering:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
+        self.module, self.names = module, iter(names)
         self.values: dict[fx.Node, Any] = {}
         self.inputs: list[Node] = []
         self.held: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class _Lowering:
         outputs: Sequence[Any] = ()
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = self._argument(node, node.name)
+                self.values[node] = self._argument(node, next(self.names, node.name))
             elif node.op == "get_attr":
                 self.held[f"held {node.target}"] = _attribute(self.module, str(node.target))
                 self.values[node] = self._argument(node, f"held {node.target}")
@@ -284,6 +284,12 @@ def _slice(shape: Shape, dtype: str, x: Node, dim: int = 0, start: Any = None, s
     return build.part(x, dim, begin, max(begin, end), by)
 
 
+def _select(shape: Shape, dtype: str, x: Node, dim: int, index: int) -> Node:
+    size = x.shape[dim]
+    assert isinstance(size, int)
+    return build.reshape(build.part(x, dim, index % size, index % size + 1), shape)
+
+
 def _dot(shape: Shape, dtype: str, x: Node, y: Node) -> Node | None:
     return make("dot", x, y) if x.dtype == y.dtype == dtype else None
 
@@ -339,6 +345,8 @@ LOWERED: Mapping[Any, Callable[..., Node | None]] = {
     aten.expand.default: _expand,
     aten.cat.default: _cat,
     aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda shape, dtype, x: x),
     aten.mm.default: _dot,
     aten.bmm.default: _dot,
     aten.addmm.default: _addmm,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.ops import TUPLE, primitive, size_bytes
+from tilemesh.graph.ops import TUPLE, VIEWS, primitive, size_bytes
 
-VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")
 MIXED, TRIES = 300, 30  # values of a graph up to which mixed orders are tried, and how many
 ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction
 

@@ -19,6 +19,7 @@ DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "
 DTYPES |= {"int8": 1, "uint8": 1, "bool": 1}
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 COMPARISONS = ("equal", "less", "less_equal")
+VIEWS = ("reshape", "transpose", "broadcast", "slice", "item")  # they name memory again: no work for a device
 TUPLE = "tuple"  # the dtype of an opaque operator that returns several tensors, each taken out by `item`
 
 Typed: TypeAlias = tuple[Shape, str]

@@ -50,8 +50,9 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise UsageError(f"trace was given {[type(tensor).__name__ for tensor in inputs]}; give tensors")
     with torch.no_grad():
-        module = make_fx(torch.func.functionalize(flat, remove="mutations_and_views"), tracing_mode="fake")(*tensors)
-    graph, held, _ = lower(module)
+        module = make_fx(torch.func.functionalize(flat, remove="mutations"), tracing_mode="fake")(*tensors)
+    names = [*weights, *(f"input{place}" for place in range(len(inputs)))]
+    graph, held, _ = lower(module, names)
     if held:
         raise UsageError(f"the program holds tensors of its own ({', '.join(held)}); make them inputs or buffers")
     return Traced(graph, weights)

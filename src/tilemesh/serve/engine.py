@@ -358,7 +358,9 @@ class Engine:
                 raise RunError("the engine is closed, or closing: there is nothing to watch")
             self._inbox.append(order)
             self._lock.notify()
-        taken.wait()
+        while not taken.wait(1.0):
+            if not self._thread.is_alive():
+                raise RunError("the engine has failed: there is nothing to watch")
 
     def close(self, drain: bool = False) -> None:
         """Abort what is under way, or with `drain` finish it first. Afterwards the engine takes no requests."""

@@ -218,18 +218,19 @@ def _axes_words(made: TrainConfig) -> str:
 
 
 def _check_host_memory(made: TrainConfig) -> None:
-    """Refuse optimizer states on a host that has no room for those of all ranks that run on it."""
-    if "optimizer" not in made.plan.offloads or made.train.device == "cpu" or not usable_gpus():
+    """Refuse optimizer states and weights on a host that has no room for those of all ranks that run on it."""
+    if not {"optimizer", "weights"} & {*made.plan.offloads} or made.train.device == "cpu" or not usable_gpus():
         return
     member = membership()
     plan, here = made.plan, made.plan.world if member is None else member.local_size
     parameters = shard_parameters(made.model, plan.tp).stage(-(-made.model.layers // plan.pp), True, True)
-    needed = here * state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)[2]
+    weights, _, optimizer = state_bytes(parameters, plan.precision, plan.zero, plan.zero_ranks)
+    needed = here * (optimizer * ("optimizer" in plan.offloads) + weights * ("weights" in plan.offloads))
     have = this_machine().memory_bytes
     if needed > have:
         raise UsageError(
-            f"plan.offload is {plan.offload}: the optimizer states of {here} ranks take {format_bytes(needed)} of the "
-            f"host's memory and it has {format_bytes(have)}; set plan.offload= or share them with plan.zero=1"
+            f"plan.offload is {plan.offload}: that of {here} rank{'s' * (here > 1)} takes {format_bytes(needed)} of "
+            f"the host's memory and it has {format_bytes(have)}; set plan.offload= or share states with plan.zero=1"
         )
 
 

@@ -76,7 +76,7 @@ class GateLayout:
         if self.recompute != "none":
             more += " again" + f" every {self.recompute_every}" * (self.recompute_every != 1)
         if self.offload:
-            more += " offload " + "+".join(what[0] for what in self.offload.split(","))
+            more += " offload " + "+".join(what[0] for what in self.offload.split("+"))
         stages = f" pp={self.pp} {self.schedule}" if self.pp > 1 else ""
         return f"dp={self.dp} tp={self.tp}{stages}{more}"
 

@@ -1,0 +1,112 @@
+"""What `tilemesh graph explain` does: traces the user's model, rewrites it, and prints what each rule saved."""
+
+from __future__ import annotations
+
+import importlib.util
+import json as jsonlib
+from pathlib import Path
+from typing import Any
+
+from tilemesh.cli.targets import check_targets
+from tilemesh.core.errors import RunError, UsageError, unknown
+from tilemesh.core.files import write_output
+from tilemesh.core.hardware import DEVICES
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.graph.cost import graph_seconds, saved_by
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.memory import arena
+from tilemesh.graph.size import known
+
+LINES = 40  # of a graph that is printed without --whole
+
+
+def explain_graph(program: str, device: str, whole: bool, json: str | None) -> None:
+    check_targets(json=json)
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    model, inputs = _load(program)
+    from tilemesh.graph.rules import ALGEBRA, simplify
+    from tilemesh.graph.trace import trace
+
+    before = trace(model, inputs).graph
+    after, steps = simplify(before, ALGEBRA)
+    gains = saved_by(before, steps, DEVICES[device])
+    record = {
+        "before": _figures(before, device),
+        "after": _figures(after, device),
+        "rules": [vars(gain) for gain in gains],
+    }
+    if json != "-":
+        _print_graph("before", before, whole)
+        width = max([len(gain.rule) for gain in gains], default=0)
+        for gain in gains:
+            print(
+                f"  {gain.rule:<{width}}  {gain.times:>4} times, {gain.launches:>4} operators fewer,"
+                f" {format_bytes(gain.moved_bytes)} less to move, {format_seconds(gain.seconds)} predicted"
+            )
+        print() if gains else print("no rule fits\n")
+        _print_graph("after", after, whole)
+        for name, figures in (("before", record["before"]), ("after", record["after"])):
+            print(f"{name:>6}: {_words(figures, device)}")
+    if json is not None:
+        write_output(jsonlib.dumps(record) + "\n", json)
+
+
+def _load(program: str) -> tuple[Any, list[Any]]:
+    """What the user's function returned: a model and its inputs."""
+    path, _, name = program.rpartition(":")
+    if not path or not name:
+        raise UsageError(f"the program is {program!r}; give FILE.py:FUNCTION, such as model.py:make")
+    if not Path(path).is_file():
+        raise UsageError(f"there is no file {path}; give FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location("explained", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file; give FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RunError(f"{path} fails when it is loaded: {type(error).__name__}: {error}") from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown("function", name, functions)
+    try:
+        made = make()
+    except Exception as error:
+        raise RunError(f"{name} of {path} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise UsageError(f"{name} of {path} returned {type(made).__name__}; return a model and a list of its inputs")
+    return made[0], list(made[1])
+
+
+def _figures(graph: Graph, device: str) -> dict[str, Any]:
+    plan = arena(graph)
+    return {
+        "operators": graph.launches,
+        "opaque": sum(node.op == "opaque" for node in graph.nodes()),
+        "flops": known(graph.flops, {}),
+        "moved_bytes": known(graph.moved_bytes, {}),
+        "arena_bytes": plan.size,
+        "live_bytes": plan.bound,
+        "seconds": graph_seconds(graph, DEVICES[device]),
+    }
+
+
+def _words(figures: Any, device: str) -> str:
+    return (
+        f"{figures['operators']} operators ({figures['opaque']} torch's own), {figures['flops']:.3g} FLOP,"
+        f" {format_bytes(figures['moved_bytes'])} moved, {format_seconds(figures['seconds'])} predicted on {device},"
+        f" {format_bytes(figures['arena_bytes'])} for its values"
+    )
+
+
+def _print_graph(title: str, graph: Graph, whole: bool) -> None:
+    lines = str(graph).splitlines()
+    print(f"{title}:")
+    shown = (
+        lines
+        if whole or len(lines) <= LINES
+        else [*lines[: LINES - 2], f"  … {len(lines) - LINES + 1} more lines: --whole", lines[-1]]
+    )
+    print("\n".join(shown) + "\n")

@@ -1,0 +1,55 @@
+"""What a graph costs on a device, operator by operator: the roofline, plus a launch each. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilemesh.core.hardware import Device
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.rewrite import Applied
+from tilemesh.graph.size import known
+
+PEAKS = {"float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}  # how hardware names the dtypes of a graph
+
+
+@dataclass(frozen=True)
+class RuleGain:
+    """What one rule brought: how often it fitted, and operators, bytes and seconds that are no longer needed."""
+
+    rule: str
+    times: int
+    launches: int
+    moved_bytes: int
+    seconds: float
+
+
+def node_seconds(node: Node, device: Device) -> float:
+    """A launch, and the longer of computing and moving; sizes must be known."""
+    if not node.launched:
+        return 0.0
+    dtype = PEAKS.get(node.dtype, "fp32")
+    peak = device.peak(dtype if dtype in device.peak_flops_per_s else "fp32")
+    compute = known(node.flops, {}) / peak
+    return device.launch_s + max(compute, known(node.moved_bytes, {}) / device.memory_bytes_per_s)
+
+
+def graph_seconds(graph: Graph, device: Device) -> float:
+    return sum(node_seconds(node, device) for node in graph.nodes())
+
+
+def saved_by(graph: Graph, steps: Sequence[Applied], device: Device) -> list[RuleGain]:
+    """For every rule what it saved, in the order in which they first fitted: the steps are done again one by one."""
+    totals: dict[str, RuleGain] = {}
+    for step in steps:
+        after = graph.substitute({step.before: step.after})
+        old = totals.get(step.rule, RuleGain(step.rule, 0, 0, 0, 0.0))
+        totals[step.rule] = RuleGain(
+            step.rule,
+            old.times + 1,
+            old.launches + graph.launches - after.launches,
+            old.moved_bytes + known(graph.moved_bytes, {}) - known(after.moved_bytes, {}),
+            old.seconds + graph_seconds(graph, device) - graph_seconds(after, device),
+        )
+        graph = after
+    return list(totals.values())

@@ -1,0 +1,71 @@
+"""`tilemesh graph explain` on a file of the user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tilemesh.cli.main import main
+
+MODEL = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (-(-self.inner(x)) * 1.0 + 0.0).transpose(0, 1).transpose(0, 1)
+
+def make():
+    return Scaled(), [torch.randn(8, 4)]
+
+def wrong():
+    return 7
+
+def fails():
+    raise KeyError("weights")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_what_each_rule_saves(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "explain", f"{file}:make", "--device", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert "-(-x)" in said
+    assert "x * 1" in said
+    assert "predicted on h200" in said
+    assert main(["graph", "explain", f"{file}:make", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["after"]["operators"] == 2  # a product and a sum
+    fewer = record["before"]["operators"] - record["after"]["operators"]
+    assert fewer == sum(rule["launches"] for rule in record["rules"]) == 4
+    saved = sum(rule["seconds"] for rule in record["rules"])
+    assert record["before"]["seconds"] - record["after"]["seconds"] == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "message"),
+    [
+        ("nothing", 2, "give FILE.py:FUNCTION"),
+        ("missing.py:make", 2, "there is no file missing.py"),
+        ("{file}:mkae", 2, "make"),
+        ("{file}:wrong", 2, "returned int; return a model and a list of its inputs"),
+        ("{file}:fails", 1, "fails: KeyError: 'weights'"),
+    ],
+)
+def test_what_is_refused(program: str, code: int, message: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "explain", program.format(file=file)]) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
