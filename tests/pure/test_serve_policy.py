@@ -7,6 +7,7 @@ copy cannot go unseen. Its next token is a function of that hash, so each answer
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tilemesh.core.errors import RunError, UsageError
 from tilemesh.serve.pages import PagePool
 from tilemesh.serve.prefix import PrefixCache
 from tilemesh.serve.request import FinishReason, RequestState, Sampling, ServeRequest
-from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, StepPlan
+from tilemesh.serve.scheduler import UNKNOWN, QueueFullError, Scheduler, ServeLimits, StepPlan
 from tilemesh.serve.speculate import NgramGuesser
 
 VOCABULARY = 5
@@ -190,6 +191,74 @@ def test_every_answer_is_the_one_it_would_have_alone_and_no_page_is_lost(seed: i
     check_answers(arrivals)
     assert scheduler.pool.used == scheduler.swap.used == 0
     assert len(scheduler.prefixes) == len(scheduler.pool.idle)
+
+
+class AheadRunner(FakeRunner):
+    """Knows the tokens that it drew last before the scheduler does."""
+
+    def __init__(self, limits: ServeLimits) -> None:
+        super().__init__(limits)
+        self.last: dict[str, int] = {}
+
+    def run(self, plan: StepPlan) -> dict[str, list[int]]:
+        entries = []
+        for entry in plan.entries:
+            tokens = [self.last[entry.request.name] if token == UNKNOWN else token for token in entry.request.tokens]
+            stand_in = ServeRequest(entry.request.name, tokens, entry.request.max_tokens)
+            entries.append(dataclasses.replace(entry, request=stand_in))
+        sampled = super().run(dataclasses.replace(plan, entries=tuple(entries)))
+        self.last = {name: new[-1] for name, new in sampled.items()}
+        return sampled
+
+
+def serve_ahead(seed: int) -> tuple[Scheduler, list[Arrival], int]:
+    """As `serve_randomly`, with each step begun before the last one's tokens are known, where that may be."""
+    draw = random.Random(seed)
+    running, page_tokens = draw.choice((1, 3, 6)), draw.choice((1, 2, 4))
+    limits = ServeLimits(
+        pages=draw.choice((8, 20, 60, 200)), context=64, page_tokens=page_tokens,
+        step_tokens=running + draw.choice((0, 3, 16)), chunk_tokens=draw.choice((1, 3, 64)), running=running,
+        swap_pages=draw.choice((0, 8)), share_prefixes=draw.random() < 0.8,
+    )  # fmt: skip
+    scheduler, runner = Scheduler(limits), AheadRunner(limits)
+    openings = [[draw.randrange(VOCABULARY) for _ in range(draw.choice((0, 3, 8, 14)))] for _ in range(2)]
+    arrivals = [Arrival(draw, number, limits, openings) for number in range(draw.choice((1, 4, 8)))]
+    ahead: tuple[StepPlan, dict[str, list[int]]] | None = None
+    assumed = 0
+    for step in range(4000):
+        for arrival in arrivals:
+            if arrival.step == step:
+                scheduler.add(arrival.request)
+            if arrival.abort == step and arrival.step <= step:
+                scheduler.finish(arrival.request, FinishReason.ABORT)
+        if not scheduler.busy and ahead is None and step > 9:
+            return scheduler, arrivals, assumed
+        plan = scheduler.plan()
+        sampled = runner.run(plan)
+        if ahead is not None:
+            scheduler.commit(*ahead)
+            check_accounts(scheduler)
+            ahead = None
+        if plan.entries and scheduler.can_assume():
+            scheduler.assume(plan)
+            ahead, assumed = (plan, sampled), assumed + 1
+        else:
+            scheduler.commit(plan, sampled)
+        check_accounts(scheduler)
+    raise AssertionError("some request never ended")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**48))
+def test_steps_begun_before_the_last_is_known_give_the_same_answers(seed: int) -> None:
+    scheduler, arrivals, _ = serve_ahead(seed)
+    check_answers(arrivals)
+    assert all(UNKNOWN not in arrival.request.tokens for arrival in arrivals)
+    assert scheduler.pool.used == scheduler.swap.used == 0
+
+
+def test_steps_are_begun_so() -> None:
+    assert sum(serve_ahead(seed)[2] for seed in range(20)) > 100
 
 
 # Known traps ----------------------------------------------------------------------------------------------------------
