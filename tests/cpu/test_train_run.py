@@ -605,8 +605,8 @@ def test_a_peer_of_the_bench_trains_the_same_model_alike(text: str) -> None:
     """Loss by loss: batches, schedule, clipping and decay are those of ours, so its weights stay those of ours."""
     config = made(text, "dp=1,tp=1", "plan.microbatch=4", "optimizer.clip=0.5")
     comm, device = connect("alone"), torch.device("cpu")
-    runs = [bench_rank.ours(config, comm, device), bench_rank.peer("eager", config, comm, device)]
-    ours, theirs = ([run() for _ in range(8)] for run in runs)
+    runs = [bench_rank.ours(config, comm, device), bench_rank.peer_maker("eager")(config, comm, device)]
+    ours, theirs = ([run(True) for _ in range(8)] for run in runs)
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[-1] < ours[0]
 

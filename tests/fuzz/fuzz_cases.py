@@ -97,6 +97,7 @@ BASES: Mapping[str, tuple[Base, ...]] = {
     "bench train": (
         Base({"--set": _STEP, "--mesh": "dp=1", "--peers": "eager", "--blocks": "1", "--steps": "1"}, ("tiny.toml",)),
     ),
+    "graph explain": (Base({"--device": "t4"}, ("program.py:make",)),),
     "bench serve": (
         Base(
             {

@@ -61,6 +61,8 @@ def make(folder: Path) -> None:
     (folder / "types.toml").write_text('model = 1\ntrain = "x"\ndp = []\nlayers = {}\n')
     (folder / "types.jsonl").write_text('{"problem": [], "config": {"x": {}}, "seconds": "x"}\n[1]\nnull\n')
     (folder / "script.py").write_text("print('here')\n")
+    program = "import torch\ndef make():\n    return torch.nn.Linear(2, 2), [torch.ones(1, 2)]\n"
+    (folder / "program.py").write_text(program)
     (folder / "loop").symlink_to("loop")
     for words in (
         ["train", "tiny.toml", "--mesh", "dp=1", "--out", "run"],

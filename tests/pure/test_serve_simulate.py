@@ -63,7 +63,7 @@ def test_a_simulated_history_replays_to_itself(seed: int) -> None:
     """Whatever happened: shared prefixes, preemption, swapping, aborts, text that ends early, guesses."""
     draw = random.Random(seed)
     limits = ServeLimits(
-        pages=draw.randint(6, 20),
+        pages=draw.randint(7, 20),
         context=60,
         page_tokens=4,
         step_tokens=draw.randint(8, 40),

@@ -19,7 +19,7 @@ def bench_serve(
     rates: Annotated[str, typer.Option(metavar="A,B,...", help="Online: requests per second, one load each.")] = "",
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="Online: requests of a file instead.")] = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Load this OpenAI-compatible server on loopback instead.")
+        str | None, typer.Option(metavar="ADDRESS", help="Load this OpenAI-compatible server on loopback instead.")
     ] = None,
     goal: Annotated[
         str | None, typer.Option(metavar="ttft=1,itl=0.1", help="What a request is promised, in seconds.")

@@ -208,7 +208,12 @@ class ParallelPlan(StepSettings, ModelPlacement):
     @property
     def has_chunks(self) -> bool:
         """Whether a step runs by its list of actions, chunk by chunk, and not by whole passes."""
-        return self.pp > 1 or self.zero == 3 or bool({"activations", "weights"} & {*self.offloads})
+        return self.pp > 1 or self.layer_by_layer
+
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether weights or activations come and go while a step runs: ZeRO-3, or kept on the host."""
+        return self.zero == 3 or bool({"activations", "weights"} & {*self.offloads})
 
     @property
     def chunks_words(self) -> str:

@@ -88,7 +88,7 @@ class MergedWeights:
         if lora.base is None or not (lora.base / "config.json").is_file():
             raise UsageError(
                 f"lora.base {lora.base} has no config.json: the adapters are additions to the weights of that folder; "
-                "put it back, or set lora.base in the run's config.toml to where it is now"
+                "put it back, or set lora.base in the run's configuration to where it is now"
             )
         self.lora, self.adapters, self.modules = lora, adapters, set(modules)
         self.base = dict(huggingface.read_parameters(lora.base))

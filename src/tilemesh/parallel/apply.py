@@ -76,7 +76,7 @@ def lay(
             raise UsageError(f"a {type(model).__name__} without a parameter that requires gradients: nothing to train")
         return _gradients(gradients, Parts(held, mesh, algorithm, **stages), plan, bucket_bytes, tokens)
 
-    if mesh.pp.size > 1 or plan.has_chunks:
+    if mesh.pp.size > 1 or plan.layer_by_layer:  # a single stage of a pipeline may be laid too
         assert isinstance(model, Transformer)
         return _lay_stages(model, mesh, plan, seams, torch.device(device), exchange)
     shards = _cut(model, kinds, mesh, plan, seams, torch.device(device))

@@ -90,6 +90,9 @@ class ZeroWeights(Zero):
         for bucket in self.reads[chunk]:
             found = self._whole.get(id(bucket))
             if found is None:
+                for begun in (*self._whole.values(), *self.buckets):  # every rank is here: what it has begun can end
+                    if begun.handle is not None:
+                        begun.handle.wait()
                 raise NotWholeError(
                     f"chunk {chunk} is read and its weights are not whole: an early FREE in the step's list, or a "
                     "GATHER that is missing"
