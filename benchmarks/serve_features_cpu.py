@@ -34,7 +34,7 @@ from tilemesh.serve.load import ServedModel
 from tilemesh.serve.speculate import DraftLengths
 
 CONFIG = ModelConfig(
-    layers=8, width=512, heads=8, kv_heads=4, hidden=1536, vocabulary=4096, context=1280, norm="rmsnorm",
+    layers=8, width=512, heads=8, kv_heads=4, mlp_width=1536, vocabulary=4096, context=1280, norm="rmsnorm",
     positions="rotary", activation="swiglu", biases=False, tied=False,
 )  # fmt: skip
 

@@ -88,7 +88,8 @@ class StepClock:
         for window in {self.model.window_of(layer) for layer in range(self.model.layers)}:
             count = sum(self.model.window_of(layer) == window for layer in range(self.model.layers))
             operations = attention_operations(self.model, parts, task, window)
-            attention += count * self._speed.seconds(operations)
+            share = constants.PAGED_ATTENTION_FRACTION if self.gpu else 1.0
+            attention += count * self._speed.seconds(operations) / share
             launches += count * _launches(operations)
         decoding = all(part.queries == 1 for part in parts)
         waiting = launches * self._launch_s
