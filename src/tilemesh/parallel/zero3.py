@@ -90,9 +90,14 @@ class ZeroWeights(Zero):
         for bucket in self.reads[chunk]:
             found = self._whole.get(id(bucket))
             if found is None:
-                for begun in (*self._whole.values(), *self.buckets):  # every rank is here: what it has begun can end
-                    if begun.handle is not None:
-                        begun.handle.wait()
+                # Every rank is here: what it has begun can end.
+                begun = [
+                    *(gathered.handle for gathered in self._whole.values()),
+                    *(each.handle for each in self.buckets),
+                ]
+                for handle in begun:
+                    if handle is not None:
+                        handle.wait()
                 raise NotWholeError(
                     f"chunk {chunk} is read and its weights are not whole: an early FREE in the step's list, or a "
                     "GATHER that is missing"
