@@ -26,7 +26,7 @@ from tilemesh.runs.folder import new_run
 from tilemesh.runs.kind import TRAIN
 from tilemesh.runs.manifest import WRITING, Manifest, checkpoints
 from tilemesh.runs.metrics import latest
-from tilemesh.runs.names import CHECKPOINTS
+from tilemesh.runs.names import CHECKPOINTS, CONFIG
 from tilemesh.train.config import TrainConfig
 from tilemesh.train.load import load
 from tilemesh.train.rank import train_here
@@ -238,6 +238,7 @@ def killed_and_gone_on(config: TrainConfig, folder: Path, onward: str, victim: i
     run.wait()
     mesh, sets = ONWARD[onward]
     then = load(mesh=mesh, sets=[SMALL, EXACT, source, sets])
+    (folder / CONFIG).write_text(then.to_toml())  # ranks read there what they are, as `fit` writes it
     assert Started(then, folder, resume=True).wait().failure is None
 
 
