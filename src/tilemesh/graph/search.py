@@ -1,0 +1,152 @@
+"""A better program by search: best-first over rewritten graphs, with a way back from steps that cost more.
+
+Greedy rewriting takes a rule only where it pays at once. Here a queue holds every graph found so far, the cheapest
+first; a graph is looked at while it costs at most `slack` times the best one, so a step that gains nothing, or loses a
+little, can be the way to one that gains a lot (the search of TASO).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.rewrite import Match, RewriteRule, rule
+from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse
+
+FILE = "substitutions.txt"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best graph, what it costs, the rules that lead to it, and how many graphs were looked at."""
+
+    graph: Graph
+    cost: float
+    rules: tuple[str, ...]
+    seen: int
+
+
+def read_substitutions(text: str | None = None) -> list[Substitution]:
+    """The committed substitutions, or those of a text: `NUMBER axiom|proved LEFT = RIGHT` per line.
+
+    Nonsense is refused with the number of its line.
+    """
+    found = []
+    for line in (files("tilemesh.graph") / FILE).read_text().splitlines() if text is None else text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        number, _, rest = line.partition(" ")
+        how, _, rule_text = rest.partition(" ")
+        if how not in ("axiom", "proved"):
+            raise UsageError(f"substitution {number}: {how!r} is neither axiom nor proved")
+        try:
+            found.append(parse(rule_text))
+        except UsageError as error:
+            raise UsageError(f"substitution {number}: {error}") from None
+    return found
+
+
+def write_substitutions(proved: Sequence[Substitution]) -> str:
+    """The file: axioms first, then what was generated and proved."""
+    lines = [f"axiom {text}" for text in AXIOMS] + [f"proved {substitution}" for substitution in proved]
+    head = (
+        "# Equal programs of matrices: axioms, then what follows of at most 3 operators over 3 names, proved by z3.\n"
+    )
+    return head + "".join(f"{number} {line}\n" for number, line in enumerate(lines, 1))
+
+
+def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
+    """Substitutions as rules of graphs, in both directions where both sides have the same names."""
+    rules = []
+    for each in substitutions:
+        sides = [(each.left, each.right)]
+        if set(names_of(each.left)) == set(names_of(each.right)):
+            sides.append((each.right, each.left))
+        rules += [
+            rule(
+                f"{_spelled(left)} = {_spelled(right)}", f"{_spelled(left)} = {_spelled(right)}", _matrices, exact=False
+            )
+            for left, right in sides
+            if not isinstance(left, str)
+        ]
+    return rules
+
+
+def _matrices(match: Match) -> bool:
+    """Concatenation along dims 0 and 1 means rows and columns of matrices alone."""
+    return all(len(node.shape) == 2 for node in match.nodes.values())
+
+
+def _spelled(term: Term) -> str:
+    """A term in the words of the graph's primitives."""
+    if isinstance(term, str):
+        return term
+    parts = ", ".join(_spelled(part) for part in term[1:])
+    if term[0] in ("rows", "columns"):
+        return f"concat({parts}, dim={0 if term[0] == 'rows' else 1})"
+    assert term[0] in OPERANDS
+    return f"transpose({parts}, order=(1, 0))" if term[0] == "transpose" else f"{term[0]}({parts})"
+
+
+def search(
+    graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float], slack: float = 1.05, limit: int = 2000
+) -> SearchResult:
+    """The cheapest graph that was found; a graph that costs more than `slack` times the best so far is left alone."""
+    by_op: dict[str, list[RewriteRule]] = {}
+    for each in rules:
+        by_op.setdefault(each.left.op, []).append(each)
+    best = SearchResult(graph, cost(graph), (), 1)
+    waiting: list[tuple[float, int, Graph, tuple[str, ...]]] = [(best.cost, 0, graph, ())]
+    seen = {graph.outputs}
+    while waiting and len(seen) < limit:
+        price, _, current, way = heapq.heappop(waiting)
+        if price > slack * best.cost:
+            break
+        for name, changed in _neighbours(current, by_op):
+            if changed.outputs in seen:
+                continue
+            seen.add(changed.outputs)
+            new = cost(changed)
+            if new < best.cost:
+                best = SearchResult(changed, new, (*way, name), len(seen))
+            if new <= slack * best.cost:
+                heapq.heappush(waiting, (new, len(seen), changed, (*way, name)))
+    return SearchResult(best.graph, best.cost, best.rules, len(seen))
+
+
+def greedy(graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float]) -> SearchResult:
+    """The graph after taking, again and again, the one rewrite that pays most; it stops where none pays."""
+    by_op: dict[str, list[RewriteRule]] = {}
+    for each in rules:
+        by_op.setdefault(each.left.op, []).append(each)
+    best, seen = graph, 1
+    way: list[str] = []
+    while True:
+        tried = [(cost(changed), name, changed) for name, changed in _neighbours(best, by_op)]
+        seen += len(tried)
+        choice = min(tried, key=lambda each: each[0], default=None)
+        if choice is None or choice[0] >= cost(best):
+            return SearchResult(best, cost(best), tuple(way), seen)
+        best = choice[2]
+        way.append(choice[1])
+
+
+def _neighbours(graph: Graph, by_op: dict[str, list[RewriteRule]]) -> Iterator[tuple[str, Graph]]:
+    """Every graph that one rule at one place makes of this one."""
+    for node in graph.nodes():
+        for each in by_op.get(node.op, ()):
+            new = _tried(each, node)
+            if new is not None:
+                yield each.name, graph.substitute({node: new})
+
+
+def _tried(each: RewriteRule, node: Node) -> Node | None:
+    """What a rule makes of a node; None also where the shapes of the other side do not fit."""
+    try:
+        return each.apply(node)
+    except UsageError:
+        return None

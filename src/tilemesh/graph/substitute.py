@@ -1,0 +1,265 @@
+"""Finding equal programs: enumerate small ones, compare them by fingerprints, keep the pairs that say something new.
+
+A program of matrices is a term: a name, or an operator with its operands. Terms are evaluated on random matrices modulo
+two primes; two different polynomials of degree d agree there with a probability of at most d / prime for each, so a
+wrong pair is all but impossible, and `prove.py` then proves every pair from the properties of the operators.
+
+Only terms whose parts are the simplest of their kind are built, sums in one order, and names in the order of their
+use; and a pair that is an instance of a more general one is dropped. So what is equal by renaming, by a common
+subgraph or by the order of operands never appears.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+from tilemesh.core.errors import UsageError
+
+Term: TypeAlias = "str | tuple[Any, ...]"  # a name, or (operator, term, ...)
+Matrix: TypeAlias = "tuple[tuple[int, ...], ...]"
+
+PRIMES = (536_870_909, 268_435_399)  # a product and a sum of eight of them fit into 64 bits
+NAMES = ("x", "y", "z")
+SIZE = 3  # of 2 x 2 matrices more is true than of all: there the square of x is a sum of x and the identity
+OPERANDS: Mapping[str, int] = {"add": 2, "multiply": 2, "dot": 2, "transpose": 1, "rows": 2, "columns": 2}
+"""`rows` puts one matrix below another, `columns` beside it."""
+COMMUTE = ("add", "multiply")
+
+# What is taken as true of the operators: the start of every proof. Checked on all small shapes by a test.
+AXIOMS = (
+    "add(x, y) = add(y, x)",
+    "add(x, add(y, z)) = add(add(x, y), z)",
+    "multiply(x, y) = multiply(y, x)",
+    "multiply(x, multiply(y, z)) = multiply(multiply(x, y), z)",
+    "multiply(x, add(y, z)) = add(multiply(x, y), multiply(x, z))",
+    "dot(x, dot(y, z)) = dot(dot(x, y), z)",
+    "dot(x, add(y, z)) = add(dot(x, y), dot(x, z))",
+    "dot(add(x, y), z) = add(dot(x, z), dot(y, z))",
+    "transpose(transpose(x)) = x",
+    "transpose(add(x, y)) = add(transpose(x), transpose(y))",
+    "transpose(multiply(x, y)) = multiply(transpose(x), transpose(y))",
+    "transpose(dot(x, y)) = dot(transpose(y), transpose(x))",
+    "transpose(rows(x, y)) = columns(transpose(x), transpose(y))",
+    "transpose(columns(x, y)) = rows(transpose(x), transpose(y))",
+    "rows(x, rows(y, z)) = rows(rows(x, y), z)",
+    "columns(x, columns(y, z)) = columns(columns(x, y), z)",
+    "dot(rows(x, y), z) = rows(dot(x, z), dot(y, z))",
+    "dot(x, columns(y, z)) = columns(dot(x, y), dot(x, z))",
+    "dot(columns(x, y), rows(z, w)) = add(dot(x, z), dot(y, w))",
+    "rows(columns(x, y), columns(z, w)) = columns(rows(x, z), rows(y, w))",
+    "add(rows(x, y), rows(z, w)) = rows(add(x, z), add(y, w))",
+    "add(columns(x, y), columns(z, w)) = columns(add(x, z), add(y, w))",
+    "multiply(rows(x, y), rows(z, w)) = rows(multiply(x, z), multiply(y, w))",
+    "multiply(columns(x, y), columns(z, w)) = columns(multiply(x, z), multiply(y, w))",
+)
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """Two terms that are equal for all matrices whose shapes fit both."""
+
+    left: Term
+    right: Term
+
+    def __str__(self) -> str:
+        return f"{text_of(self.left)} = {text_of(self.right)}"
+
+
+def text_of(term: Term) -> str:
+    return term if isinstance(term, str) else f"{term[0]}({', '.join(text_of(part) for part in term[1:])})"
+
+
+def operators(term: Term) -> int:
+    """How many different operators a program runs: a part that stands twice runs once."""
+    return len(_parts(term))
+
+
+def _parts(term: Term) -> set[Term]:
+    if isinstance(term, str):
+        return set()
+    return {term}.union(*(_parts(part) for part in term[1:]))
+
+
+def names_of(term: Term) -> list[str]:
+    """The names in the order of their first use."""
+    if isinstance(term, str):
+        return [term]
+    return list(dict.fromkeys(name for part in term[1:] for name in names_of(part)))
+
+
+def parse(text: str) -> Substitution:
+    """A substitution from `left = right`; nonsense is refused."""
+    left, equal, right = text.partition(" = ")
+    if not equal:
+        raise UsageError(f"{text!r} has no ' = '")
+    made = Substitution(_read(left), _read(right))
+    unbound = set(names_of(made.right)) - set(names_of(made.left))
+    if unbound:
+        raise UsageError(f"{text!r}: the right side has {', '.join(sorted(unbound))}, and the left has not")
+    return made
+
+
+def _read(text: str) -> Term:
+    try:
+        return _term(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        raise UsageError(f"{text.strip()!r} is no term; write names and operators, as add(x, y)") from None
+
+
+def _term(tree: Any) -> Term:
+    if isinstance(tree, ast.Name):
+        return tree.id
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.keywords:
+        raise UsageError(f"{ast.unparse(tree)} is no term; write names and operators, as add(x, y)")
+    op = tree.func.id
+    if OPERANDS.get(op) != len(tree.args):
+        raise UsageError(
+            f"{ast.unparse(tree)}: there are {', '.join(f'{name} of {n}' for name, n in OPERANDS.items())}"
+        )
+    return (op, *(_term(argument) for argument in tree.args))
+
+
+def evaluate(term: Term, values: Mapping[str, Matrix], prime: int) -> Matrix | None:
+    """The matrix of a term modulo a prime; None where shapes do not fit."""
+    if isinstance(term, str):
+        return values[term]
+    operands = [evaluate(part, values, prime) for part in term[1:]]
+    if any(operand is None for operand in operands):
+        return None
+    return apply(term[0], [operand for operand in operands if operand is not None], prime)
+
+
+def apply(op: str, operands: Sequence[Matrix], prime: int) -> Matrix | None:
+    """One operator modulo a prime; None where shapes do not fit."""
+    first = operands[0]
+    if op == "transpose":
+        return tuple(zip(*first, strict=True))
+    second = operands[1]
+    if op == "dot":
+        if len(first[0]) != len(second):
+            return None
+        turned = list(zip(*second, strict=True))
+        return tuple(tuple(sum(map(int.__mul__, row, column)) % prime for column in turned) for row in first)
+    if op == "rows":
+        return first + second if len(first[0]) == len(second[0]) else None
+    if len(first) != len(second):
+        return None
+    pairs = list(zip(first, second, strict=True))
+    if op == "columns":
+        return tuple(left + right for left, right in pairs)
+    if len(first[0]) != len(second[0]):
+        return None
+    if op == "add":
+        return tuple(tuple((a + b) % prime for a, b in zip(*pair, strict=True)) for pair in pairs)
+    return tuple(tuple(a * b % prime for a, b in zip(*pair, strict=True)) for pair in pairs)
+
+
+def draw_matrix(rows: int, columns: int, prime: int, draws: random.Random) -> Matrix:
+    return tuple(tuple(draws.randrange(prime) for _ in range(columns)) for _ in range(rows))
+
+
+def generate(most: int = 3, names: Sequence[str] = NAMES) -> list[Substitution]:
+    """All pairs of programs of at most so many operators over these names: larger = simplest of its kind."""
+    draws = random.Random(20)
+    values: dict[Term, tuple[Matrix, ...]] = {
+        name: tuple(draw_matrix(SIZE, SIZE, prime, draws) for prime in PRIMES) for name in names
+    }
+    kept: dict[tuple[Matrix, ...], Term] = {value: name for name, value in values.items()}
+    prints = dict(values)
+    found: dict[str, Substitution] = {}
+    levels: list[list[Term]] = [list(names)]
+    for count in range(1, most + 1):
+        level: list[Term] = []
+        for term in _terms(levels, count):
+            fingerprint = _print(term, prints)
+            if fingerprint is None or operators(term) > most:
+                continue
+            simplest = kept.setdefault(fingerprint, term)
+            if simplest is term:
+                prints[term] = fingerprint
+                level.append(term)
+            else:
+                substitution = renamed(Substitution(term, simplest))
+                found.setdefault(str(substitution), substitution)
+        levels.append(level)
+    return _general(list(found.values()))
+
+
+def _general(found: Sequence[Substitution]) -> list[Substitution]:
+    """Without the pairs whose left side is an instance of another's: small ones with many names come first."""
+    kept: dict[str, list[Substitution]] = {}
+    order = sorted(found, key=lambda each: (operators(each.left), -len(names_of(each.left)), str(each)))
+    for each in order:
+        same = kept.setdefault(each.left[0], [])
+        if not any(matched(other.left, each.left, {}) for other in same):
+            same.append(each)
+    return [each for each in order if each in kept[each.left[0]]]
+
+
+def matched(pattern: Term, term: Term, names: dict[str, Term]) -> bool:
+    """Whether a term is an instance of a pattern; `names` gets what the pattern's names stand for."""
+    if isinstance(pattern, str):
+        return names.setdefault(pattern, term) == term
+    if isinstance(term, str) or term[0] != pattern[0]:
+        return False
+    return all(matched(inner, part, names) for inner, part in zip(pattern[1:], term[1:], strict=True))
+
+
+def _print(term: Term, prints: Mapping[Term, tuple[Matrix, ...]]) -> tuple[Matrix, ...] | None:
+    """The values of a term modulo every prime, from those of its operands."""
+    operands = [prints[part] for part in term[1:]]
+    values = [apply(term[0], [value[place] for value in operands], prime) for place, prime in enumerate(PRIMES)]
+    known = tuple(value for value in values if value is not None)
+    return known if len(known) == len(PRIMES) else None
+
+
+def _terms(levels: Sequence[Sequence[Term]], count: int) -> Iterator[Term]:
+    """The terms whose operands, counted with repetition, have one operator less; sums in one order only."""
+    for op, operands in OPERANDS.items():
+        if operands == 1:
+            yield from ((op, part) for part in levels[count - 1])
+            continue
+        for own in range(count):
+            for left in levels[own]:
+                for right in levels[count - 1 - own]:
+                    if op not in COMMUTE or (own, text_of(left)) <= (count - 1 - own, text_of(right)):
+                        yield (op, left, right)
+
+
+def renamed(substitution: Substitution) -> Substitution:
+    """The same with names in the order of their first use on the left."""
+    order = {name: f"{new}" for name, new in zip(names_of(substitution.left), "xyzwvu", strict=False)}
+
+    def change(term: Term) -> Term:
+        return order[term] if isinstance(term, str) else (term[0], *(change(part) for part in term[1:]))
+
+    return Substitution(change(substitution.left), change(substitution.right))
+
+
+def refuted(substitution: Substitution, tries: int = 2) -> str | None:
+    """Matrices for which the two sides differ, in words; None where none was found on any small shapes.
+
+    All shapes of 1 to 2 rows and columns are tried for every name, and 3 x 3 for all, modulo two primes. A wrong
+    substitution of degree d survives one try with a probability of at most d / prime.
+    """
+    names = names_of(substitution.left)
+    draws = random.Random(7)
+    shapes = [(rows, columns) for rows in (1, 2) for columns in (1, 2)]
+    fitted = 0
+    for chosen in (*product(shapes, repeat=len(names)), ((3, 3),) * len(names)):
+        for prime in PRIMES:
+            for _ in range(tries):
+                values = {name: draw_matrix(*shape, prime, draws) for name, shape in zip(names, chosen, strict=True)}
+                left, right = (evaluate(side, values, prime) for side in (substitution.left, substitution.right))
+                if left is None or right is None:
+                    break
+                fitted += 1
+                if left != right:
+                    sizes = ", ".join(f"{name} {list(shape)}" for name, shape in zip(names, chosen, strict=True))
+                    return f"{substitution} differs for {sizes}"
+    return None if fitted else f"{substitution} fits no shapes"

@@ -1,0 +1,114 @@
+"""Substitutions: found by fingerprints, refuted by evaluation, proved by z3 where it is installed; and the search."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from tilemesh.core.errors import UsageError
+from tilemesh.core.hardware import DEVICES
+from tilemesh.graph import build
+from tilemesh.graph.cost import graph_seconds
+from tilemesh.graph.evaluate import run_numpy
+from tilemesh.graph.ir import Graph
+from tilemesh.graph.search import as_rules, greedy, read_substitutions, search, write_substitutions
+from tilemesh.graph.substitute import AXIOMS, generate, matched, operators, parse, refuted
+
+FALSE = (
+    "dot(x, y) = dot(y, x)",  # the wrong order
+    "transpose(dot(x, y)) = dot(transpose(x), transpose(y))",  # a property that is nearly right
+    "multiply(x, dot(y, z)) = dot(multiply(x, y), z)",  # two kinds of product mixed up
+    "multiply(dot(x, x), transpose(x)) = multiply(x, transpose(dot(x, x)))",  # true of 2 x 2 matrices alone
+)
+needs_z3 = pytest.mark.skipif(
+    importlib.util.find_spec("z3") is None, reason="z3 is not installed: pip install 'tilemesh[graph]'"
+)
+
+
+@pytest.mark.parametrize("text", AXIOMS)
+def test_an_axiom_holds_on_all_small_shapes(text: str) -> None:
+    assert refuted(parse(text)) is None
+
+
+@pytest.mark.parametrize("text", FALSE)
+def test_a_false_rule_is_refuted(text: str) -> None:
+    assert "differs for" in str(refuted(parse(text)))
+
+
+@needs_z3
+@pytest.mark.parametrize("text", FALSE)
+def test_a_false_rule_is_not_proved(text: str) -> None:
+    from tilemesh.graph.prove import Prover
+
+    assert not Prover(seconds=1.0).proves(parse(text))
+
+
+@needs_z3
+def test_what_is_committed_is_proved() -> None:
+    from tilemesh.graph.prove import Prover
+
+    prover = Prover()
+    assert [str(each) for each in read_substitutions() if not prover.proves(each)] == []
+
+
+def test_the_committed_file_is_what_is_generated() -> None:
+    made = generate(3)
+    committed = read_substitutions()
+    assert [str(each) for each in committed] == [*AXIOMS, *map(str, made)]
+    assert write_substitutions(made).count("\n") == len(committed) + 1
+    assert all(refuted(each) is None for each in committed)
+
+
+def test_pruning() -> None:
+    """No pair is an instance of another one, and none has more operators than were asked for."""
+    made = generate(3)
+    assert len({str(each) for each in made}) == len(made)
+    assert all(operators(each.left) <= 3 for each in made)
+    for number, each in enumerate(made):
+        assert not any(matched(other.left, each.left, {}) for other in made[:number])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("7 proven add(x, y) = add(y, x)", "substitution 7: 'proven' is neither axiom nor proved"),
+        ("8 proved add(x, y)", "substitution 8: .* has no ' = '"),
+        ("9 proved plus(x, y) = x", "substitution 9: plus"),
+        ("10 proved add(x, x) = y", "substitution 10: .*the right side has y"),
+        ("11 proved add(x, = x", "substitution 11: .*is no term"),
+    ],
+)
+def test_a_file_edited_into_nonsense_is_refused(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_substitutions(line)
+
+
+def test_the_search_goes_where_greedy_is_stuck() -> None:
+    """x·y + (w + x·z): factoring out x needs another order of the sum first, which gains nothing by itself."""
+    x, y, z, w = (build.argument(name, [512, 512], "float64") for name in "xyzw")
+    graph = Graph((x, y, z, w), (build.add(build.dot(x, y), build.add(w, build.dot(x, z))),))
+    rules = as_rules(read_substitutions())
+
+    def cost(each: Graph) -> float:
+        return graph_seconds(each, DEVICES["h100"])
+
+    stuck = greedy(graph, rules, cost)
+    found = search(graph, rules, cost)
+    assert stuck.graph.outputs == graph.outputs
+    assert [node.op for node in found.graph.nodes()].count("dot") == 1
+    assert found.cost < 0.7 * stuck.cost
+    assert len(found.rules) >= 2
+    numbers = np.random.default_rng(0)
+    values = [numbers.normal(size=(512, 512)) for _ in range(4)]
+    np.testing.assert_allclose(run_numpy(found.graph, *values)[0], run_numpy(graph, *values)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_the_search_keeps_shapes() -> None:
+    """Of a rule whose other side does not fit the shapes nothing is made."""
+    x, y = build.argument("x", [2, 3], "float64"), build.argument("y", [3, 5], "float64")
+    graph = Graph((x, y), (build.transpose(build.dot(x, y)),))
+    found = search(graph, as_rules(read_substitutions()), lambda each: float(each.launches), slack=2.0, limit=50)
+    assert found.graph.outputs[0].shape == (5, 2)
+    assert found.cost == 1.0
