@@ -98,7 +98,7 @@ def test_the_search_goes_where_greedy_is_stuck() -> None:
     found = search(graph, rules, cost)
     assert stuck.graph.outputs == graph.outputs
     assert [node.op for node in found.graph.nodes()].count("dot") == 1
-    assert found.cost < 0.7 * stuck.cost
+    assert found.cost < 0.75 * stuck.cost  # one product and two sums for two and two; a launch each
     assert len(found.rules) >= 2
     numbers = np.random.default_rng(0)
     values = [numbers.normal(size=(512, 512)) for _ in range(4)]

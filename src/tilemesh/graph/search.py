@@ -21,7 +21,7 @@ FILE = "substitutions.txt"
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class FoundProgram:
     """The best graph, what it costs, the rules that lead to it, and how many graphs were looked at."""
 
     graph: Graph
@@ -94,12 +94,12 @@ def _spelled(term: Term) -> str:
 
 def search(
     graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float], slack: float = 1.05, limit: int = 2000
-) -> SearchResult:
+) -> FoundProgram:
     """The cheapest graph that was found; a graph that costs more than `slack` times the best so far is left alone."""
     by_op: dict[str, list[RewriteRule]] = {}
     for each in rules:
         by_op.setdefault(each.left.op, []).append(each)
-    best = SearchResult(graph, cost(graph), (), 1)
+    best = FoundProgram(graph, cost(graph), (), 1)
     waiting: list[tuple[float, int, Graph, tuple[str, ...]]] = [(best.cost, 0, graph, ())]
     seen = {graph.outputs}
     while waiting and len(seen) < limit:
@@ -112,13 +112,13 @@ def search(
             seen.add(changed.outputs)
             new = cost(changed)
             if new < best.cost:
-                best = SearchResult(changed, new, (*way, name), len(seen))
+                best = FoundProgram(changed, new, (*way, name), len(seen))
             if new <= slack * best.cost:
                 heapq.heappush(waiting, (new, len(seen), changed, (*way, name)))
-    return SearchResult(best.graph, best.cost, best.rules, len(seen))
+    return FoundProgram(best.graph, best.cost, best.rules, len(seen))
 
 
-def greedy(graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float]) -> SearchResult:
+def greedy(graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float]) -> FoundProgram:
     """The graph after taking, again and again, the one rewrite that pays most; it stops where none pays."""
     by_op: dict[str, list[RewriteRule]] = {}
     for each in rules:
@@ -130,7 +130,7 @@ def greedy(graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], f
         seen += len(tried)
         choice = min(tried, key=lambda each: each[0], default=None)
         if choice is None or choice[0] >= cost(best):
-            return SearchResult(best, cost(best), tuple(way), seen)
+            return FoundProgram(best, cost(best), tuple(way), seen)
         best = choice[2]
         way.append(choice[1])
 
