@@ -901,14 +901,14 @@ def memory_goes_back(comm: Communicator) -> None:
     gc.collect()  # arrays of the cases before may hang in the tracebacks of expected errors
     comm.barrier()
     places = []
-    for turn in range(9):
+    for turn in range(24):
         x = comm.empty((1 << 18) + turn, np.uint8)
         x[:] = turn
         places.append(int(x.__array_interface__["data"][0]) - arena.start)
         del x
         comm.barrier()
-    # Nine were made; without going back they would lie in nine places. What the cases before drop late moves them.
-    assert len(set(places)) <= 4
+    # Without going back they would lie in 24 places. What the cases before, or a rank without a core, drop late moves them.
+    assert len(set(places)) <= 12
     kept = [comm.empty(1000, np.float64) for _ in range(5)]
     assert len({int(x.__array_interface__["data"][0]) for x in kept}) == 5
     torch = pytest.importorskip("torch")

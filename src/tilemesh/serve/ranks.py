@@ -31,6 +31,7 @@ from tilemesh.serve.scheduler import ServeLimits, StepPlan
 from tilemesh.serve.wire import pack_step, receive, send, unpack_logits
 
 _START_S = 600.0
+_END_S = 60.0  # within which ranks that have nothing to do any more are gone
 _LOOK_S = 0.1
 _RESTARTS_PER_HOUR = 5
 
@@ -118,10 +119,10 @@ class _RankGroup:
             listening.bind(address)
             listening.listen(ranks)
             listening.settimeout(_LOOK_S)
-            started = Ranks(ranks, environ=environ)
-            stack.callback(self._end, started)
-            started.begin("tilemesh.serve.rank:serve_steps", address, *arguments)
-            self._watcher = threading.Thread(target=self._watch, args=(started,), name="tilemesh-ranks", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._live, args=(ranks, environ, address, arguments), name="tilemesh-ranks", daemon=True
+            )
+            stack.callback(self._watcher.join, _END_S)  # their sockets are closed by then, so they return by themselves
             self._watcher.start()
             self._ranks, self._connections = ranks, list[socket.socket]()
             self._stack = stack.pop_all()
@@ -160,16 +161,15 @@ class _RankGroup:
             found[header["rank"]] = connection
         self._connections = self._connections or [found[rank] for rank in range(self._ranks)]
 
-    def _watch(self, started: Ranks) -> None:
-        """Pass on what ranks print, until they end; a rank that dies ends the others."""
+    def _live(self, ranks: int, environ: Mapping[str, str], address: str, arguments: tuple[Any, ...]) -> None:
+        """Start ranks, pass on what they print, and end them; a rank that dies ends the others.
+
+        All on one thread: the kernel ends the processes of a thread with it, and an engine's thread may end before.
+        """
         try:
-            started.results()
+            with Ranks(ranks, environ=environ) as started:
+                started.begin("tilemesh.serve.rank:serve_steps", address, *arguments)
+                started.results()
             self._ended = "they have ended"
         except BaseException as error:
             self._ended = str(error)
-
-    def _end(self, started: Ranks) -> None:
-        # Their sockets are closed by now, so they return by themselves.
-        self._watcher.join(30)
-        if started.ended is None:
-            started.close()
