@@ -907,7 +907,7 @@ def memory_goes_back(comm: Communicator) -> None:
         places.append(int(x.__array_interface__["data"][0]) - arena.start)
         del x
         comm.barrier()
-    # Without going back they would lie in 24 places. What the cases before, or a rank without a core, drop late moves them.
+    # Without going back they would lie in 24 places. What cases before, or ranks without a core, drop late moves them.
     assert len(set(places)) <= 12
     kept = [comm.empty(1000, np.float64) for _ in range(5)]
     assert len({int(x.__array_interface__["data"][0]) for x in kept}) == 5
