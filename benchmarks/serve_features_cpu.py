@@ -188,7 +188,10 @@ def start() -> None:
             words = [sys.executable, "-m", "tilemesh", "serve", folder, "--port", "0"]
             with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
                 assert process.stderr is not None
-                port = next(int(found[1]) for line in process.stderr if (found := re.search(r":(\d+)/v1", line)))
+                ports = (int(found[1]) for line in process.stderr if (found := re.search(r":(\d+)/v1", line)))
+                port = next(ports, None)
+                if port is None:
+                    sys.exit("start  | `tilemesh serve` did not start: pip install 'tilemesh[serve]'")
                 body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body) as reply:
                     reply.read()
