@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilemesh.core.errors import UsageError
-from tilemesh.graph.evaluate import DEAD, dense, numbers, pad_ranges, ranges, sizes_of
+from tilemesh.graph.evaluate import control, dense, numbers, pad_ranges, ranges, sizes_of
 from tilemesh.graph.ir import Dense, Graph, Node
 
 Tensor = torch.Tensor
@@ -37,12 +37,9 @@ def run_torch(graph: Graph, *tensors: Tensor) -> tuple[Any, ...]:
 
 def evaluate_torch(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int], device: torch.device) -> Any:
     """One operator."""
-    if node.op == "merge":
-        return inputs[1] if inputs[0] else inputs[2]
-    if any(value is DEAD for value in inputs):
-        return DEAD
-    if node.op == "switch":
-        return inputs[0] if bool(inputs[1]) == node["branch"] else DEAD
+    steered, value = control(node, inputs)
+    if steered:
+        return value
     if node.op == "constant":
         return constant(node, device)
     if node.op == "iota":
@@ -130,7 +127,7 @@ def _unwindows(node: Node, sizes: Mapping[str, int], g: Tensor) -> Tensor:
     return view.reshape(-1).index_add(0, index.reshape(-1), g.reshape(-1)).reshape(total.shape)
 
 
-_COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}
+COMPARE: dict[str, Callable[..., Tensor]] = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}
 TORCH: dict[str, Callable[..., Any]] = {
     "add": lambda node, sizes, x, y: torch.add(x, y),
     "subtract": lambda node, sizes, x, y: torch.sub(x, y),
@@ -150,7 +147,7 @@ TORCH: dict[str, Callable[..., Any]] = {
     "tanh": lambda node, sizes, x: torch.tanh(x),
     "sigmoid": lambda node, sizes, x: torch.sigmoid(x),
     "erf": lambda node, sizes, x: torch.erf(x),
-    "compare": lambda node, sizes, x, y: _COMPARE[node["kind"]](x, y),
+    "compare": lambda node, sizes, x, y: COMPARE[node["kind"]](x, y),
     "where": lambda node, sizes, c, x, y: torch.where(c, x, y),
     "cast": lambda node, sizes, x: x.to(dtype_of(node.dtype)),
     "sum": lambda node, sizes, x: torch.sum(x, node["dims"]).to(x.dtype),

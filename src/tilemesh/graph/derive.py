@@ -4,7 +4,7 @@ Two facts per primitive are enough for both modes. An elementwise one says its *
 multiply with; one that is linear in each input says its *transpose*, and its derivative is itself. The result is an
 ordinary graph: it is simplified together with the forward one, and differentiated again for higher orders.
 For f: R^n -> R^k one pass forward costs about one evaluation and gives one direction; one pass backward gives the
-gradient of one output. `passes` says which is cheaper.
+gradient of one output. `jacobian_cost` says which is cheaper.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ from tilemesh.graph.ops import FLOATS, primitive
 from tilemesh.graph.size import Dim, product
 
 Partials: TypeAlias = Callable[[Node], Sequence[Node | None]]
-
-
-def passes(inputs: int, outputs: int) -> dict[str, int]:
-    """How many passes a whole Jacobian of R^n -> R^k needs in each mode."""
-    return {"forward": inputs, "reverse": outputs}
 
 
 def jvp(graph: Graph, wrt: Sequence[Node]) -> Graph:

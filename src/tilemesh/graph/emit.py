@@ -22,6 +22,7 @@ from tilemesh.graph.size import known
 _OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _FUNCTIONS = {
     **{op: f"torch.{op}" for op in ("exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "sign")},
+    "power": "torch.pow",
     "negate": "torch.neg",
     "absolute": "torch.abs",
     "maximum": "torch.maximum",
@@ -135,8 +136,6 @@ class _SourceWriter:
             return self._clamped(node)
         if node.op in _FUNCTIONS:
             return f"{_FUNCTIONS[node.op]}({', '.join(names)})"
-        if node.op == "power":
-            return f"torch.pow({', '.join(names)})"
         if node.op == "compare":
             return f"{names[0]} {_COMPARISONS[node['kind']]} {names[1]}"
         if node.op == "reshape":

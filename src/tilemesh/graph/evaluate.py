@@ -50,18 +50,26 @@ def run_numpy(graph: Graph, *arrays: Array) -> tuple[Array, ...]:
 
 def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Any:
     """One operator."""
-    if node.op == "merge":
-        return inputs[1] if inputs[0] else inputs[2]
-    if any(value is DEAD for value in inputs):
-        return DEAD
-    if node.op == "switch":
-        return inputs[0] if bool(inputs[1]) == node["branch"] else DEAD
+    steered, value = control(node, inputs)
+    if steered:
+        return value
     if node.dtype == "bfloat16":
         raise UsageError("numpy has no bfloat16; run the graph by torch, or in another dtype")
     if node.op not in _NUMPY:
         what = node["target"] if node.op == "opaque" else node.op
         raise UsageError(f"{what} runs by torch alone" + (f" ({node.line})" if node.line else ""))
     return np.asarray(_NUMPY[node.op](node, sizes, *inputs)).astype(node.dtype, copy=False)
+
+
+def control(node: Node, inputs: Sequence[Any]) -> tuple[bool, Any]:
+    """Whether the value of a node follows from which of its inputs live, and then that value."""
+    if node.op == "merge":
+        return True, inputs[1] if inputs[0] else inputs[2]
+    if any(value is DEAD for value in inputs):
+        return True, DEAD
+    if node.op == "switch":
+        return True, inputs[0] if bool(inputs[1]) == node["branch"] else DEAD
+    return False, None
 
 
 def dense(node: Node) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilemesh.graph.by_torch import dtype_of, evaluate_torch
+from tilemesh.graph.by_torch import COMPARE, dtype_of, evaluate_torch
 from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import MemoryPlan, arena
 from tilemesh.graph.ops import DTYPES
@@ -54,7 +54,7 @@ def _tensors(plan: MemoryPlan, block: Tensor) -> dict[Node, Tensor]:
     return places
 
 
-_SAME_NAME = ("add", "divide", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "maximum", "minimum")
+_SAME_NAME = ("add", "exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "erf", "maximum", "minimum")
 _NAMES = {
     **{name: name for name in (*_SAME_NAME, "absolute", "sign")},
     "subtract": "sub",
@@ -64,7 +64,6 @@ _NAMES = {
     "negate": "neg",
     "dot": "matmul",
 }
-_COMPARE = {"equal": torch.eq, "less": torch.lt, "less_equal": torch.le}
 
 
 def _named(name: str) -> Callable[..., Any]:
@@ -74,7 +73,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 _INTO: dict[str, Callable[..., Any]] = {
     **{op: _named(name) for op, name in _NAMES.items()},
-    "compare": lambda node, out, x, y: _COMPARE[node["kind"]](x, y, out=out),
+    "compare": lambda node, out, x, y: COMPARE[node["kind"]](x, y, out=out),
     "where": lambda node, out, chosen, x, y: torch.where(chosen, x, y, out=out),
     "sum": lambda node, out, x: torch.sum(x, node["dims"], out=out),
     "amax": lambda node, out, x: torch.amax(x, node["dims"], out=out),

@@ -100,15 +100,21 @@ def rewrite(
     `finish` sees every node that is made, before the rules: folding of constants.
     """
     steps: list[Applied] = []
-    by_op: dict[str, list[RewriteRule]] = {}
-    for each in rules:
-        by_op.setdefault(each.left.op, []).append(each)
+    by_op = by_operator(rules)
     while len(steps) < limit:
         graph, done = _sweep(graph, by_op, limit - len(steps), finish)
         if not done:
             return graph, steps
         steps += done
     raise UsageError(f"{limit} rewrites did not come to an end; two rules undo one another: {_last(steps)}")
+
+
+def by_operator(rules: Sequence[RewriteRule]) -> dict[str, list[RewriteRule]]:
+    """The rules that can fit a node, by its operator."""
+    found: dict[str, list[RewriteRule]] = {}
+    for each in rules:
+        found.setdefault(each.left.op, []).append(each)
+    return found
 
 
 def _last(steps: Sequence[Applied]) -> str:

@@ -51,7 +51,6 @@ ALGEBRA: tuple[RewriteRule, ...] = (
     rule("x * -1", "multiply(x, -1.0) = negate(x)"),
     rule("x ** 1", "power(x, 1.0) = x"),
     rule("x ** 2", "power(x, 2.0) = multiply(x, x)", _square),
-    rule("x ** 0.5", "power(x, 0.5) = sqrt(x)", _square),
     rule("-(-x)", "negate(negate(x)) = x"),
     rule("x + (-y)", "add(x, negate(y)) = subtract(x, y)"),
     rule("x - (-y)", "subtract(x, negate(y)) = add(x, y)"),

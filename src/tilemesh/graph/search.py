@@ -14,7 +14,7 @@ from importlib.resources import files
 
 from tilemesh.core.errors import UsageError
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.rewrite import Match, RewriteRule, rule
+from tilemesh.graph.rewrite import Match, RewriteRule, by_operator, rule
 from tilemesh.graph.substitute import AXIOMS, OPERANDS, Substitution, Term, names_of, parse
 
 FILE = "substitutions.txt"
@@ -67,11 +67,8 @@ def as_rules(substitutions: Sequence[Substitution]) -> list[RewriteRule]:
         if set(names_of(each.left)) == set(names_of(each.right)):
             sides.append((each.right, each.left))
         rules += [
-            rule(
-                f"{_spelled(left)} = {_spelled(right)}", f"{_spelled(left)} = {_spelled(right)}", _matrices, exact=False
-            )
-            for left, right in sides
-            if not isinstance(left, str)
+            rule(text, text, _matrices, exact=False)
+            for text in (f"{_spelled(left)} = {_spelled(right)}" for left, right in sides if not isinstance(left, str))
         ]
     return rules
 
@@ -96,9 +93,7 @@ def search(
     graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float], slack: float = 1.05, limit: int = 2000
 ) -> FoundProgram:
     """The cheapest graph that was found; a graph that costs more than `slack` times the best so far is left alone."""
-    by_op: dict[str, list[RewriteRule]] = {}
-    for each in rules:
-        by_op.setdefault(each.left.op, []).append(each)
+    by_op = by_operator(rules)
     best = FoundProgram(graph, cost(graph), (), 1)
     waiting: list[tuple[float, int, Graph, tuple[str, ...]]] = [(best.cost, 0, graph, ())]
     seen = {graph.outputs}
@@ -120,9 +115,7 @@ def search(
 
 def greedy(graph: Graph, rules: Sequence[RewriteRule], cost: Callable[[Graph], float]) -> FoundProgram:
     """The graph after taking, again and again, the one rewrite that pays most; it stops where none pays."""
-    by_op: dict[str, list[RewriteRule]] = {}
-    for each in rules:
-        by_op.setdefault(each.left.op, []).append(each)
+    by_op = by_operator(rules)
     best, seen = graph, 1
     way: list[str] = []
     while True:

@@ -192,7 +192,7 @@ stores. MEASURED on an H200, our engine, 1.1 B and 8 B Llama shapes, one sequenc
 graph takes 0.94 us; a decode step of torch.compile in one graph comes to 1.5 to 2.4 us.)"""
 
 SERVE_HOST_S: Mapping[str, tuple[float, float]] = {
-    # MEASURED on a Neoverse-N1 core with a model of two layers and 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms a step.
+    # MEASURED on a Neoverse-N1 core, a model of two layers, 1, 16 and 64 sequences: 0.5, 2.3 and 7.5 ms per step.
     "cpu": (400e-6, 111e-6),
     # MEASURED on the host of an H200, where the next step is prepared while one runs: the GPU pauses for 0.02 ms.
     "gpu": (20e-6, 0.0),

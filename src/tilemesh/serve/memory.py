@@ -10,15 +10,11 @@ from tilemesh.core.errors import UsageError
 from tilemesh.core.ranges import Range
 from tilemesh.core.units import format_bytes
 from tilemesh.model.config import ModelConfig
+from tilemesh.model.work.decoding import key_value_bytes
 
 _CPU_SHARE = 0.3
 """Of a CPU's free memory, unless asked for more: other programs run there too."""
 _GPU_SHARE = 0.9
-
-
-def token_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Of the keys and values of one token in all layers."""
-    return 2 * config.layers * config.kv_width * itemsize
 
 
 def choose_pages(
@@ -39,7 +35,7 @@ def choose_pages(
     if share is not None:
         Range(0, 1, above=True).check("memory", share)
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_cpu_bytes()
-    each = sum(token_bytes(one, dtype.itemsize) for one in (config, draft) if one is not None) * page_tokens
+    each = sum(key_value_bytes(one, dtype.itemsize) for one in (config, draft) if one is not None) * page_tokens
     fitting = int(free * (share if share is not None else _GPU_SHARE if on_gpu else _CPU_SHARE)) // each
     if fitting < 1:
         raise UsageError(
