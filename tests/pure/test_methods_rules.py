@@ -191,8 +191,9 @@ def test_simulated_runs_keep_the_bound(workers: int, bound: float, seed: int, ba
 def test_the_record_tells_staleness_and_lead() -> None:
     a, b, c = Push(0, 0), Push(1, 0), Push(0, 1)
     events = [
-        ServerEvent("pull", (a,), 0), ServerEvent("pull", (b,), 0), ServerEvent("apply", (a,), 1),
-        ServerEvent("pull", (c,), 1), ServerEvent("apply", (b,), 2), ServerEvent("apply", (c,), 3),
+        ServerEvent("pull", (a,), 0), ServerEvent("pull", (b,), 0), ServerEvent("push", (a,), 0),
+        ServerEvent("apply", (a,), 1), ServerEvent("pull", (c,), 1), ServerEvent("apply", (b,), 2),
+        ServerEvent("apply", (c,), 3),
     ]  # fmt: skip
     assert staleness(events) == Counter({0: 1, 1: 2})
     assert largest_lead(events, [0, 1]) == 1

@@ -1,8 +1,8 @@
 """What a server did, in its order, and doing it again in one process: the proof that ranks computed what they say.
 
-A record is a list of events of one server: `pull` (a worker read a version of the weights for a clock) and `apply`
-(pushes became one update, which made a version). With several servers each has its own list, and a worker's gradient
-needs its reads at all of them. Every value is JSON.
+A record is a list of events of one server: `pull` (a worker read a version of the weights for a clock), `push` (its
+gradient came) and `apply` (pushes became one update, which made a version). With several servers each has its own list,
+and a worker's gradient needs its reads at all of them. Every value is JSON.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 class ServerEvent(NamedTuple):
     kind: str
-    """pull or apply."""
+    """pull, push or apply."""
     pushes: tuple[Push, ...]
     """Of a pull the one gradient that will be made of it."""
     version: int
-    """That was read, or that was made."""
+    """That was read, that the server had, or that was made."""
 
     def to_json(self) -> list[Any]:
         return [self.kind, [list(push) for push in self.pushes], self.version]
@@ -42,20 +42,19 @@ def staleness(events: Sequence[ServerEvent]) -> Counter[int]:
         for push in event.pushes:
             if event.kind == "pull":
                 read[push] = event.version
-            else:
+            elif event.kind == "apply":
                 found[event.version - 1 - read[push]] += 1
     return found
 
 
 def largest_lead(events: Sequence[ServerEvent], workers: Sequence[int], first: int = 0) -> int:
     """How far a worker was ahead of the slowest when it was given weights, at most."""
-    read = dict.fromkeys(workers, first)  # a pull of clock c comes after the worker's push of c - 1
-    most = 0
+    clocks, most = dict.fromkeys(workers, first), 0
     for event in events:
-        if event.kind == "pull":
-            (push,) = event.pushes
-            read[push.worker] = push.clock
-            most = max(most, push.clock - min(read.values()))
+        if event.kind == "push":
+            clocks[event.pushes[0].worker] = event.pushes[0].clock + 1
+        elif event.kind == "pull":
+            most = max(most, event.pushes[0].clock - min(clocks.values()))
     return most
 
 
@@ -81,7 +80,7 @@ def replay(
                 event = events[at[server]]
                 if event.kind == "pull":
                     reads.setdefault(event.pushes[0], {})[server] = copy(server)
-                else:
+                elif event.kind == "apply":
                     if any(push not in made and len(reads.get(push, {})) < len(records) for push in event.pushes):
                         break  # another server comes first
                     for push in event.pushes:
