@@ -89,7 +89,7 @@ class Canvas:
 
 
 @dataclass(frozen=True)
-class LanePiece:
+class LaneBlock:
     """Something that takes time in a lane."""
 
     lane: int
@@ -103,7 +103,7 @@ class LanePiece:
 def lanes(
     title: str,
     names: Sequence[str],
-    stretches: Sequence[LanePiece],
+    stretches: Sequence[LaneBlock],
     *,
     unit: str = "time",
     note: str = "",
