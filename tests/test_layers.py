@@ -49,6 +49,7 @@ MAY_IMPORT = {
         "serve",
     ],
     "cli": [""],
+    "guide": [""],
 }
 # Folders inside a folder that may use less than it.
 STRICTER = {
