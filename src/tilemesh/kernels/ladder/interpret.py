@@ -1,9 +1,10 @@
 """Runs CUDA text on the CPU, all threads of a grid at once, and counts what it reads and writes.
 
-Every variable holds one value if all threads agree (loop counters, mostly) or an array with one value for each thread. A branch
-that threads take differently runs both ways, each with a mask, as a warp does. The text is compiled once to Python closures.
+Every variable holds one value if all threads agree (loop counters, mostly) or an array with one value for each thread.
+A branch that threads take differently runs both ways, each with a mask, as a warp does. The text is compiled once to
+Python closures.
 
-Not modelled: overflow of `int`, division of negative integers (refused), `return` from the middle of a kernel (refused).
+Not modelled: overflow of `int`. Refused: division of negative integers, `return` from the middle of a kernel.
 """
 
 import operator
@@ -16,7 +17,7 @@ import numpy as np
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.ladder import parse as tree
 from tilemesh.kernels.ladder import warp_ops
-from tilemesh.kernels.ladder.memory import WARP, Array, GlobalArray, Lanes, SharedArray, Traffic
+from tilemesh.kernels.ladder.memory import WARP, Accesses, Array, GlobalArray, Lanes, SharedArray
 
 _NUMPY = {"int": np.int64, "unsigned": np.uint32, "float": np.float32, "bool": np.bool_, "half_bits": np.uint16}
 _FOUR = {"float4": np.float32, "uint4": np.uint32}
@@ -37,7 +38,7 @@ class RegisterArray:
 
 
 @dataclass(frozen=True)
-class Pointer:
+class CudaPointer:
     """A place in memory: an element index for each thread; `lengths` are the dims still to be subscripted."""
 
     memory: GlobalArray | SharedArray
@@ -45,9 +46,9 @@ class Pointer:
     lengths: tuple[int, ...]
     width: int = 1  # elements of the memory that one access moves
 
-    def index(self, index: Any) -> "Pointer":
+    def index(self, index: Any) -> "CudaPointer":
         stride = int(np.prod(self.lengths[1:], dtype=np.int64)) * self.width
-        return Pointer(self.memory, self.at + index * stride, self.lengths[1:], self.width)
+        return CudaPointer(self.memory, self.at + index * stride, self.lengths[1:], self.width)
 
     def places(self, lanes: int) -> Array:
         return np.broadcast_to(np.asarray(self.at, np.int64), (lanes,))
@@ -57,19 +58,19 @@ class Pointer:
 class Counted:
     """What one launch did: traffic by array, and how many of the lanes of issued warps took part."""
 
-    reads: dict[str, Traffic]
-    writes: dict[str, Traffic]
+    reads: dict[str, Accesses]
+    writes: dict[str, Accesses]
     shared: tuple[str, ...]
     issued_lanes: int  # 32 for each warp and statement
     active_lanes: int
     barriers: int
 
-    def total(self, shared: bool) -> Traffic:
+    def total(self, shared: bool) -> Accesses:
         """All reads of shared or of global memory."""
-        return sum((traffic for name, traffic in self.reads.items() if (name in self.shared) == shared), Traffic())
+        return sum((traffic for name, traffic in self.reads.items() if (name in self.shared) == shared), Accesses())
 
-    def stored(self, shared: bool) -> Traffic:
-        return sum((traffic for name, traffic in self.writes.items() if (name in self.shared) == shared), Traffic())
+    def stored(self, shared: bool) -> Accesses:
+        return sum((traffic for name, traffic in self.writes.items() if (name in self.shared) == shared), Accesses())
 
     @property
     def lanes_used(self) -> float:
@@ -77,7 +78,7 @@ class Counted:
 
 
 @dataclass
-class _State:
+class _Threads:
     """The threads of a launch while it runs."""
 
     lanes: Lanes
@@ -105,7 +106,7 @@ class _State:
         self.issued += self.mask_warps * WARP
         self.active += self.mask_lanes
 
-    def within(self, chosen: Array, run: Callable[["_State"], Any]) -> Any:
+    def within(self, chosen: Array, run: Callable[["_Threads"], Any]) -> Any:
         """Runs with the threads for which `chosen` is true; nothing if there are none."""
         before = self.mask
         narrowed = before & chosen
@@ -118,10 +119,17 @@ class _State:
 
 
 Value: TypeAlias = Any
-Run: TypeAlias = Callable[[_State], Value]
+Run: TypeAlias = Callable[[_Threads], Value]
 
 
-def launch(text: str, kernel: str, grid: tuple[int, int], block: tuple[int, int], arguments: Mapping[str, Any], dynamic: int = 0) -> Counted:  # fmt: skip
+def launch(
+    text: str,
+    kernel: str,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    arguments: Mapping[str, Any],
+    dynamic: int = 0,
+) -> Counted:
     """Runs `kernel` of the text. Arguments: numpy arrays (written in place) for pointers, ints and floats."""
     program = tree.parse(text)
     if kernel not in program.functions:
@@ -129,7 +137,7 @@ def launch(text: str, kernel: str, grid: tuple[int, int], block: tuple[int, int]
     if block[0] * block[1] > 1024:
         raise UsageError(f"block {block}: a block has at most 1,024 threads")
     lanes = Lanes(grid, block)
-    state = _State(lanes, dynamic)
+    state = _Threads(lanes, dynamic)
     compiler = _Compiler(program, lanes)
     function = program.functions[kernel]
     arrays: dict[str, GlobalArray] = {}
@@ -140,7 +148,7 @@ def launch(text: str, kernel: str, grid: tuple[int, int], block: tuple[int, int]
         value = arguments[parameter.name]
         if parameter.pointer:
             arrays[parameter.name] = GlobalArray(parameter.name, value.reshape(-1), lanes)
-            value = Pointer(arrays[parameter.name], 0, (1,))
+            value = CudaPointer(arrays[parameter.name], 0, (1,))
         given.append(value)
     with np.errstate(over="ignore", invalid="ignore"):
         compiler.function(function)(state, given)
@@ -168,24 +176,24 @@ def convert(kind: str, value: Value) -> Value:
     return bool(value) if kind == "bool" else int(value)
 
 
-def load(state: _State, place: Value) -> Value:
+def load(state: _Threads, place: Value) -> Value:
     """The value at a place; a value is its own."""
     if isinstance(place, RegisterArray):
         return place.data if place.whole else place
-    if not isinstance(place, Pointer) or place.lengths:
+    if not isinstance(place, CudaPointer) or place.lengths:
         return place
     found = place.memory.load(place.places(state.count), state.mask, place.width)
     return _joined(found, place)
 
 
-def _joined(found: Array, place: Pointer) -> Array:
+def _joined(found: Array, place: CudaPointer) -> Array:
     """Two 16-bit elements that were read as one unsigned."""
     if place.width == 2 and found.dtype == np.uint16:
         return found[0].astype(np.uint32) | (found[1].astype(np.uint32) << np.uint32(16))
     return found
 
 
-def store(state: _State, place: Value, value: Value) -> None:
+def store(state: _Threads, place: Value, value: Value) -> None:
     if isinstance(place, RegisterArray):
         if state.full:
             place.data[...] = value
@@ -238,14 +246,14 @@ class _Compiler:
             "gridDim.x": lanes.grid[0], "gridDim.y": lanes.grid[1],
         }  # fmt: skip
         self.constants: dict[str, Value] = {}
-        probe = _State(lanes, 0)
+        probe = _Threads(lanes, 0)
         for constant in program.constants:
             assert constant.value is not None
             self.constants[constant.name] = convert(constant.type, self.value(constant.value)(probe))
 
     # Functions and statements
 
-    def function(self, function: tree.CudaFunction) -> Callable[[_State, list[Value]], Value]:
+    def function(self, function: tree.CudaFunction) -> Callable[[_Threads, list[Value]], Value]:
         scopes, types = self.scopes, self.types
         self.scopes, self.types = [{}], []
         parameters = [(self.slot(parameter.name, parameter.type), parameter) for parameter in function.parameters]
@@ -256,7 +264,7 @@ class _Compiler:
         size = len(self.types)
         self.scopes, self.types = scopes, types
 
-        def call(state: _State, given: list[Value]) -> Value:
+        def call(state: _Threads, given: list[Value]) -> Value:
             outer = state.slots
             state.slots = [None] * size
             for (slot, parameter), value in zip(parameters, given, strict=True):
@@ -283,7 +291,7 @@ class _Compiler:
         if nested:
             self.scopes.pop()
 
-        def run(state: _State) -> None:
+        def run(state: _Threads) -> None:
             for step in runs:
                 step(state)
 
@@ -297,14 +305,16 @@ class _Compiler:
                 return self.assignment(node)
             case tree.Evaluation():
                 return _issued(self.value(node.value))
-            case tree.Loop():
+            case tree.ForLoop():
                 return self.loop(node)
             case tree.Branch():
                 return self.branch(node)
-        raise UsageError(f"CUDA text, line {node.line}: `return` is understood as the last statement of a function only")
+        raise UsageError(
+            f"CUDA text, line {node.line}: `return` is understood as the last statement of a function only"
+        )
 
     def declaration(self, node: tree.Declaration) -> Run:
-        lengths = tuple(int(self.value(length)(_State(self.lanes, 0))) for length in node.lengths)
+        lengths = tuple(int(self.value(length)(_Threads(self.lanes, 0))) for length in node.lengths)
         if node.shared:
             return self.shared(node, lengths)
         first = None if node.value is None else self.value(node.value)
@@ -317,13 +327,13 @@ class _Compiler:
             # Poisoned, so that a sum that was never set to zero does not look right.
             empty = 0 if node.zeroed else (np.nan if dtype is np.float32 else 0)
 
-            def array(state: _State) -> None:
-                data = np.full(shape, empty, dtype)
+            def array(state: _Threads) -> None:
+                data: Array = np.full(shape, empty, dtype)
                 state.slots[slot] = RegisterArray(data, four) if lengths else data
 
             return array
 
-        def scalar(state: _State) -> None:
+        def scalar(state: _Threads) -> None:
             state.issue()
             value = convert(kind, 0 if first is None else first(state))
             state.slots[slot] = value.copy() if copied and isinstance(value, np.ndarray) else value
@@ -334,13 +344,13 @@ class _Compiler:
         slot, name = self.slot(node.name, node.type), node.name
         dtype = _NUMPY[node.type]
 
-        def declare(state: _State) -> None:
+        def declare(state: _Threads) -> None:
             shape = (state.dynamic,) if node.dynamic else lengths
             if name not in state.shared:
                 poison = np.nan if dtype is np.float32 else np.iinfo(dtype).max
-                data = np.full((state.lanes.blocks, int(np.prod(shape))), poison, dtype)
+                data: Array = np.full((state.lanes.blocks, int(np.prod(shape))), poison, dtype)
                 state.shared[name] = SharedArray(name, shape, data, state.lanes)
-            state.slots[slot] = Pointer(state.shared[name], 0, shape)
+            state.slots[slot] = CudaPointer(state.shared[name], 0, shape)
 
         return declare
 
@@ -354,7 +364,7 @@ class _Compiler:
             kind = self.types[slot]
             copied = isinstance(node.value, tree.Subscript)
 
-            def assign(state: _State) -> None:
+            def assign(state: _Threads) -> None:
                 state.issue()
                 new, old = value(state), state.slots[slot]
                 new = convert(kind, new if combine is None else combine(old, new))
@@ -365,7 +375,7 @@ class _Compiler:
             return assign
         place = self.component(node.target) if isinstance(node.target, tree.Component) else self.place(node.target)
 
-        def put(state: _State) -> None:
+        def put(state: _Threads) -> None:
             state.issue()
             new = value(state)
             target = place(state)
@@ -379,24 +389,24 @@ class _Compiler:
         """`value.x` of a float4 in registers, as a place."""
         whole, index = self.place(node.value), node.index
 
-        def part(state: _State) -> Value:
+        def part(state: _Threads) -> Value:
             found = whole(state)
             data = found.data if isinstance(found, RegisterArray) else found
             return RegisterArray(data[index], four=False)
 
         return part
 
-    def loop(self, node: tree.Loop) -> Run:
+    def loop(self, node: tree.ForLoop) -> Run:
         self.scopes.append({})
         first, condition, step = self.statement(node.first), self.value(node.condition), self.statement(node.step)
         body = self.sequence(node.body)
         self.scopes.pop()
 
-        def turn(state: _State) -> None:
+        def turn(state: _Threads) -> None:
             body(state)
             step(state)
 
-        def run(state: _State) -> None:
+        def run(state: _Threads) -> None:
             first(state)
             before = state.mask
             while True:
@@ -418,7 +428,7 @@ class _Compiler:
     def branch(self, node: tree.Branch) -> Run:
         condition, yes, no = self.value(node.condition), self.sequence(node.yes), self.sequence(node.no)
 
-        def run(state: _State) -> None:
+        def run(state: _Threads) -> None:
             state.issue()
             chosen = condition(state)
             if not isinstance(chosen, np.ndarray):
@@ -447,7 +457,7 @@ class _Compiler:
                 return self.prefix(sign, inner)
             case tree.Infix(sign, left, right):
                 return self.infix(sign, self.value(left), self.value(right))
-            case tree.Choice(condition, yes, no):
+            case tree.Ternary(condition, yes, no):
                 return _choice(self.value(condition), self.value(yes), self.value(no))
             case tree.Application(name, arguments):
                 return self.application(name, [self.value(argument) for argument in arguments])
@@ -474,12 +484,15 @@ class _Compiler:
             raise UsageError(f"{type(node).__name__} cannot be subscripted or assigned to")
         base, index = self.place(node.base), self.value(node.index)
 
-        def run(state: _State) -> Value:
+        def run(state: _Threads) -> Value:
             found, at = base(state), index(state)
-            if isinstance(found, Pointer):
+            if isinstance(found, CudaPointer):
                 return found.index(at)
             if isinstance(at, np.ndarray):
-                raise UsageError("an array in registers is indexed by a value that differs between threads: it would move to local memory")
+                raise UsageError(
+                    "an array in registers is indexed by a value that differs between threads: "
+                    "a compiler would move it to local memory"
+                )
             return RegisterArray(found.data[at], found.four)
 
         return run
@@ -496,7 +509,7 @@ class _Compiler:
         if sign == "~":
             return lambda state: ~value(state)
 
-        def negated(state: _State) -> Value:
+        def negated(state: _Threads) -> Value:
             found = value(state)
             return ~found if isinstance(found, np.ndarray) else not found
 
@@ -509,7 +522,7 @@ class _Compiler:
             return place
         base, index = self.place(node.base), self.value(node.index)
 
-        def run(state: _State) -> Value:
+        def run(state: _Threads) -> Value:
             found = base(state)
             if isinstance(found, RegisterArray):
                 return RegisterArray(found.data[index(state) :], found.four)
@@ -537,7 +550,7 @@ class _Compiler:
 
 
 def _issued(run: Run) -> Run:
-    def step(state: _State) -> None:
+    def step(state: _Threads) -> None:
         state.issue()
         run(state)
 
@@ -545,7 +558,7 @@ def _issued(run: Run) -> Run:
 
 
 def _choice(condition: Run, yes: Run, no: Run) -> Run:
-    def run(state: _State) -> Value:
+    def run(state: _Threads) -> Value:
         chosen = condition(state)
         if not isinstance(chosen, np.ndarray):
             return (yes if chosen else no)(state)
@@ -556,7 +569,7 @@ def _choice(condition: Run, yes: Run, no: Run) -> Run:
 
 
 def _both(left: Run, right: Run) -> Run:
-    def run(state: _State) -> Value:
+    def run(state: _Threads) -> Value:
         first = left(state)
         if not isinstance(first, np.ndarray):
             return right(state) if first else False
@@ -567,7 +580,7 @@ def _both(left: Run, right: Run) -> Run:
 
 
 def _either(left: Run, right: Run) -> Run:
-    def run(state: _State) -> Value:
+    def run(state: _Threads) -> Value:
         first = left(state)
         if not isinstance(first, np.ndarray):
             return True if first else right(state)
@@ -577,12 +590,12 @@ def _either(left: Run, right: Run) -> Run:
     return run
 
 
-def _reinterpret(pointer: Pointer, kind: str) -> Pointer:
+def _reinterpret(pointer: CudaPointer, kind: str) -> CudaPointer:
     width = _BYTES[kind] // pointer.memory.data.itemsize
-    return Pointer(pointer.memory, pointer.at, (1,), max(1, width))
+    return CudaPointer(pointer.memory, pointer.at, (1,), max(1, width))
 
 
-def _synchronise(state: _State) -> None:
+def _synchronise(state: _Threads) -> None:
     if not state.full:
         raise UsageError("__syncthreads() in a branch that some threads do not take: the block would wait for ever")
     state.barriers += 1
@@ -590,7 +603,7 @@ def _synchronise(state: _State) -> None:
         array.barrier()
 
 
-def _copy_async(state: _State, target: Pointer, source: Pointer) -> None:
+def _copy_async(state: _Threads, target: CudaPointer, source: CudaPointer) -> None:
     width = 16 // source.memory.data.itemsize
     values = source.memory.load(source.places(state.count), state.mask, width)
     at = target.places(state.count)
@@ -600,12 +613,12 @@ def _copy_async(state: _State, target: Pointer, source: Pointer) -> None:
     state.open_copies.append((target.memory, at, values, state.mask, width))
 
 
-def _commit_copies(state: _State) -> None:
+def _commit_copies(state: _Threads) -> None:
     state.groups.append(state.open_copies)
     state.open_copies = []
 
 
-def _wait_copies(state: _State, left: int) -> None:
+def _wait_copies(state: _Threads, left: int) -> None:
     finished = max(0, len(state.groups) - left)
     done, state.groups = state.groups[:finished], state.groups[finished:]
     for group in done:
@@ -614,7 +627,7 @@ def _wait_copies(state: _State, left: int) -> None:
             memory.place(at, values, mask, width)
 
 
-def _load_matrices(state: _State, registers: RegisterArray, row: Pointer, turned: bool = False) -> None:
+def _load_matrices(state: _Threads, registers: RegisterArray, row: CudaPointer, turned: bool = False) -> None:
     assert isinstance(row.memory, SharedArray)
     warp_ops.load_matrices(registers, row.memory, row.places(state.count), state.mask, turned=turned)
 

@@ -1,9 +1,10 @@
 """Global and shared memory as the counting interpreter sees them: values, and what each access costs.
 
-An access is one instruction of all threads of a grid at once: an array of element indices, and a mask of the threads that take
-part. Counted are elements (what the formulas speak of), requests (one for each warp that takes part), for global memory the
-32-byte sectors that each request touches, and for shared memory its wavefronts: the passes over the 32 banks that it needs.
-Shared memory also finds races: two threads that touch one element, one of them writing, with no barrier between.
+An access is one instruction of all threads of a grid at once: an array of element indices, and a mask of the threads
+that take part. Counted are elements (what the formulas speak of), requests (one for each warp that takes part), for
+global memory the 32-byte sectors that each request touches, and for shared memory its wavefronts: the passes over the
+32 banks that it needs. Shared memory also finds races: two threads that touch one element, one of them writing, with
+no barrier between.
 """
 
 from dataclasses import dataclass, field
@@ -16,28 +17,30 @@ from tilemesh.core.errors import RunError
 
 Array = NDArray[Any]
 WARP = 32
-SECTOR = 32  # bytes
+SECTOR, LINE = 32, 128  # bytes
 BANKS = 32
 BANK_BYTES = 4
 _NOBODY, _SEVERAL = -1, -2
 
 
 @dataclass
-class Traffic:
+class Accesses:
     """What the accesses of one kind (reads or writes of one array) came to."""
 
     elements: int = 0
     bytes: int = 0
     requests: int = 0
     passes: int = 0  # global: sectors; shared: wavefronts
+    lines: int = 0  # global: 128-byte lines, one of which a multiprocessor's L1 looks up in a cycle
     fewest: int = 0  # passes, had neighbouring threads touched neighbouring elements
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
+    def __add__(self, other: "Accesses") -> "Accesses":
+        return Accesses(
             self.elements + other.elements,
             self.bytes + other.bytes,
             self.requests + other.requests,
             self.passes + other.passes,
+            self.lines + other.lines,
             self.fewest + other.fewest,
         )
 
@@ -85,8 +88,8 @@ class GlobalArray:
     name: str
     data: Array  # one-dimensional
     lanes: Lanes
-    read: Traffic = field(default_factory=Traffic)
-    written: Traffic = field(default_factory=Traffic)
+    read: Accesses = field(default_factory=Accesses)
+    written: Accesses = field(default_factory=Accesses)
     lengths: tuple[int, ...] = ()
 
     def load(self, at: Array, mask: Array, width: int = 1) -> Array:
@@ -102,7 +105,7 @@ class GlobalArray:
         else:
             self.data[(at + np.arange(width)[:, None])[:, mask]] = values[:, mask]
 
-    def _count(self, traffic: Traffic, at: Array, mask: Array, width: int) -> None:
+    def _count(self, traffic: Accesses, at: Array, mask: Array, width: int) -> None:
         _inside(self.name, at, mask, width, self.data.size, self.lanes)
         size = self.data.itemsize
         sectors = distinct(np.where(mask, at * size // SECTOR, -1).reshape(-1, WARP))
@@ -111,6 +114,9 @@ class GlobalArray:
         traffic.bytes += int(mask.sum()) * width * size
         traffic.requests += int((taking_part > 0).sum())
         traffic.passes += int(sectors.sum())
+        # Lanes that move 16 bytes are served in quarters of a warp.
+        parts = np.where(mask, at * size // LINE, -1).reshape(-1, WARP // _phases(width * size))
+        traffic.lines += int(distinct(parts).sum())
         traffic.fewest += int((-(-taking_part * width * size // SECTOR)).sum())
 
 
@@ -122,8 +128,8 @@ class SharedArray:
     lengths: tuple[int, ...]
     data: Array  # (blocks, elements)
     lanes: Lanes
-    read: Traffic = field(default_factory=Traffic)
-    written: Traffic = field(default_factory=Traffic)
+    read: Accesses = field(default_factory=Accesses)
+    written: Accesses = field(default_factory=Accesses)
     epoch: int = 0
 
     def __post_init__(self) -> None:
@@ -182,12 +188,14 @@ class SharedArray:
     def _race(self, which: int, me: Array, places: Array, what: str) -> None:
         at = np.unravel_index(int(places[which]) % self.data.shape[1], self.lengths)
         element = self.name + "".join(f"[{index}]" for index in at)
-        raise RunError(f"race: {self.lanes.name(int(me[which]))} {what.format(element)} with no __syncthreads() between")
+        raise RunError(
+            f"race: {self.lanes.name(int(me[which]))} {what.format(element)} with no __syncthreads() between"
+        )
 
     def _places(self, at: Array, width: int) -> Array:
         return (self.block_at + at) + np.arange(width)[:, None]
 
-    def _count(self, traffic: Traffic, at: Array, mask: Array, width: int) -> None:
+    def _count(self, traffic: Accesses, at: Array, mask: Array, width: int) -> None:
         _inside(self.name, at, mask, width, self.data.shape[1], self.lanes)
         size = self.data.itemsize
         traffic.elements += int(mask.sum()) * width
@@ -205,7 +213,9 @@ def _inside(name: str, at: Array, mask: Array, width: int, size: int, lanes: Lan
         raise RunError(f"{lanes.name(lane)} touches {name}[{int(at[lane])}], which has {size} elements")
     if width > 1 and (at[mask] % width).any():
         lane = int(np.flatnonzero(mask & (at % width != 0))[0])
-        raise RunError(f"{lanes.name(lane)} touches {width} elements from {name}[{int(at[lane])}]: not aligned to their size")
+        raise RunError(
+            f"{lanes.name(lane)} touches {width} elements from {name}[{int(at[lane])}]: not aligned to their size"
+        )
 
 
 def distinct(keys: Array) -> Array:

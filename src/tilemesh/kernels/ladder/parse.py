@@ -1,7 +1,7 @@
 """Reads the part of CUDA C++ that the ladder's kernels are written in, and makes a tree of it.
 
-The language: functions, `for`, `if`, declarations of numbers and arrays (`__shared__` too), assignments, subscripts, calls, and
-`reinterpret_cast<T*>(...)`. Whatever else C++ has is refused with the line in which it stands, never skipped.
+The language: functions, `for`, `if`, declarations of numbers and arrays (`__shared__` too), assignments, subscripts,
+calls, and `reinterpret_cast<T*>(...)`. Whatever else C++ has is refused with the line in which it stands.
 """
 
 import re
@@ -19,7 +19,10 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 # Each line binds more tightly than the one before.
-BINARY = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"))  # fmt: skip
+BINARY = (
+    *(("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=")),
+    *(("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%")),
+)
 ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
 
 
@@ -69,7 +72,7 @@ class Infix:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Ternary:
     condition: "Expression"
     yes: "Expression"
     no: "Expression"
@@ -83,7 +86,9 @@ class Reinterpreted:
     pointer: "Expression"
 
 
-Expression: TypeAlias = Number | Identifier | Component | Subscript | Application | Prefix | Infix | Choice | Reinterpreted
+Expression: TypeAlias = (
+    Number | Identifier | Component | Subscript | Application | Prefix | Infix | Ternary | Reinterpreted
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Loop:
+class ForLoop:
     first: "Statement"
     condition: Expression
     step: "Statement"
@@ -135,7 +140,7 @@ class Return:
     line: int
 
 
-Statement: TypeAlias = Declaration | Assignment | Evaluation | Loop | Branch | Return
+Statement: TypeAlias = Declaration | Assignment | Evaluation | ForLoop | Branch | Return
 Sequence: TypeAlias = tuple[Statement, ...]
 
 
@@ -170,7 +175,7 @@ class _Token:
 
 def parse(text: str) -> CudaText:
     """The tree of a kernel's text. Raises UsageError with the line where it leaves the language."""
-    return _Parser(_tokens(text)).module()
+    return _CudaParser(_tokens(text)).module()
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -178,7 +183,9 @@ def _tokens(text: str) -> list[_Token]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise UsageError(f"CUDA text, line {line}: {text[at : at + 12]!r} is not in the language of the ladder's interpreter")
+            raise UsageError(
+                f"CUDA text, line {line}: {text[at : at + 12]!r} is not in the language of the ladder's interpreter"
+            )
         kind = str(match.lastgroup)
         if kind != "skip":
             found.append(_Token(kind, match.group(), line))
@@ -187,7 +194,7 @@ def _tokens(text: str) -> list[_Token]:
     return [*found, _Token("end", "the end of the text", line)]
 
 
-class _Parser:
+class _CudaParser:
     def __init__(self, tokens: list[_Token]) -> None:
         self.tokens, self.at = tokens, 0
 
@@ -272,7 +279,7 @@ class _Parser:
     def statement(self) -> Sequence:
         line = self.next.line
         if self.sees("{"):
-            return self.block()
+            return (Branch(Number(1), self.block(), (), line),)  # for its scope
         if self.took("for"):
             self.take("(")
             first = self.declarations() if self.declares() else (self.simple(),)
@@ -284,7 +291,7 @@ class _Parser:
             self.take(")")
             if len(first) != 1:
                 raise UsageError(f"CUDA text, line {line}: one variable in a `for`")
-            return (Loop(first[0], condition, step, self.block(), line),)
+            return (ForLoop(first[0], condition, step, self.block(), line),)
         if self.took("if"):
             self.take("(")
             condition = self.expression()
@@ -353,7 +360,7 @@ class _Parser:
             return condition
         yes = self.expression()
         self.take(":")
-        return Choice(condition, yes, self.expression())
+        return Ternary(condition, yes, self.expression())
 
     def binary(self, level: int) -> Expression:
         if level == len(BINARY):

@@ -1,8 +1,8 @@
-"""What a warp does as one: tensor-core products, fragment loads, asynchronous copies. For the GPU as PTX, for the interpreter in numpy.
+"""What a warp does as one: tensor-core products and fragment loads; for the GPU as PTX, for the interpreter in numpy.
 
-The PTX is written out because NVRTC may come without CUDA's headers. `cuda/warp_ops.cuh` holds it; the functions below do the
-same to the registers of all warps of a grid. Which lane holds which element of a fragment is the PTX manual's layout
-(sections on `mma.m16n8k8`, `mma.m16n8k16` and `ldmatrix`); a GPU test compares the two.
+The PTX is written out because NVRTC may come without CUDA's headers. `cuda/warp_ops.cuh` holds it; the functions below
+do the same to the registers of all warps of a grid. Which lane holds which element of a fragment is the PTX manual's
+layout (sections on `mma.m16n8k8`, `mma.m16n8k16` and `ldmatrix`); a GPU test compares the two.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,9 @@ def to_tf32(values: Array) -> Array:
 def _warps(registers: Registers, count: int) -> Array:
     """(warps, count, lanes)"""
     if registers.data.ndim != 2 or registers.data.shape[0] < count:
-        raise UsageError(f"a fragment of {count} registers was expected, the kernel gives shape {registers.data.shape[:-1]}")
+        raise UsageError(
+            f"a fragment of {count} registers was expected, the kernel gives shape {registers.data.shape[:-1]}"
+        )
     return registers.data[:count].reshape(count, -1, WARP).swapaxes(0, 1)
 
 
@@ -75,7 +77,7 @@ def _halves(packed: Array) -> Array:
 
 
 def load_matrices(registers: Registers, memory: SharedArray, at: Array, mask: Array, *, turned: bool) -> None:
-    """Four 8 x 8 matrices of 16-bit elements: lane l names row l%8 of matrix l/8, and is given two elements of each matrix."""
+    """Four 8 x 8 matrices of 16-bit elements: lane l names row l%8 of matrix l/8, and is given two elements of each."""
     if not mask.all():
         raise UsageError("ldmatrix needs all threads of a warp")
     rows = memory.load(at, mask, 8)  # (8 elements, lanes)

@@ -2,7 +2,7 @@
 constexpr int SIDE = L / V;           // threads along one side of a block
 constexpr int THREADS = SIDE * SIDE;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) matmul(const float* A, const float* B, float* C, int N) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const float* A, const float* B, float* C, int N) {
     __shared__ float sA[S][L];
     __shared__ float sB[S][L];
     int thread = threadIdx.x;

@@ -3,7 +3,7 @@ constexpr int SIDE = L / V;
 constexpr int THREADS = SIDE * SIDE;
 constexpr int FETCHES = L * S / 4 / THREADS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) matmul(const float* A, const float* B, float* C, int N) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const float* A, const float* B, float* C, int N) {
     __shared__ __align__(16) float sA[2][S][L + PAD];
     __shared__ __align__(16) float sB[2][S][L];
     int thread = threadIdx.x;

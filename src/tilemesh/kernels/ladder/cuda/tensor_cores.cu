@@ -13,7 +13,7 @@ __device__ __forceinline__ void put_tf32(unsigned* shared, float4 quad) {
     reinterpret_cast<uint4*>(shared)[0] = bits;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) matmul(const float* A, const float* B, float* C, int N) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const float* A, const float* B, float* C, int N) {
     __shared__ __align__(16) unsigned sA[2][L][S + 4];
     __shared__ __align__(16) unsigned sB[2][S][L + 8];
     int thread = threadIdx.x;
