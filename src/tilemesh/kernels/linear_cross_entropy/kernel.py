@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
+from tilemesh.kernels.cross_entropy.kernel import STAGES
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
@@ -54,7 +55,7 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
     }  # fmt: skip
     columns = min(LONG_BLOCK, triton.next_power_of_2(classes))
     warps = max(1, columns // 128)  # a row at a time per multiprocessor: its second read comes from the L2 cache
-    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64"}
+    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64", "STAGES": STAGES}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
     return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
 

@@ -1,8 +1,11 @@
 """The Triton kernels of softmax, forward and backward, and the plans that launch them.
 
-A row that fits the registers of a block of threads is read once. A longer one is read twice: once for its largest
-element and its sum, then again from the end, so that what was read last, which the L2 cache still holds, comes first.
-Nothing is atomic: results repeat bit for bit.
+A row that fits the registers of a block of threads is read once. Of longer ones, up to what one multiprocessor holds,
+each program walks over several: the next row is on its way to shared memory while this one is computed. A row that
+exceeds that is cut into parts for several programs, which tell each other their largest element and their sum. Where
+there are too few multiprocessors for that (or in the interpreter, which runs one program after the other), a row is
+read twice: once for its largest element and its sum, then again from the end, so that what was read last, which the L2
+cache still holds, comes first. Sums are added in a fixed order: results repeat bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,11 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilemesh.core.cost import short_dtype
 from tilemesh.kernels.launch.call import Place
-from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
-from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, rows_config
+from tilemesh.kernels.launch.gpu import device_index, gpu_of
+from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, load_stages, rows_config
 
 _LOG2_E = 1.4426950408889634
+_HELD_BYTES = 65536  # of a row, or of a part of one, that a program holds
+_HELD_WARPS = 32
+_WALKING_INTERPRETED = 3  # programs, where there is no GPU to fill
+_ALIGNED = 64  # columns at whose multiples parts begin: whole lines of 128 bytes in 16-bit precision
+_CLEARED = 1024
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
 
@@ -90,6 +100,69 @@ def long_row(
 
 
 @triton.jit
+def held_rows(
+    x, y, M, N, T, P, factor, x_m, x_n, y_m,
+    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p of P takes every P-th row, while the next ones are on their way: reads MN, writes MN."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    columns = tl.arange(0, COLUMNS)
+    for row in tl.range(tl.program_id(0), M, P, num_stages=STAGES):
+        counts = seen(row, columns, N, T, CAUSAL)
+        value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
+        value = scaled(value, counts, factor, UNSEEN)
+        value = tl.exp2(value - tl.max(value, 0))
+        value = value * (1.0 / tl.sum(value, 0))
+        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def clear(arrived, M, BLOCK: tl.constexpr):
+    """Nobody has arrived at any row."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(arrived + rows, tl.zeros((BLOCK,), tl.int32), mask=rows < M)
+
+
+@triton.jit
+def shared_rows(
+    x, y, tops, totals, arrived, M, N, T, P, width, factor, x_m, x_n, y_m,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """PARTS programs per row, `width` columns each; P groups of them take every P-th row. Reads MN, writes MN.
+
+    A program waits for the other parts of its row. They run at the same time, or will: programs start in the order of
+    their numbers, so that of one launch at most the last group is there in part, and all others end without it.
+    """
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    part = tl.program_id(0) % PARTS
+    first = tl.program_id(0) // PARTS
+    own = tl.arange(0, COLUMNS)
+    columns = part * width + own
+    inside = (columns < N) & (own < width)
+    counts = inside & seen(first, columns, N, T, CAUSAL)
+    loaded = tl.load(x + first * x_m + columns * x_n, mask=counts, other=UNSEEN)
+    for row in range(first, M, P):
+        value = scaled(loaded.to(kind), counts, factor, UNSEEN)
+        top = tl.maximum(tl.max(value, 0), NOTHING)  # a part of which nothing counts has no largest element
+        value = tl.exp2(value - top)
+        tl.store(tops + row * PARTS + part, top)
+        tl.store(totals + row * PARTS + part, tl.sum(value, 0))
+        # Asked for before the wait, so that the memory is busy meanwhile.
+        counts = inside & seen(row + P, columns, N, T, CAUSAL) & (row + P < M)
+        loaded = tl.load(x + (row + P) * x_m + columns * x_n, mask=counts, other=UNSEEN)
+        tl.debug_barrier()
+        tl.atomic_add(arrived + row, 1, sem="release")
+        while tl.atomic_add(arrived + row, 0, sem="acquire") < PARTS:
+            pass
+        parts = row * PARTS + tl.arange(0, PARTS)
+        part_tops = tl.load(tops + parts, cache_modifier=".cg")
+        largest = tl.max(part_tops, 0)
+        total = tl.sum(tl.load(totals + parts, cache_modifier=".cg") * tl.exp2(part_tops - largest), 0)
+        value = value * (tl.exp2(top - largest) / total)
+        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def whole_rows_back(
     grad, y, dx, M, N, scale, g_m, g_n, y_m, d_m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +202,10 @@ def long_row_back(
         tl.store(dx + row * d_m + columns, made.to(dx.dtype.element_ty), mask=columns < N)
 
 
-def forward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, queries: int) -> LaunchPlan:
+def forward_plan(
+    places: Mapping[str, Place], *, scale: float, causal: bool, queries: int, programs: int, shared_bytes: int
+) -> LaunchPlan:
+    """programs: that run at the same time, one per multiprocessor; 0 for one after the other."""
     x, y = places["x"], places["y"]
     m, n = x.shape
     arguments: dict[str, Argument] = {
@@ -139,14 +215,47 @@ def forward_plan(places: Mapping[str, Place], *, scale: float, causal: bool, que
     unseen = math.copysign(math.inf, -scale) if scale else 0.0  # which becomes -inf when multiplied
     constants: dict[str, object] = {"CAUSAL": causal, "UNSEEN": unseen, "WIDE": x.dtype == "float64"}
     wide = x.wide or y.wide
-    if n > LONGEST:
+    if n <= LONGEST:
+        rows, warps = rows_config(n)
+        constants |= {"ROWS": rows, "COLUMNS": triton.next_power_of_2(n)}
+        grid = (blocks(m, rows), 1)
+        step = Step(f"{__name__}:whole_rows", grid, arguments | {"M": m}, constants, warps=warps, wide=wide)
+        return LaunchPlan((step,))
+    element_bytes = short_dtype(x.dtype)[1]
+    parts = triton.next_power_of_2(blocks(n * element_bytes, _HELD_BYTES))
+    if parts == 1:
+        columns = triton.next_power_of_2(n)
+        stages = load_stages(columns * element_bytes, shared_bytes)
+        walking = min(m, programs or _WALKING_INTERPRETED)
+        step = Step(
+            f"{__name__}:held_rows", (walking, 1), arguments | {"M": m, "P": walking},
+            constants | {"COLUMNS": columns, "STAGES": stages}, warps=_HELD_WARPS, wide=wide,
+        )  # fmt: skip
+        return LaunchPlan((step,))
+    if parts > programs:
         constants |= {"COLUMNS": LONG_BLOCK}
         return LaunchPlan((Step(f"{__name__}:long_row", (m, 1), arguments, constants, warps=32, wide=wide),))
-    rows, warps = rows_config(n)
-    constants |= {"ROWS": rows, "COLUMNS": triton.next_power_of_2(n)}
-    grid = (blocks(m, rows), 1)
-    step = Step(f"{__name__}:whole_rows", grid, arguments | {"M": m}, constants, warps=warps, wide=wide)
-    return LaunchPlan((step,))
+    return shared_plan(arguments, constants, (m, n), parts, min(m, programs // parts), wide)
+
+
+def shared_plan(
+    arguments: Mapping[str, Argument], constants: Mapping[str, object], shape: tuple[int, ...], parts: int,
+    groups: int, wide: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Rows cut into parts, which groups of programs take."""
+    m, n = shape
+    width = blocks(blocks(n, parts), _ALIGNED) * _ALIGNED
+    kind = "float64" if constants["WIDE"] else "float32"
+    buffers = {"arrived": Buffer(m, "int32"), "tops": Buffer(m * parts, kind), "totals": Buffer(m * parts, kind)}
+    cleared = Step(
+        f"{__name__}:clear", (blocks(m, _CLEARED), 1), {"arrived": Pointer("arrived"), "M": m}, {"BLOCK": _CLEARED}
+    )
+    step = Step(
+        f"{__name__}:shared_rows", (groups * parts, 1),
+        {**arguments, **{name: Pointer(name) for name in buffers}, "M": m, "P": groups, "width": width},
+        {**constants, "COLUMNS": triton.next_power_of_2(width), "PARTS": parts}, warps=_HELD_WARPS, wide=wide,
+    )  # fmt: skip
+    return LaunchPlan((cleared, step), buffers)
 
 
 def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
@@ -172,8 +281,14 @@ def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
 def forward(launch: Any, x: Tensor, scale: float, causal: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     queries = x.shape[-2] if causal else 1
-    given = {"x": by_rows(x), "y": by_rows(y)}
-    launch(forward_plan, given, written=("y",), scale=float(scale), causal=causal, queries=queries)
+    programs, shared_bytes = 0, 0
+    if x.shape[-1] > LONGEST and x.device.type == "cuda":
+        gpu = gpu_of(device_index(x.device))
+        programs, shared_bytes = gpu.multiprocessors, gpu.shared_bytes
+    launch(
+        forward_plan, {"x": by_rows(x), "y": by_rows(y)}, written=("y",), scale=float(scale), causal=causal,
+        queries=queries, programs=programs, shared_bytes=shared_bytes,
+    )  # fmt: skip
     return y
 
 
