@@ -17,10 +17,8 @@ from tilemesh.core.errors import UsageError
 from tilemesh.kernels.accuracy import excess
 from tilemesh.kernels.context import Context, use
 from tilemesh.kernels.cross_entropy import reference as losses
-from tilemesh.kernels.launch import interpret
-from tilemesh.kernels.launch.call import Place, place_of
+from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.program import Operand, compile_step
-from tilemesh.kernels.launch.steps import LaunchPlan
 from tilemesh.kernels.linear_cross_entropy import cost as chunks
 from tilemesh.kernels.norm import kernel as norm_kernels
 from tilemesh.kernels.norm import reference as norms
@@ -62,53 +60,20 @@ def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, sca
     assert excess(y, softmaxes.exact(x, scale, causal), softmaxes.error_bound(x, scale, causal)) is None
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_softmax_of_rows_that_several_programs_share(causal):
-    """The interpreter runs one program after the other: nobody waits where all are said to have arrived, and a second
-    run finds what all have told each other in the first."""
-    x = normal(5, 33_000, dtype=torch.float64)
-    given = {"x": x, "y": torch.empty_like(x)}
-    places = {name: place_of(tensor) for name, tensor in given.items()}
-    plan = softmax_kernels.forward_plan(
-        places, scale=0.5, causal=causal, queries=5 if causal else 1, programs=17, shared_bytes=0
-    )
-    clears, computes = plan.steps
-    assert (clears.function, computes.function, computes.grid) == ("clear", "shared_rows", (16, 1))
-    given |= {
-        name: torch.full((made.elements,), 8, dtype=getattr(torch, made.dtype)) for name, made in plan.buffers.items()
-    }
-    for _ in range(2):
-        interpret.run(LaunchPlan((computes,), plan.buffers), given, ("y", "tops", "totals"))
-    assert excess(given["y"], softmaxes.exact(x, 0.5, causal), softmaxes.error_bound(x, 0.5, causal)) is None
-    interpret.run(LaunchPlan((clears,), plan.buffers), given, ("arrived",))
-    assert not given["arrived"].any()
-
-
 @pytest.mark.parametrize(
-    ("dtype", "columns", "kernel", "parts"),
-    [
-        ("bfloat16", 32_768, "held_rows", 1),
-        ("float32", 20_000, "shared_rows", 2),
-        ("bfloat16", 50_257, "shared_rows", 2),
-        ("bfloat16", 262_144, "shared_rows", 8),
-        ("float64", 40_000, "shared_rows", 8),
-    ],
+    ("dtype", "columns", "kernel"),
+    [("bfloat16", 32_768, "held_rows"), ("bfloat16", 50_257, "long_rows"), ("float64", 20_000, "long_rows")],
 )
-def test_long_rows_of_softmax_fit_an_h200(dtype, columns, kernel, parts):
-    """Compiled without one: what a program holds fits its registers and shared memory, and loads run ahead."""
+def test_long_rows_of_softmax_fit_an_h200(dtype, columns, kernel):
+    """Compiled without one: what waits in shared memory fits, and loads run ahead."""
     place, limit = Place((600, columns), (columns, 1), dtype, True), 232_448
-    plan = softmax_kernels.forward_plan(
+    (step,) = softmax_kernels.forward_plan(
         {"x": place, "y": place}, scale=1.0, causal=False, queries=1, programs=132, shared_bytes=limit
-    )
-    step = plan.steps[-1]
-    operands = {name: Operand(dtype) for name in "xy"} | {
-        name: Operand(made.dtype) for name, made in plan.buffers.items()
-    }
-    assert step.function == kernel
-    assert step.grid[0] == 132 // parts * parts
-    compiled = compile_step(step, operands, GPUTarget("cuda", 90, 32))
+    ).steps
+    assert (step.function, step.grid) == (kernel, (132, 1))
+    compiled = compile_step(step, {name: Operand(dtype) for name in "xy"}, GPUTarget("cuda", 90, 32))
     assert compiled.metadata.shared <= limit
-    assert ("cp.async" in compiled.asm["ptx"]) == (kernel == "held_rows")
+    assert ("cp.async" in compiled.asm["ptx"]) == (columns % 8 == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -203,24 +203,24 @@ def gradient_pass(
 
 @triton.jit
 def loss_and_gradient(
-    logits, target, losses, dx, upstream, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
+    logits, target, losses, dx, upstream, M, P, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
     SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both at once: reads a row twice (mostly from the L2 cache then), writes it once; `dx` may be `logits`."""
+    """Both at once, program p of P for every P-th row: reads it twice, writes it once; `dx` may be `logits`."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    row = tl.program_id(0)
-    at = tl.load(target + row * t_m)
-    start, made = logits + row * x_m, dx + row * d_m
-    if at == ignore:
-        tl.store(losses + row, 0.0)
-        for begin in range(0, V, COLUMNS):
-            columns = begin + tl.arange(0, COLUMNS)
-            tl.store(made + columns, tl.zeros((COLUMNS,), kind).to(dx.dtype.element_ty), mask=columns < V)
-    else:
-        log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE, STAGES)
-        tl.store(losses + row, loss_of(start, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS, WIDE))
-        tl.debug_barrier()  # the target's logit has been read before anything is written over it
-        write_gradient(start, made, at, V, x_n, log_total, tl.load(upstream), smoothing, z, COLUMNS, WIDE, STAGES)
+    for row in range(tl.program_id(0), M, P):
+        at = tl.load(target + row * t_m)
+        start, made = logits + row * x_m, dx + row * d_m
+        if at == ignore:
+            tl.store(losses + row, 0.0)
+            for begin in range(0, V, COLUMNS):
+                columns = begin + tl.arange(0, COLUMNS)
+                tl.store(made + columns, tl.zeros((COLUMNS,), kind).to(dx.dtype.element_ty), mask=columns < V)
+        else:
+            log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE, STAGES)
+            tl.store(losses + row, loss_of(start, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS, WIDE))
+            tl.debug_barrier()  # the target's logit has been read before anything is written over it
+            write_gradient(start, made, at, V, x_n, log_total, tl.load(upstream), smoothing, z, COLUMNS, WIDE, STAGES)
 
 
 @triton.jit
@@ -244,10 +244,11 @@ def add_up(
     tl.store(counted, number)
 
 
-def columns_config(classes: int) -> tuple[int, int]:
-    """Columns of a block and its warps where a row is read once: 8 elements per thread (measured on an H200)."""
-    columns = min(2048, triton.next_power_of_2(classes))
-    return columns, max(1, columns // 256)
+def columns_config(classes: int) -> tuple[int, int, int]:
+    """Columns of a block, and its warps forward and backward (measured on an H200, 8192 rows of 50304 classes: 192 and
+    418 µs with 4096, 8 and 16; 199 and 428 with 2048, 8 and 8)."""
+    columns = min(4096, triton.next_power_of_2(classes))
+    return columns, max(1, columns // 512), max(1, columns // 256)
 
 
 def _common(
@@ -303,7 +304,7 @@ def backward_plan(
     constants["MEAN"] = mean
     wide = places["logits"].wide or written.wide
     step = Step(
-        f"{__name__}:gradient_pass", (rows, 1), arguments, constants, warps=columns_config(classes)[1], wide=wide
+        f"{__name__}:gradient_pass", (rows, 1), arguments, constants, warps=columns_config(classes)[2], wide=wide
     )
     return LaunchPlan((step,))
 

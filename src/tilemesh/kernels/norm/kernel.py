@@ -37,11 +37,6 @@ def forward_pass(
     columns = tl.arange(0, COLUMNS)
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     value = tl.load(x + rows[:, None] * x_m + columns[None, :] * x_n, mask=inside, other=0.0).to(kind)
-    # Asked for with the rows: behind the sums, which wait for them, every program would wait a second time.
-    if weight is not None:
-        gain = tl.load(weight + columns * w_n, mask=columns < N, other=0.0)
-    if bias is not None:
-        offset = tl.load(bias + columns * b_n, mask=columns < N, other=0.0)
     if residual is not None:
         more = tl.load(residual + rows[:, None] * r_m + columns[None, :] * r_n, mask=inside, other=0.0)
         # The norm is of the sum as it is stored, which is what backward reads.
@@ -58,9 +53,9 @@ def forward_pass(
         tl.store(root + rows, inverse, mask=rows < M)
     value = value * inverse[:, None]
     if weight is not None:
-        value = value * gain.to(kind)[None, :]
+        value = value * tl.load(weight + columns * w_n, mask=columns < N, other=0.0).to(kind)[None, :]
     if bias is not None:
-        value = value + offset.to(kind)[None, :]
+        value = value + tl.load(bias + columns * b_n, mask=columns < N, other=0.0).to(kind)[None, :]
     tl.store(y + rows[:, None] * y_m + columns[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 

@@ -2,10 +2,9 @@
 
 A row that fits the registers of a block of threads is read once. Of longer ones, up to what one multiprocessor holds,
 each program walks over several: the next row is on its way to shared memory while this one is computed. A row that
-exceeds that is cut into parts for several programs, which tell each other their largest element and their sum. Where
-there are too few multiprocessors for that (or in the interpreter, which runs one program after the other), a row is
-read twice: once for its largest element and its sum, then again from the end, so that what was read last, which the L2
-cache still holds, comes first. Sums are added in a fixed order: results repeat bit for bit.
+exceeds that is read twice: once for its largest element and its sum, then again from the end, so that what was read
+last, which the L2 cache still holds, comes first. As few rows as there are multiprocessors are in work at once, so that
+much of them is still there. Nothing is atomic: results repeat bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,15 +21,16 @@ from torch import Tensor
 from tilemesh.core.cost import short_dtype
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.gpu import device_index, gpu_of
-from tilemesh.kernels.launch.steps import Argument, Buffer, LaunchPlan, Pointer, Step, blocks
+from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.rows import LONG_BLOCK, LONGEST, by_rows, load_stages, rows_config
 
 _LOG2_E = 1.4426950408889634
-_HELD_BYTES = 65536  # of a row, or of a part of one, that a program holds
-_HELD_WARPS = 32
-_WALKING_INTERPRETED = 3  # programs, where there is no GPU to fill
-_ALIGNED = 64  # columns at whose multiples parts begin: whole lines of 128 bytes in 16-bit precision
-_CLEARED = 1024
+_HELD_BYTES = 65536  # of a row that one program holds
+_HELD_WARPS = (
+    32  # measured on an H200: 4096 rows of 32768 in 144 µs, by 16 warps in 148; with one stage of loads in 163
+)
+_PASS_BLOCK = 8192  # columns at a time of a row that is read twice
+_PROGRAMS_INTERPRETED = 3  # where there is no GPU to fill
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
 
@@ -70,33 +70,38 @@ def whole_rows(
 
 
 @triton.jit
-def long_row(
-    x, y, N, T, factor, x_m, x_n, y_m,
-    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
+def long_rows(
+    x, y, M, N, T, P, factor, x_m, x_n, y_m,
+    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, in blocks: reads 2 N (about half of the second time from the L2 cache), writes N."""
+    """Program p of P takes every P-th row, in blocks: reads 2 N (partly from the L2 cache), writes N.
+
+    In the first pass a lane has several columns side by side, so that its sum is rescaled once for all of them.
+    """
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    row = tl.program_id(0)
-    largest = tl.full((COLUMNS,), NOTHING, kind)
-    total = tl.zeros((COLUMNS,), kind)
+    lanes: tl.constexpr = COLUMNS // 8
+    within = tl.arange(0, lanes)[:, None] * 8 + tl.arange(0, 8)[None, :]
     count = (N + COLUMNS - 1) // COLUMNS
-    for block in range(count):
-        columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        counts = seen(row, columns, N, T, CAUSAL)
-        value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
-        value = scaled(value, counts, factor, UNSEEN)
-        larger = tl.maximum(largest, value)
-        total = total * tl.exp2(largest - larger) + tl.exp2(value - larger)
-        largest = larger
-    top = tl.max(largest, 0)
-    inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
-    for block in range(count):
-        columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
-        counts = seen(row, columns, N, T, CAUSAL)
-        at = x + row * x_m + columns * x_n
-        value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
-        value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
-        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
+    for row in range(tl.program_id(0), M, P):
+        largest = tl.full((lanes,), NOTHING, kind)
+        total = tl.zeros((lanes,), kind)
+        for block in tl.range(0, count, num_stages=STAGES):
+            columns = block * COLUMNS + within
+            counts = seen(row, columns, N, T, CAUSAL)
+            value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
+            value = scaled(value, counts, factor, UNSEEN)
+            larger = tl.maximum(largest, tl.max(value, 1))
+            total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(value - larger[:, None]), 1)
+            largest = larger
+        top = tl.max(largest, 0)
+        inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
+        for block in tl.range(0, count, num_stages=STAGES):
+            columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+            counts = seen(row, columns, N, T, CAUSAL)
+            at = x + row * x_m + columns * x_n
+            value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
+            value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
+            tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
@@ -114,52 +119,6 @@ def held_rows(
         value = tl.exp2(value - tl.max(value, 0))
         value = value * (1.0 / tl.sum(value, 0))
         tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
-
-
-@triton.jit
-def clear(arrived, M, BLOCK: tl.constexpr):
-    """Nobody has arrived at any row."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(arrived + rows, tl.zeros((BLOCK,), tl.int32), mask=rows < M)
-
-
-@triton.jit
-def shared_rows(
-    x, y, tops, totals, arrived, M, N, T, P, width, factor, x_m, x_n, y_m,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """PARTS programs per row, `width` columns each; P groups of them take every P-th row. Reads MN, writes MN.
-
-    A program waits for the other parts of its row. They run at the same time, or will: programs start in the order of
-    their numbers, so that of one launch at most the last group is there in part, and all others end without it.
-    """
-    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    part = tl.program_id(0) % PARTS
-    first = tl.program_id(0) // PARTS
-    own = tl.arange(0, COLUMNS)
-    columns = part * width + own
-    inside = (columns < N) & (own < width)
-    counts = inside & seen(first, columns, N, T, CAUSAL)
-    loaded = tl.load(x + first * x_m + columns * x_n, mask=counts, other=UNSEEN)
-    for row in range(first, M, P):
-        value = scaled(loaded.to(kind), counts, factor, UNSEEN)
-        top = tl.maximum(tl.max(value, 0), NOTHING)  # a part of which nothing counts has no largest element
-        value = tl.exp2(value - top)
-        tl.store(tops + row * PARTS + part, top)
-        tl.store(totals + row * PARTS + part, tl.sum(value, 0))
-        # Asked for before the wait, so that the memory is busy meanwhile.
-        counts = inside & seen(row + P, columns, N, T, CAUSAL) & (row + P < M)
-        loaded = tl.load(x + (row + P) * x_m + columns * x_n, mask=counts, other=UNSEEN)
-        tl.debug_barrier()
-        tl.atomic_add(arrived + row, 1, sem="release")
-        while tl.atomic_add(arrived + row, 0, sem="acquire") < PARTS:
-            pass
-        parts = row * PARTS + tl.arange(0, PARTS)
-        part_tops = tl.load(tops + parts, cache_modifier=".cg")
-        largest = tl.max(part_tops, 0)
-        total = tl.sum(tl.load(totals + parts, cache_modifier=".cg") * tl.exp2(part_tops - largest), 0)
-        value = value * (tl.exp2(top - largest) / total)
-        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -205,7 +164,7 @@ def long_row_back(
 def forward_plan(
     places: Mapping[str, Place], *, scale: float, causal: bool, queries: int, programs: int, shared_bytes: int
 ) -> LaunchPlan:
-    """programs: that run at the same time, one per multiprocessor; 0 for one after the other."""
+    """programs: that walk over rows too long for `whole_rows`; one per multiprocessor."""
     x, y = places["x"], places["y"]
     m, n = x.shape
     arguments: dict[str, Argument] = {
@@ -221,41 +180,16 @@ def forward_plan(
         grid = (blocks(m, rows), 1)
         step = Step(f"{__name__}:whole_rows", grid, arguments | {"M": m}, constants, warps=warps, wide=wide)
         return LaunchPlan((step,))
-    element_bytes = short_dtype(x.dtype)[1]
-    parts = triton.next_power_of_2(blocks(n * element_bytes, _HELD_BYTES))
-    if parts == 1:
-        columns = triton.next_power_of_2(n)
+    walking = min(m, programs)
+    arguments |= {"M": m, "P": walking}
+    element_bytes, columns = short_dtype(x.dtype)[1], triton.next_power_of_2(n)
+    if columns * element_bytes <= _HELD_BYTES:
         stages = load_stages(columns * element_bytes, shared_bytes)
-        walking = min(m, programs or _WALKING_INTERPRETED)
-        step = Step(
-            f"{__name__}:held_rows", (walking, 1), arguments | {"M": m, "P": walking},
-            constants | {"COLUMNS": columns, "STAGES": stages}, warps=_HELD_WARPS, wide=wide,
-        )  # fmt: skip
+        constants |= {"COLUMNS": columns, "STAGES": stages}
+        step = Step(f"{__name__}:held_rows", (walking, 1), arguments, constants, warps=_HELD_WARPS, wide=wide)
         return LaunchPlan((step,))
-    if parts > programs:
-        constants |= {"COLUMNS": LONG_BLOCK}
-        return LaunchPlan((Step(f"{__name__}:long_row", (m, 1), arguments, constants, warps=32, wide=wide),))
-    return shared_plan(arguments, constants, (m, n), parts, min(m, programs // parts), wide)
-
-
-def shared_plan(
-    arguments: Mapping[str, Argument], constants: Mapping[str, object], shape: tuple[int, ...], parts: int,
-    groups: int, wide: bool,
-) -> LaunchPlan:  # fmt: skip
-    """Rows cut into parts, which groups of programs take."""
-    m, n = shape
-    width = blocks(blocks(n, parts), _ALIGNED) * _ALIGNED
-    kind = "float64" if constants["WIDE"] else "float32"
-    buffers = {"arrived": Buffer(m, "int32"), "tops": Buffer(m * parts, kind), "totals": Buffer(m * parts, kind)}
-    cleared = Step(
-        f"{__name__}:clear", (blocks(m, _CLEARED), 1), {"arrived": Pointer("arrived"), "M": m}, {"BLOCK": _CLEARED}
-    )
-    step = Step(
-        f"{__name__}:shared_rows", (groups * parts, 1),
-        {**arguments, **{name: Pointer(name) for name in buffers}, "M": m, "P": groups, "width": width},
-        {**constants, "COLUMNS": triton.next_power_of_2(width), "PARTS": parts}, warps=_HELD_WARPS, wide=wide,
-    )  # fmt: skip
-    return LaunchPlan((cleared, step), buffers)
+    constants |= {"COLUMNS": _PASS_BLOCK, "STAGES": load_stages(_PASS_BLOCK * element_bytes, shared_bytes)}
+    return LaunchPlan((Step(f"{__name__}:long_rows", (walking, 1), arguments, constants, warps=32, wide=wide),))
 
 
 def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
@@ -281,7 +215,7 @@ def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
 def forward(launch: Any, x: Tensor, scale: float, causal: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     queries = x.shape[-2] if causal else 1
-    programs, shared_bytes = 0, 0
+    programs, shared_bytes = _PROGRAMS_INTERPRETED, 0
     if x.shape[-1] > LONGEST and x.device.type == "cuda":
         gpu = gpu_of(device_index(x.device))
         programs, shared_bytes = gpu.multiprocessors, gpu.shared_bytes
