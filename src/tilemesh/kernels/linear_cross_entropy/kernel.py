@@ -93,6 +93,7 @@ def forward(
         if differentiated:
             torch.mm(logits, table, out=by_rows(dx)[begin : begin + size])
             _add_product(total, logits, part, is_first=begin == 0)
+        del logits, given  # or they would still be there while the next chunk's are made
     if total is not dweight:
         dweight.copy_(total[:classes])
     loss = losses.sum()
