@@ -22,9 +22,7 @@ BUBBLE = numeric(
     unit="fraction",
     wrong={
         0.25: "25 % is 3 / 12: the bubble compared with the useful time. As a fraction of all time it is 3 / (12 + 3).",
-        3
-        / 16: "3 / 16 divides by N + D. A pass takes N + D - 1 slots: the last microbatch enters in slot N and needs D - 1 "
-        "D - 1 more.",
+        3 / 16: "3 / 16 divides by N + D. A pass takes N + D - 1 slots: the last microbatch needs D - 1 more.",
         1 / 3: "33 % is 4 / 12. A device waits for D - 1 = 3 slots, and the whole lasts 12 + 3.",
         0.75: "75 % would be a pipeline with one microbatch, where only one of 4 devices works at a time.",
     },
