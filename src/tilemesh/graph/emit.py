@@ -21,6 +21,7 @@ from tilemesh.graph.lower import InputSlot
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
+from tilemesh.kernels.launch.tensors import read_device
 
 _OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _FUNCTIONS = {
@@ -63,7 +64,7 @@ class Emitted:
 def program(
     graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None
 ) -> Emitted:
-    return Emitted(graph, torch.device(device), inputs, way)
+    return Emitted(graph, read_device(device), inputs, way)
 
 
 def _examples(graph: Graph, device: torch.device) -> list[Any]:
