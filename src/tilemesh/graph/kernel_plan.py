@@ -19,7 +19,7 @@ COSTLY = ("exp", "log", "tanh", "sigmoid", "erf", "power", "sin", "cos", "divide
 
 
 @dataclass(frozen=True)
-class Read:
+class OperandRead:
     """An operand: which input of the region it is, one number per element or per row, and its strides."""
 
     input: int
@@ -35,7 +35,7 @@ class KernelPlan:
     body: Graph
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    reads: dict[Node, Read]
+    reads: dict[Node, OperandRead]
     levels: dict[Node, str]
 
     @property
@@ -101,17 +101,17 @@ def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequenc
     reads = {}
     for place, (leaf, level) in enumerate(leaves.items()):
         own = [each[place] for _, each in kept]
-        reads[leaf] = Read(
+        reads[leaf] = OperandRead(
             body.inputs.index(_input(leaf)), level, tuple(reversed(own[split:])), tuple(reversed(own[:split]))
         )
     rows, inside = tuple(reversed(sizes[split:])), tuple(reversed(sizes[:split]))
     return KernelPlan(body, rows or (1,), inside or (1,), _padded(reads, rows, inside), levels)
 
 
-def _padded(reads: dict[Node, Read], rows: Sequence[int], columns: Sequence[int]) -> dict[Node, Read]:
+def _padded(reads: dict[Node, OperandRead], rows: Sequence[int], columns: Sequence[int]) -> dict[Node, OperandRead]:
     """A size of 1 where there is none has a stride of 0."""
     return {
-        leaf: Read(read.input, read.level, read.rows if rows else (0,), read.columns if columns else (0,))
+        leaf: OperandRead(read.input, read.level, read.rows if rows else (0,), read.columns if columns else (0,))
         for leaf, read in reads.items()
     }
 

@@ -33,7 +33,7 @@ def elements(shape: Shape) -> int:
 
 
 @dataclass
-class _Group:
+class _Region:
     """A region that grows: its elements, its columns once a reduction decides them, and the level of each member."""
 
     space: int
@@ -100,7 +100,7 @@ class _Fusion:
     def __init__(self, graph: Graph, serves: Callable[[Node], bool]) -> None:
         self.graph, self.serves = graph, serves
         self.order = graph.nodes()
-        self.groups: dict[int, _Group | None] = {}  # None: a node that stays alone
+        self.groups: dict[int, _Region | None] = {}  # None: a node that stays alone
         self.before: dict[int, set[int]] = {}
         self.place: dict[Node, int] = {}
 
@@ -128,16 +128,16 @@ class _Fusion:
                 return
         self.groups[number] = self._begun(node)
 
-    def _begun(self, node: Node) -> _Group | None:
+    def _begun(self, node: Node) -> _Region | None:
         if primitive(node.op).kind == "elementwise":
             cuts = cuts_of(node.shape)
-            return _Group(elements(node.shape), None, {node: FULL}, cuts) if chained(cuts) else None
+            return _Region(elements(node.shape), None, {node: FULL}, cuts) if chained(cuts) else None
         shape = node.inputs[0].shape
         columns = trailing(node)
         if columns is None or columns == 1 or columns > MOST_COLUMNS or columns == elements(shape):
             return None
         cuts = cuts_of(shape)
-        return _Group(elements(shape), columns, {node: ROW}, cuts) if chained(cuts) else None
+        return _Region(elements(shape), columns, {node: ROW}, cuts) if chained(cuts) else None
 
     def _joined(self, node: Node, place: int) -> tuple[str, int | None, set[int]] | None:
         """The level that a node has in a region, the region's columns and cuts then; None where it does not fit."""
@@ -158,7 +158,7 @@ class _Fusion:
         cuts = cuts_of(node.shape) if level == FULL else {cut * (group.columns or 1) for cut in cuts_of(node.shape)}
         return self._fits(node, place, group, level, group.columns, cuts)
 
-    def _reduction(self, node: Node, place: int, group: _Group) -> tuple[str, int | None, set[int]] | None:
+    def _reduction(self, node: Node, place: int, group: _Region) -> tuple[str, int | None, set[int]] | None:
         value = node.inputs[0]
         if elements(value.shape) != group.space or self.level(value, group) != FULL:
             return None
@@ -171,14 +171,14 @@ class _Fusion:
         return None
 
     def _fits(
-        self, node: Node, place: int, group: _Group, level: str, columns: int | None, cuts: set[int]
+        self, node: Node, place: int, group: _Region, level: str, columns: int | None, cuts: set[int]
     ) -> tuple[str, int | None, set[int]] | None:
         together = group.cuts | cuts | ({columns} if columns else set())
         if not chained(together) or self._reaches(self._outside(node, group), place):
             return None
         return level, columns, together
 
-    def level(self, value: Node, group: _Group) -> str | None:
+    def level(self, value: Node, group: _Region) -> str | None:
         """How a region can read a value of its own: full or row; None: it comes from outside; "" where it cannot."""
         while value.op == "reshape" and value not in group.levels:
             value = value.inputs[0]
@@ -192,7 +192,7 @@ class _Fusion:
                 return FULL
         return "" if owner(value) in group.levels else None
 
-    def _outside(self, node: Node, group: _Group | None) -> set[int]:
+    def _outside(self, node: Node, group: _Region | None) -> set[int]:
         """The places that a node waits for, outside the region that it is in."""
         waits = set()
         for value in node.inputs:
@@ -232,7 +232,7 @@ class _Fusion:
             return
         if self._reaches(self.before[place] - {other}, other) or self._reaches(self.before[other] - {place}, place):
             return
-        merged = _Group(
+        merged = _Region(
             group.space, next(iter(known), None), {**group.levels, **second.levels}, group.cuts | second.cuts | known
         )
         members = [member for member in self.order if member in merged.levels]
@@ -259,7 +259,7 @@ class _Building:
         self.fusion = fusion
         self.readers = users(fusion.order)
         self.new: dict[Node, Node] = {}
-        self.inside: dict[Node, _Group] = {}
+        self.inside: dict[Node, _Region] = {}
         for group in fusion.groups.values():
             if group is not None and len(group.levels) >= smallest:
                 self.inside |= dict.fromkeys(group.levels, group)
@@ -282,10 +282,10 @@ class _Building:
                 self._region(group)
         return Graph(graph.inputs, tuple(self.new[node] for node in graph.outputs))
 
-    def _members(self, group: _Group) -> list[Node]:
+    def _members(self, group: _Region) -> list[Node]:
         return [node for node in self.fusion.order if node in group.levels]
 
-    def _needs(self, group: _Group) -> tuple[Node, ...]:
+    def _needs(self, group: _Region) -> tuple[Node, ...]:
         """What a region reads from outside, in the order of its members; broadcasts are its own."""
         found: dict[Node, None] = {}
         for node in self._members(group):
@@ -294,7 +294,7 @@ class _Building:
                     found[_source(value)] = None
         return tuple(found)
 
-    def _region(self, group: _Group) -> None:
+    def _region(self, group: _Region) -> None:
         needs = self._needs(group)
         body: dict[Node, Node] = {
             value: make("input", name=f"i{place}", shape=value.shape, dtype=value.dtype)
@@ -318,7 +318,7 @@ class _Building:
             return rebuilt(value, [self._inner(each, body) for each in value.inputs])
         raise AssertionError(f"{value} is outside of its region")
 
-    def _leaves(self, node: Node, group: _Group) -> bool:
+    def _leaves(self, node: Node, group: _Region) -> bool:
         """Whether anything outside reads a member, directly or by another view of it."""
         if node in self.fusion.graph.outputs:
             return True
