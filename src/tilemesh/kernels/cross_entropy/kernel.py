@@ -282,13 +282,13 @@ def forward_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, 
 def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: int) -> LaunchPlan:
     logits = places["logits"]
     rows, width = logits.shape
-    columns, warps = columns_config(width)
+    columns, warps, _ = columns_config(width)
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments |= {
         "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
         "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
-    constants = {"COLUMNS": columns, "WIDE": logits.dtype == "float64"}
+    constants = {"COLUMNS": columns, "WIDE": logits.dtype == "float64", "STAGES": STAGES}
     return LaunchPlan((Step(f"{__name__}:part_pass", (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
 
 
