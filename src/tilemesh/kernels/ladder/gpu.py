@@ -179,7 +179,7 @@ def _by_rung(rung: Rung, kernel: CompiledKernel, sets: Sets, c: Tensor, index: i
 
 def _by_ours(rung: OurRung, sets: Sets, index: int) -> Tensor:
     a, b = sets[index]
-    return tm.kernels.fused_matmul(a, b, activation="none", implementation="triton", config=rung.config)
+    return tm.kernels.fused_matmul(a, b, activation="none", implementation=rung.config.kind, config=rung.config)
 
 
 def _by_torch(sets: Sets, index: int) -> Tensor:
