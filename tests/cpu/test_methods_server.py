@@ -161,7 +161,7 @@ def test_state_goes_to_a_checkpoint_and_back() -> None:
             server.run()
             return shard.seen, shard.weights
         link = ServerLink(comm, [1, 2], even_cuts(LENGTH, 2))
-        link.start(7, [first_weights() + 1, first_weights() + 2])
+        link.start(7, [first_weights() + 1, first_weights() + 2], updates=7)
         weights = torch.empty(LENGTH, dtype=torch.float64)
         assert link.pull(weights) == 7
         assert torch.equal(weights, first_weights() + 1)

@@ -295,7 +295,8 @@ def _judge(case: Any, outcome: Outcome) -> None:
             outcome.wrong.append("exit code 1 without a line that says why")
         if any(len(line) > LONGEST_LINE for line in lines):
             outcome.wrong.append(f"a line of {max(map(len, lines))} characters")
-    if outcome.code == 1 and case.name.endswith("is a full device") and "/dev/full" not in outcome.err:
+    names_why = "/dev/full" in outcome.err or "pip install" in outcome.err  # a package that is missing comes first
+    if outcome.code == 1 and case.name.endswith("is a full device") and not names_why:
         outcome.wrong.append("an error that does not name its file")
     if case.must_refuse and (outcome.began_work or outcome.code == 0):
         outcome.wrong.append(f"was accepted, and would have begun {outcome.began_work or 'its work'}")

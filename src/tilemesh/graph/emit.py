@@ -18,6 +18,7 @@ from tilemesh.graph.lower import InputSlot
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
+from tilemesh.kernels.launch.tensors import read_device
 
 _OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _FUNCTIONS = {
@@ -46,7 +47,7 @@ class Emitted:
 
 
 def program(graph: Graph, device: torch.device | str = "cpu") -> Emitted:
-    return Emitted(graph, torch.device(device))
+    return Emitted(graph, read_device(device))
 
 
 class _SourceWriter:

@@ -49,6 +49,8 @@ class Guess:
     value: float
     model: float
     by_reader: bool
+    name: str
+    """The question in a few words, for tables."""
 
 
 def reader() -> Ask | None:
@@ -89,19 +91,22 @@ class Lesson:
 
     # Predictions ------------------------------------------------------------------------------------------------
 
-    def predict(self, question: str, *, unit: str, model: float) -> Guess:
-        """Ask for a prediction before it is measured. `model`: what the cost model says, not shown until `show`."""
+    def predict(self, question: str, *, unit: str, model: float, name: str = "") -> Guess:
+        """Ask for a prediction before it is measured. `model`: what the cost model says, not shown until `show`.
+
+        `name`: the question in a few words, for tables, where it is longer than that.
+        """
         self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=True)
         while self._ask is not None:
             text = self._ask(f"  your guess, in {unit} or with a unit of your own (Enter to skip): ")
             if text is None or not text.strip():
                 break
             try:
-                return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True)
+                return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
             except UsageError as error:
                 self.console.print(f"  {error}", markup=False, soft_wrap=True)
         self.console.print("  no guess was given: the cost model answers", soft_wrap=True)
-        return Guess(question, unit, model, model, by_reader=False)
+        return Guess(question, unit, model, model, by_reader=False, name=name or question)
 
     def show(
         self,
@@ -117,7 +122,7 @@ class Lesson:
         sample = measured if isinstance(measured, Sample) else Sample.of([measured])
         reasons = {"peers": "nothing else was run here"} if not peers else {}
         row = Row(
-            name=guess.question,
+            name=guess.name,
             case=case or {},
             unit=guess.unit,
             predicted=guess.model,

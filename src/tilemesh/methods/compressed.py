@@ -104,8 +104,8 @@ class CompressedGradients(Bucketed):
         self.residuals = {id(bucket): torch.zeros_like(bucket.flat) for bucket in self.buckets}
         self.factors: dict[int, dict[int, Tensor]] = {}
         self.own_errors: dict[int, Tensor] = {}
-        self.sent_bytes = 0.0
-        """By all steps so far, as computed: of what a rank sends."""
+        self.sent_bytes, self.exchanged = 0.0, 0
+        """What this rank has sent, as computed, and in how many steps."""
 
     def exchange(self, bucket: Bucket) -> Any:
         if not bucket.batch_summed:
@@ -123,6 +123,7 @@ class CompressedGradients(Bucketed):
 
     def finish(self, max_norm: float | None = None, *, divide: bool = True) -> Any:
         self.steps += 1
+        self.exchanged += 1
         return super().finish(max_norm, divide=divide)
 
     # Schemes ------------------------------------------------------------------------------------------------------
@@ -243,12 +244,30 @@ class CompressedGradients(Bucketed):
     # What outlives a step -----------------------------------------------------------------------------------------
 
     def agree(self, states: Sequence[Tensor]) -> None:
-        """Before a checkpoint: every rank takes the mean of all residuals, which leaves their sum what it was."""
+        """Before a checkpoint, which keeps one copy: every rank takes the mean of all residuals, which leaves their sum
+        what it was. What a rank lost of the sum of its part joins its residual; PowerSGD begins with new factors."""
+        self.factors.clear()
         for bucket in self.buckets:
             if bucket.batch_summed:
                 group, residual = self.groups[bucket.batch_summed], self.residuals[id(bucket)]
+                error = self.own_errors.pop(id(bucket), None)
+                if error is not None:
+                    mine = residual[group.rank * len(error) :][: len(error)]
+                    mine += error[: len(mine)]
                 group.all_reduce(residual, out=residual, algorithm=self.algorithm)
                 residual /= group.size
+
+    def go_on(self, step: int) -> None:
+        self.steps = step
+
+    def figures(self) -> dict[str, Any]:
+        shapes = [view.shape for bucket in self.buckets for view in bucket.views]
+        ranks, width = self.mesh.dp.size, self.buckets[0].flat.element_size()
+        whole = sent_bytes(None, shapes, ranks, width)
+        return {
+            "compress": self.compression.scheme, "whole_bytes": whole,
+            "sent_bytes": self.sent_bytes / max(1, self.exchanged),
+        }  # fmt: skip
 
     def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
         """(kind, parameter, tensor) of what a checkpoint keeps: what was not sent yet."""

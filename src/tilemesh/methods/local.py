@@ -8,6 +8,7 @@ with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ class LocalUpdates(Bucketed):
         self.anchor = {name: held.tensor.detach().clone() for name, held in self.held.items()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
         self.rounds = 0
+        self.spread = 0.0
+        """How far this replica had gone from the mean at the last meeting, as a part of the weights' norm."""
 
     def exchange(self, bucket: Bucket) -> Any:
         return None if self.when.is_alone(self.step + 1) else super().exchange(bucket)
@@ -90,6 +93,7 @@ class LocalUpdates(Bucketed):
     def _average(self) -> None:
         """In the buckets' memory, which holds gradients that nobody needs any more."""
         self.rounds += 1
+        apart = size = 0.0
         names = {id(mine.tensor): name for name, mine in self.held.items()}
         plain = self.when.outer_rate == 1 and not self.when.outer_momentum
         for bucket in self.buckets:
@@ -98,6 +102,8 @@ class LocalUpdates(Bucketed):
             self.sum_over(bucket.batch_summed, bucket.flat)
             bucket.flat.div_(self.mesh.dp.size)
             for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
+                apart += float((parameter - mean).square().sum())
+                size += float(mean.square().sum())
                 if plain:
                     parameter.copy_(mean)
                     continue
@@ -106,12 +112,16 @@ class LocalUpdates(Bucketed):
                 momentum.mul_(self.when.outer_momentum).add_(change)
                 step = change.add_(momentum, alpha=self.when.outer_momentum)  # Nesterov's look ahead
                 parameter.copy_(anchor.sub_(step, alpha=self.when.outer_rate))
+        self.spread = math.sqrt(apart / size) if size else 0.0
 
     def go_on(self, step: int) -> None:
         """A run that is resumed after so many steps, at which all replicas had the same weights."""
         self.step = step
         for name, held in self.held.items():
             self.anchor[name].copy_(held.tensor)
+
+    def figures(self) -> dict[str, Any]:
+        return {"period": self.when.period, "rounds": self.rounds, "steps": self.step, "spread": self.spread}
 
     def agree(self, states: Sequence[Tensor]) -> None:
         """Before a checkpoint, which has room for one replica's optimizer: all take the mean of their states."""

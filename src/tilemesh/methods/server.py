@@ -29,6 +29,7 @@ from tilemesh.methods.rules import Push, StalenessRule
 
 _START, _PULL, _PUSH, _LEAVE, _END, _STATE, _FIGURES = range(7)
 _HEADER, _GRADIENT, _REPLY, _WEIGHTS = 1, 2, 3, 4  # tags
+_FIELDS = 4  # of a header: kind, clock, and two numbers that the kind gives a meaning
 _NAP_S = 1e-4
 
 
@@ -102,6 +103,7 @@ class ParameterServer:
         self.updates, self.given_up = 0, list[int]()
         self.busy_s = self.nbytes = 0.0
         self._started = started
+        self._last: int | None = None  # who reads when all others have ended
         self._gradients: dict[Push, Tensor] = {}
         self._asked: dict[int, float] = {}  # readers that wait, since when
         self.waited_s = dict.fromkeys(self.workers, 0.0)
@@ -139,23 +141,24 @@ class ParameterServer:
         }  # fmt: skip
 
     def _listen(self, worker: int) -> _Mail:
-        header = torch.zeros(3, dtype=torch.int64)
+        header = torch.zeros(_FIELDS, dtype=torch.int64)
         return _Mail(self.comm.irecv(header, worker, _HEADER, sized=False), header, heard_s=time.monotonic())
 
     def _take(self, worker: int, mail: _Mail) -> None:
         """A message of a worker has come."""
-        kind, clock, _ = mail.header.tolist()
+        kind, clock, first, second = mail.header.tolist()
         if mail.gradient is None and kind == _PUSH:
             mail.gradient = torch.empty_like(self.shard.weights)
             mail.handle = self.comm.irecv(mail.gradient, worker, _GRADIENT, sized=False)
             return
         gradient, mail.gradient = mail.gradient, None
         if kind == _START:
-            self._load(worker, clock, int(mail.header[2]))
+            self._load(worker, clock, count=first, updates=second)
         elif kind == _PULL:
             self.rule.join(worker)
             self.given_up = [other for other in self.given_up if other != worker]
             self._asked[worker] = time.monotonic()
+            self._last = worker if first else self._last
         elif kind == _PUSH:
             assert gradient is not None
             self._push(worker, clock, gradient)
@@ -187,7 +190,7 @@ class ParameterServer:
             self.events.append(ServerEvent("apply", tuple(group), self.updates))
         if not self._started:
             return
-        for worker in [worker for worker in self._asked if self.rule.may_read(worker)]:
+        for worker in [worker for worker in self._asked if self._may_answer(worker)]:
             self.waited_s[worker] += time.monotonic() - self._asked.pop(worker)
             if self._copy[0] != self.updates:  # one copy for all readers of a version: it stays while it is sent
                 self._copy = (self.updates, self.shard.weights.clone())
@@ -196,6 +199,11 @@ class ParameterServer:
             self._send(worker, torch.tensor([self.updates, clock]), _REPLY)
             self._send(worker, self._copy[1], _WEIGHTS)
             self.nbytes += self._copy[1].nbytes
+
+    def _may_answer(self, worker: int) -> bool:
+        if worker == self._last:
+            return not set(self._inbox) - {worker} - set(self.given_up)
+        return self.rule.may_read(worker)
 
     def _give_up_silent(self) -> None:
         """Of the slowest workers, those that nothing came from for too long while others wait."""
@@ -209,16 +217,16 @@ class ParameterServer:
                 self.given_up.append(worker)
                 self._go_on()
 
-    def _load(self, worker: int, clock: int, count: int) -> None:
+    def _load(self, worker: int, clock: int, count: int, updates: int) -> None:
         """Begin at a clock with weights and states that a worker has read from a checkpoint; none: as they are."""
         values = [torch.empty_like(self.shard.weights) for _ in range(count)]
         for value in values:
             self.comm.recv(value, worker, _WEIGHTS)
         if values:
             self.shard.weights.copy_(values[0])
-            self.shard.load(clock, values[1:])
+            self.shard.load(updates, values[1:])
         self.rule = StalenessRule(self.workers, self.rule.bound, self.rule.batch, clock)
-        self.updates, self._copy, self._started = clock, (-1, self.shard.weights), True
+        self.updates, self._copy, self._started = updates, (-1, self.shard.weights), True
 
     def _tell_state(self, worker: int) -> None:
         values = [self.shard.weights, *self.shard.kept()]
@@ -246,12 +254,12 @@ class ServerLink:
         self.comm, self.servers, self.cuts = comm, tuple(servers), tuple(cuts)
         self.waited_s = 0.0
 
-    def pull(self, weights: Tensor) -> int:
+    def pull(self, weights: Tensor, *, last: bool = False) -> int:
         """Read the weights into a flat tensor; the clock at which this worker is, which a server that gave it up may
-        have moved on."""
+        have moved on. `last`: when all other workers have ended."""
         began_s = time.perf_counter()
         replies = [torch.zeros(2, dtype=torch.int64) for _ in self.servers]
-        self._ask(_PULL)
+        self._ask(_PULL, 0, int(last))
         handles = []
         for server, cut, reply in zip(self.servers, self.cuts, replies, strict=True):
             handles.append(self.comm.irecv(reply, server, _REPLY, sized=False))
@@ -263,7 +271,7 @@ class ServerLink:
 
     def push(self, gradient: Tensor, clock: int) -> None:
         """Send a flat gradient; returns when it may be changed again."""
-        header = torch.tensor([_PUSH, clock, 0])
+        header = torch.tensor([_PUSH, clock, 0, 0])
         handles = []
         for server, cut in zip(self.servers, self.cuts, strict=True):
             handles.append(self.comm.isend(header, server, _HEADER, sized=False))
@@ -271,9 +279,10 @@ class ServerLink:
         for handle in handles:
             handle.wait()
 
-    def start(self, clock: int, values: Sequence[Tensor] = ()) -> None:
-        """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered."""
-        self._ask(_START, clock, len(values))
+    def start(self, clock: int, values: Sequence[Tensor] = (), updates: int = 0) -> None:
+        """Let the servers begin, at a clock: with their own weights, or with flat ones and what was remembered of them
+        after so many updates."""
+        self._ask(_START, clock, len(values), updates)
         for server, cut in zip(self.servers, self.cuts, strict=True):
             for value in values:
                 self.comm.send(value[cut].contiguous(), server, _WEIGHTS)
@@ -309,9 +318,9 @@ class ServerLink:
         """The last message of a worker."""
         self._ask(_END)
 
-    def _ask(self, kind: int, clock: int = 0, extra: int = 0) -> None:
+    def _ask(self, kind: int, clock: int = 0, first: int = 0, second: int = 0) -> None:
         for server in self.servers:
-            self.comm.isend(torch.tensor([kind, clock, extra]), server, _HEADER, sized=False).wait()
+            self.comm.isend(torch.tensor([kind, clock, first, second]), server, _HEADER, sized=False).wait()
 
     def _reply(self, server: int) -> tuple[int, int]:
         reply = torch.zeros(2, dtype=torch.int64)

@@ -54,7 +54,12 @@ python_s = time.perf_counter() - began  # the least a process can cost: Python s
 
 cores = this_machine().cores
 print(f"one rank: {one_s:.2f} s on a machine with {cores} cores; Python alone: {python_s:.3f} s")
-guess = predict("time to start 4 ranks and get an answer from each", unit="s", model=one_s * max(1.0, 4 / cores))
+guess = predict(
+    "time to start 4 ranks and get an answer from each",
+    name="start of 4 ranks",
+    unit="s",
+    model=one_s * max(1.0, 4 / cores),
+)
 
 began = time.perf_counter()
 ranks = Ranks(4)
@@ -91,7 +96,12 @@ assert counted == [2, 2, 2, 2]
 
 # %%
 lesson.source(work.add_up)
-guess = predict("sum that each of 4 ranks gets when every rank gives its number", unit="count", model=sum(range(4)))
+guess = predict(
+    "sum that each of 4 ranks gets when every rank gives its number",
+    name="sum of ranks",
+    unit="count",
+    model=0 + 1 + 2 + 3,
+)
 sums = ranks.call(work.add_up)
 ranks.close()
 lesson.show(guess, float(sums[0]), missing={"limit": "a count has no limit"})
