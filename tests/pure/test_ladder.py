@@ -298,10 +298,8 @@ def test_blocks_go_to_the_slot_that_is_free_first():
 def test_predicted_times_name_what_binds():
     h200 = find_device("h200")
     first, conflicting, padded = rungs.v1(), rungs.coalescing(4, 64), rungs.padding(4, 64)
-    assert times.rung_time(first, rungs.count(first, 64)[0], 64, 4096, h200).bound_by == "L1 and shared memory"
-    before, after = (
-        times.rung_time(rung, rungs.count(rung, 64)[0], 64, 4096, h200).loads_s for rung in (conflicting, padded)
-    )
+    assert times.predicted_time(first, 4096, h200).bound_by == "L1 and shared memory"
+    before, after = (times.predicted_time(rung, 4096, h200).loads_s for rung in (conflicting, padded))
     assert after < before / 1.3
     assert times.intensity(first, 4096) == 0.25
     assert times.intensity(padded, 4096) == 16

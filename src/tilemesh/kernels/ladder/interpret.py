@@ -17,7 +17,7 @@ import numpy as np
 from tilemesh.core.errors import UsageError
 from tilemesh.kernels.ladder import parse as tree
 from tilemesh.kernels.ladder import warp_ops
-from tilemesh.kernels.ladder.memory import WARP, Accesses, Array, GlobalArray, Lanes, SharedArray
+from tilemesh.kernels.ladder.memory import WARP, Accesses, Array, GlobalArray, Lanes, Observer, SharedArray
 
 _NUMPY = {"int": np.int64, "unsigned": np.uint32, "float": np.float32, "bool": np.bool_, "half_bits": np.uint16}
 _FOUR = {"float4": np.float32, "uint4": np.uint32}
@@ -94,6 +94,7 @@ class _Threads:
     def __post_init__(self) -> None:
         self.every = self.lanes.active()
         self.count = self.lanes.count
+        self.single = self.lanes.threads == self.lanes.blocks == 1
         self.narrow(self.every)
 
     def narrow(self, mask: Array) -> None:
@@ -129,8 +130,12 @@ def launch(
     block: tuple[int, int],
     arguments: Mapping[str, Any],
     dynamic: int = 0,
+    observer: Observer | None = None,
 ) -> Counted:
-    """Runs `kernel` of the text. Arguments: numpy arrays (written in place) for pointers, ints and floats."""
+    """Runs `kernel` of the text. Arguments: numpy arrays (written in place) for pointers, ints and floats.
+
+    dynamic: elements of `extern __shared__`. observer: told of every access to global memory.
+    """
     program = tree.parse(text)
     if kernel not in program.functions:
         raise UsageError(f"kernel {kernel}: the text has {', '.join(program.functions)}")
@@ -147,7 +152,7 @@ def launch(
             raise UsageError(f"kernel {kernel} wants an argument {parameter.name}")
         value = arguments[parameter.name]
         if parameter.pointer:
-            arrays[parameter.name] = GlobalArray(parameter.name, value.reshape(-1), lanes)
+            arrays[parameter.name] = GlobalArray(parameter.name, value.reshape(-1), lanes, observer=observer)
             value = CudaPointer(arrays[parameter.name], 0, (1,))
         given.append(value)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -182,6 +187,8 @@ def load(state: _Threads, place: Value) -> Value:
         return place.data if place.whole else place
     if not isinstance(place, CudaPointer) or place.lengths:
         return place
+    if state.single and place.width == 1 and not isinstance(place.at, np.ndarray):
+        return place.memory.load_one(place.at)
     found = place.memory.load(place.places(state.count), state.mask, place.width)
     return _joined(found, place)
 
@@ -199,6 +206,9 @@ def store(state: _Threads, place: Value, value: Value) -> None:
             place.data[...] = value
         else:
             place.data[..., state.mask] = np.broadcast_to(value, place.data.shape)[..., state.mask]
+        return
+    if state.single and place.width == 1 and not isinstance(place.at, np.ndarray):
+        place.memory.store_one(place.at, value[0] if isinstance(value, np.ndarray) else value)
         return
     if place.width == 2 and place.memory.data.dtype == np.uint16:
         value = np.stack([value & np.uint32(0xFFFF), value >> np.uint32(16)])

@@ -155,7 +155,6 @@ class Parameter:
 class CudaFunction:
     name: str
     type: str
-    kernel: bool
     parameters: tuple[Parameter, ...]
     body: Sequence
 
@@ -247,9 +246,8 @@ class _CudaParser:
         return CudaText(tuple(constants), functions)
 
     def function(self) -> CudaFunction:
-        kernel = False
         while self.sees("extern", "__global__", "__device__") or self.next.kind == "text":
-            kernel = self.take().text == "__global__" or kernel
+            self.take()
         kind = self.type()
         if self.took("__launch_bounds__"):
             self.take("(")
@@ -265,7 +263,7 @@ class _CudaParser:
                 pass
             parameters.append(Parameter(parameter_type, self.name(), pointer))
             self.took(",")
-        return CudaFunction(name, kind, kernel, tuple(parameters), self.block())
+        return CudaFunction(name, kind, tuple(parameters), self.block())
 
     def block(self) -> Sequence:
         """Statements in braces, or one without."""
