@@ -229,7 +229,7 @@ def plan(
     return LaunchPlan((attending, adding), buffers)
 
 
-def interpreted_plan(places: Mapping[str, Place], **constants: int) -> LaunchPlan:
+def interpreted_plan(places: Mapping[str, Place], **constants: Any) -> LaunchPlan:
     """In the interpreter, products of 16-bit numbers are taken in float32."""
     return plan(places, **constants, interpreted=True)
 
