@@ -26,9 +26,9 @@ from tilemesh.core.hardware import DEVICES
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.decoding import key_value_bytes
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
-from tilemesh.model.work.decoding import key_value_bytes
 from tilemesh.serve.sampling import DrawKind
 from tilemesh.serve.scheduler import StepPlan
 
