@@ -29,8 +29,21 @@ MAY_IMPORT = {
     # Of kernels only */cost.py: see below.
     "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules"],
     "parallel": ["core", "measure", "kernels", "comm", "model"],
-    "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],
-    "serve": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "plan"],  # no train
+    "compress": ["core", "measure", "runs", "data", "kernels", "model"],
+    "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "compress", "plan"],
+    "serve": [
+        "core",
+        "measure",
+        "launch",
+        "runs",
+        "data",
+        "kernels",
+        "comm",
+        "model",
+        "parallel",
+        "compress",
+        "plan",
+    ],  # no train
     "report": ["core", "measure", "runs", "plan", "comm.schedules"],
     "bench": [
         "core",
@@ -42,6 +55,7 @@ MAY_IMPORT = {
         "comm",
         "model",
         "parallel",
+        "compress",
         "plan",
         "train",
         "serve",
