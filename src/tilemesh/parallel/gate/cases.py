@@ -183,9 +183,7 @@ def cases(ranks: int, models: Sequence[str] = (), precision: str = "fp64") -> li
     # A pipeline has the same parts in it whatever the model: each schedule meets them all as ranks and models go round.
     piped = [layout for n in counts for layout in pipelines(n)]
     found += [Case(names[place % len(names)], layout, chosen) for place, layout in enumerate(piped)]
-    if (
-        precision == "fp64"
-    ):  # elsewhere a rounding of activations is a rounding of weights to another code, now and then
+    if precision == "fp64":  # in others a sum's rounding now and then makes a weight another code
         small = [pair for n in counts for pair in compressed(n)]
         found += [Case(names[place % len(names)], *pair[:1], chosen, pair[1]) for place, pair in enumerate(small)]
     return found
