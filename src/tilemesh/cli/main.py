@@ -25,6 +25,7 @@ from tilemesh.cli import (
     bench_serve,
     bench_train,
     calibrate,
+    compress,
     config,
     doctor,
     graph,
@@ -55,6 +56,7 @@ app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
 app.command()(serve.serve)
+app.command()(compress.compress)
 app.add_typer(train.data, name="data")
 app.command()(verify.verify)
 app.command()(report.report)

@@ -1,7 +1,7 @@
 """Smaller models: quantise, prune, factorise, distil. Names here load when first used.
 
-`quantize(model, recipe, tokens)`, `prune` and `factorize` return a smaller copy of a model; `distill` makes the loss that
-a student learns from a teacher by; `read_recipe("int4-g128")` or of a TOML file makes a recipe.
+`quantize(model, recipe, tokens)`, `prune` and `factorize` return a smaller copy of a model; `distill` makes the loss
+that a student learns from a teacher by; `read_recipe("int4-g128")` or of a TOML file makes a recipe.
 """
 
 from __future__ import annotations

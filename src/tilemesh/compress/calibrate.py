@@ -1,5 +1,5 @@
-"""What flows into a model's matrices on some text: layer by layer, so that a layer sees what the ones before it, already
-changed, make of the text.
+"""What flows into a model's matrices on some text: layer by layer, so that a layer sees what the ones before it,
+already changed, make of the text.
 
 The one idea: all that methods need of activations is a few sums per input (their products with one another, their means
 and their largest magnitudes), so no activation is kept but the residual stream between two layers.
@@ -44,8 +44,8 @@ class InputStatistics:
 
     @classmethod
     def empty(cls, inputs: int, device: torch.device) -> InputStatistics:
-        zeros = [torch.zeros(inputs, device=device) for _ in range(3)]
-        return cls(torch.zeros(inputs, inputs, device=device), *zeros, 0)
+        mean, magnitude, largest = torch.zeros(3, inputs, device=device).unbind()
+        return cls(torch.zeros(inputs, inputs, device=device), mean, magnitude, largest, 0)
 
     def add(self, x: Tensor) -> None:
         rows = x.detach().reshape(-1, x.shape[-1]).float()
@@ -76,8 +76,8 @@ def check_tokens(tokens_BT: Tensor | None, model: Transformer, what: str) -> Ten
 
 @torch.no_grad()
 def layer_by_layer(model: Transformer, tokens_BT: Tensor, change: Callable[[str, Layer, Statistics], None]) -> None:
-    """Call `change(prefix, layer, statistics)` for each layer in turn, with what enters its matrices now; the next layer
-    is given what this one then makes of the text."""
+    """Call `change(prefix, layer, statistics)` for each layer in turn, with what enters its matrices now; the next
+    layer is given what this one then makes of the text."""
     pieces = list(_pieces(tokens_BT))
     passes = [model.prepare(piece) for piece in pieces]
     streams = [added(ResidualStream(model.enter(piece, None, now))) for piece, now in zip(pieces, passes, strict=True)]
@@ -121,7 +121,7 @@ class _watching:  # noqa: N801  (used like a function)
 
 
 def _pieces(tokens_BT: Tensor) -> Iterator[Tensor]:
-    yield from tokens_BT.split(ROWS)
+    yield from torch.split(tokens_BT, ROWS)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def mean_loss(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, rows: i
     from tilemesh.model.transformer import loss_sum
 
     total, count = 0.0, 0
-    for tokens, targets in zip(tokens_BT.split(rows), targets_BT.split(rows), strict=True):
+    for tokens, targets in zip(torch.split(tokens_BT, rows), torch.split(targets_BT, rows), strict=True):
         summed, counted = loss_sum(model(tokens), targets)
         total, count = total + float(summed), count + int(counted)
     return total / max(1, count)
@@ -148,7 +148,7 @@ def weight_gradients(
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
-        for tokens, targets in zip(tokens_BT.split(ROWS), targets_BT.split(ROWS), strict=True):
+        for tokens, targets in zip(torch.split(tokens_BT, ROWS), torch.split(targets_BT, ROWS), strict=True):
             for total, part in zip(sums, torch.autograd.grad(loss(model(tokens), targets), parameters), strict=True):
                 total += part
     finally:

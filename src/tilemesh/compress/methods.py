@@ -85,7 +85,8 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     mean = float(wide.diagonal().mean())
     damped = wide + (DAMPING * mean if mean > 0 else 1.0) * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True).float()
+    return factor
 
 
 METHODS: dict[str, Callable[[Tensor, Scheme, InputStatistics | None], Quantized]] = {

@@ -186,6 +186,7 @@ def _weight(model: Transformer, name: str) -> Tensor:
 def _require_transformer(model: object, what: str) -> None:
     if not isinstance(model, Transformer):
         raise UsageError(
-            f"cannot {what} a {type(model).__name__}: only tilemesh's Transformer, as `tilemesh.model.huggingface.load` "
+            f"cannot {what} a {type(model).__name__}: only tilemesh's Transformer, as "
+            "`tilemesh.model.huggingface.load` "
             "reads one from a Hugging Face folder"
         )

@@ -124,8 +124,8 @@ class Recipe:
                 "recipe.activations without weights.scheme: activations are quantised for quantised matrices"
             )
         numbers = {
-            "activations.smooth": (self.activations.smooth, Range(0, 1)), "prune.amount": (self.prune.amount, _FRACTION),
-            "prune.begin": (self.prune.begin, Range(0, 1)), "prune.end": (self.prune.end, Range(0, 1)),
+            "activations.smooth": (self.activations.smooth, Range(0, 1)), "prune.amount": (self.prune.amount,
+            _FRACTION), "prune.begin": (self.prune.begin, Range(0, 1)), "prune.end": (self.prune.end, Range(0, 1)),
             "rank.keep": (self.rank.keep, Range(0, 1)), "weights.bits": (weights.bits, Range(0, 16)),
         }  # fmt: skip
         for name, (value, allowed) in numbers.items():
@@ -222,8 +222,10 @@ def _named(text: str) -> Recipe:
             return Recipe(prune=PruneRecipe(structure=structure, amount=_percent(text, structure, 50)))  # type: ignore[arg-type]
     if text == "rank" or text.startswith("rank-"):
         return Recipe(rank=RankRecipe(keep=_percent(text, "rank", 50)))
-    words, scheme, weights, activations = text.split("-"), [], {}, {}
-    for word in words:
+    scheme: list[str] = []
+    weights: dict[str, Any] = {}
+    activations: dict[str, Any] = {}
+    for word in text.split("-"):
         if word in METHODS:
             weights["method"] = word
         elif word == "mixed":

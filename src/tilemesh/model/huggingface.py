@@ -23,10 +23,10 @@ from torch import Tensor
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.files import naming, read_json_object
 from tilemesh.model.config import ModelConfig
-from tilemesh.model.families.book import CONFIG, FAMILIES, entries, family_of, read_config, to_json
+from tilemesh.model.families.book import CONFIG, FAMILIES, QUANTIZATION, entries, family_of, read_config, to_json
 from tilemesh.model.families.carried import copy_carried, special_ids
 from tilemesh.model.families.family import Entry
-from tilemesh.model.lowbit_files import QUANTIZATION, CompressedFolder, compressed_tensors
+from tilemesh.model.lowbit_files import CompressedFolder, compressed_tensors
 from tilemesh.model.transformer import Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,7 +44,7 @@ def load(
         compressed = _compressed(Path(folder), Transformer(config, device="meta"))
         stored = _checked(Path(folder), config, files, compressed)
         if dtype is None:
-            dtype = _only_dtype(Path(folder), {name: stored[name] for name in _expected(config) if name in stored})
+            dtype = _only_dtype(Path(folder), stored, compressed)
         model = Transformer(config, device="meta", dtype=dtype)
         compressed = _compressed(Path(folder), model)
         model.to_empty(device="cpu" if device is None else device)
@@ -79,9 +79,8 @@ def read_parameters(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
         stored = _checked(Path(folder), config, files, compressed)
         yield from _parameters(config, stored, compressed)
         if compressed is not None:  # as the weights that codes mean
-            plain = {name: stored[name] for name in _expected(config) if name in stored}
             read = {name: stored[name].read() for name in compressed.tensors()}
-            yield from compressed.decoded(read, _only_dtype(Path(folder), plain))
+            yield from compressed.decoded(read, _only_dtype(Path(folder), stored, compressed))
 
 
 def save_parameters(
@@ -276,8 +275,10 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _only_dtype(folder: Path, stored: Mapping[str, Stored]) -> torch.dtype:
-    dtypes = sorted({tensor.dtype for tensor in stored.values()})
+def _only_dtype(folder: Path, stored: Mapping[str, Stored], compressed: CompressedFolder | None) -> torch.dtype:
+    """Of plain weights."""
+    coded = set() if compressed is None else set(compressed.tensors())
+    dtypes = sorted({tensor.dtype for name, tensor in stored.items() if name not in coded})
     if len(dtypes) > 1:
         raise UsageError(f"{folder} holds tensors of {' and '.join(dtypes)}: say which to compute in with dtype=")
     return _DTYPES[dtypes[0]]

@@ -1,12 +1,13 @@
 """Folders of compressed models: config.json says how each matrix is kept, model.safetensors has codes and scales.
 
-The one idea: two layouts, one reader. Where Hugging Face's compressed-tensors has a form for it (whole numbers of 4 and 8
-bits and fp8, in matrices that are one Linear there), names and bits are theirs; everything else is kept by our names under
-`quantization_config.quant_method` "tilemesh". What is not compressed lies in the folder as `huggingface.py` writes it.
+The one idea: two layouts, one reader. Where Hugging Face's compressed-tensors has a form for it (whole numbers of 4
+and 8 bits and fp8, in matrices that are one Linear there), names and bits are theirs; everything else is kept by our
+names under `quantization_config.quant_method` "tilemesh". What is not compressed lies in the folder as
+`huggingface.py` writes it.
 
-Their form (compressed-tensors 0.20): M.weight (int8 or float8_e4m3fn) or M.weight_packed (int32 words, the first code in
-the lowest bits, plus 2^(bits-1)), M.weight_shape, M.weight_scale, M.weight_zero_point (for groups and channels packed
-along the outputs), M.input_scale. Ours: M.codes, M.scales, M.zeros, M.input_scale, M.left, M.right, M.bias.
+Their form (compressed-tensors 0.20): M.weight (int8 or float8_e4m3fn) or M.weight_packed (int32 words, the first code
+in the lowest bits, plus 2^(bits-1)), M.weight_shape, M.weight_scale, M.weight_zero_point (for groups and channels
+packed along the outputs), M.input_scale. Ours: M.codes, M.scales, M.zeros, M.input_scale, M.left, M.right, M.bias.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.kernels.lowbit.codes import Quantized, decode, pack, unpack
+from tilemesh.kernels.lowbit.codes import decode, pack, unpack
 from tilemesh.kernels.lowbit.formats import FORMATS, Scheme, parse_scheme
-from tilemesh.model.families.book import FAMILIES, entries, family_of
-from tilemesh.model.lowbit import INPUT_SCALE, CompressedLinear, FactoredLinear, LowBitLinear, put
+from tilemesh.model.families.book import FAMILIES, QUANTIZERS, entries, family_of
+from tilemesh.model.lowbit import INPUT_SCALE, FactoredLinear, LowBitLinear, put
 from tilemesh.model.transformer import Transformer
 
-QUANTIZATION = "quantization_config"
-THEIRS, OURS = "compressed-tensors", "tilemesh"
+THEIRS, OURS = QUANTIZERS
 _PACKED, _WHOLE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _PARTS = ("codes", "scales", "zeros", INPUT_SCALE, "left", "right")
 
@@ -64,7 +64,7 @@ def compressed_tensors(model: Transformer) -> tuple[dict[str, Any], dict[str, Te
     kept = describe(model)
     covered = {f"{name}.weight" for name in kept}
     theirs = _their_names(model)
-    alike = {told for told in kept.values()}
+    alike = set(kept.values())
     if len(alike) == 1 and _has_their_form(next(iter(alike))) and set(kept) <= theirs.keys():
         (told,) = alike
         tensors: dict[str, Tensor] = {}
@@ -162,10 +162,7 @@ class CompressedFolder:
     def __init__(self, model: Transformer, told: Mapping[str, Any], source: str) -> None:
         """`model`: on the meta device, plain; its projections become what the folder has."""
         self.model, self.source = model, source
-        method = told.get("quant_method")
-        if method not in (THEIRS, OURS):
-            raise unknown(f"quant_method in {source}", method, (THEIRS, OURS))
-        self.is_theirs = method == THEIRS
+        self.is_theirs = told.get("quant_method") == THEIRS
         self.names = _their_names(model)
         self.kept = self._of_theirs(told) if self.is_theirs else self._of_ours(told)
         for name, kept in self.kept.items():
@@ -199,8 +196,8 @@ class CompressedFolder:
         groups = told.get("config_groups")
         if not isinstance(groups, Mapping) or len(groups) != 1 or told.get("format") not in (_PACKED, _WHOLE, _FLOAT):
             raise UsageError(
-                f"{self.source}: compressed-tensors of format {told.get('format')!r} in {len(groups or ())} groups: only "
-                f"one group of {_PACKED}, {_WHOLE} or {_FLOAT} can be read"
+                f"{self.source}: compressed-tensors of format {told.get('format')!r} in several groups: only one group "
+                f"of {_PACKED}, {_WHOLE} or {_FLOAT} can be read"
             )
         (group,) = groups.values()
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
@@ -292,10 +289,3 @@ class CompressedFolder:
                 yield f"{name}.weight", decode(codes, module.scheme, parts["scales"], parts.get("zeros"), dtype)
             else:
                 yield f"{name}.weight", (parts["left"].float() @ parts["right"].float()).to(dtype)
-
-
-def is_compressed(model: nn.Module) -> bool:
-    return any(isinstance(module, CompressedLinear) for module in model.modules())
-
-
-__all__ = ["QUANTIZATION", "CompressedFolder", "Quantized", "compressed_tensors", "describe", "is_compressed"]
