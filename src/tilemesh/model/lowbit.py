@@ -242,7 +242,7 @@ class FactoredLinear(CompressedLinear):
 
     def __init__(self, like: nn.Linear, left: Tensor, right: Tensor) -> None:
         super().__init__(like)
-        del self._parameters["weight"]
+        del self.weight
         grad = left.is_floating_point() and like.bias is not None and like.bias.requires_grad
         self.left, self.right = (nn.Parameter(factor, requires_grad=grad) for factor in (left, right))
 
@@ -250,10 +250,14 @@ class FactoredLinear(CompressedLinear):
     def rank(self) -> int:
         return self.left.shape[1]
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # asked for its shape and dtype, mostly, where a plain projection has one
-            return self.left @ self.right
-        return super().__getattr__(name)
+    @property
+    def weight(self) -> Tensor:
+        """The whole matrix, computed when asked for."""
+        return self.left @ self.right
+
+    @weight.deleter
+    def weight(self) -> None:
+        del self._parameters["weight"]
 
     def product(self, x: Tensor) -> Tensor:
         return functional.linear(functional.linear(x, self.right), self.left)
