@@ -29,21 +29,14 @@ MAY_IMPORT = {
     # Of kernels only */cost.py: see below.
     "plan": ["core", "runs", "model.config", "model.work", "kernels", "comm.schedules"],
     "parallel": ["core", "measure", "kernels", "comm", "model"],
+    "methods": ["core", "measure", "kernels", "comm", "model", "parallel"],
     "compress": ["core", "measure", "runs", "data", "kernels", "model"],
-    "train": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "compress", "plan"],
-    "serve": [
-        "core",
-        "measure",
-        "launch",
-        "runs",
-        "data",
-        "kernels",
-        "comm",
-        "model",
-        "parallel",
-        "compress",
+    "train": [
+        *("core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "compress", "methods"),
         "plan",
-    ],  # no train
+    ],
+    # Never train.
+    "serve": ["core", "measure", "launch", "runs", "data", "kernels", "comm", "model", "parallel", "compress", "plan"],
     "report": ["core", "measure", "runs", "plan", "comm.schedules"],
     "bench": [
         "core",
@@ -56,11 +49,13 @@ MAY_IMPORT = {
         "model",
         "parallel",
         "compress",
+        "methods",
         "plan",
         "train",
         "serve",
     ],
     "cli": [""],
+    "guide": [""],
 }
 # Folders inside a folder that may use less than it.
 STRICTER = {
@@ -204,6 +199,9 @@ LIGHT = (
     "tilemesh.graph.derive",
     "tilemesh.graph.rewrite",
     "tilemesh.graph.memory",
+    "tilemesh.methods.rules",
+    "tilemesh.methods.simulate",
+    "tilemesh.methods.record",
     "tilemesh.cli.train_run",
     "tilemesh.report.run_page",
     "tilemesh.report.plan_page",

@@ -61,10 +61,13 @@ class TestRecords:
     )
     def test_a_record_that_is_not_as_expected_is_named(self, tmp_path: Path, line: str, words: str) -> None:
         (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+        source = DataConfig(source=str(tmp_path / "a.jsonl"))
         with pytest.raises(UsageError, match=words):
-            list(documents(DataConfig(source=str(tmp_path / "a.jsonl"))))
+            list(documents(source))
+        with pytest.raises(UsageError, match=words):
+            check_source(source)
 
-    def test_the_first_record_is_looked_at_before_anything_begins(self, tmp_path: Path) -> None:
+    def test_the_first_records_are_looked_at_before_anything_begins(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "y"}])
         with pytest.raises(UsageError, match="has no field 'text': it has prompt, answer"):
             check_source(DataConfig(source=source))

@@ -127,14 +127,39 @@ def test_dropout_draws_what_eager_draws() -> None:
     assert 0.2 < float((first == 0).double().mean()) < 0.4
 
 
-def test_sizes_that_change_are_right_and_reported() -> None:
+def test_sizes_that_change_get_a_program_each() -> None:
+    """Sizes known to kernels: the first size is compiled as it is, each other one when it is first seen."""
     backend = Backend()
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.LayerNorm(3))
     compiled = torch.compile(model, backend=backend)
-    for rows in (2, 5, 9):
+    for rows in (2, 5, 9, 5, 2, 9):
         x = torch.randn(rows, 4)
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=1e-12)
-    assert any("sizes that change" in piece.reason for piece in backend.report.pieces)
+        expected, slopes = grads(model, model, x)
+        loss, gradients = grads(model, compiled, x)
+        assert loss == pytest.approx(expected, rel=1e-12)
+        for ours, theirs in zip(gradients, slopes, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    pieces = backend.report.pieces
+    assert all(piece.graph is not None for piece in pieces)
+    # A forward and a backward program each: for the first size, and for each size once torch knows that it changes.
+    assert len(pieces) == 2 * (1 + 3)
+
+
+def test_results_are_memory_of_their_own() -> None:
+    """What torch makes anew may be changed by the caller: it is no input, no constant and no other result."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + 0.0, x.clone(), x * 1.0, torch.zeros(4), torch.zeros(4), x.detach()
+
+    compiled = torch.compile(program, backend=Backend())
+    x = torch.arange(4.0)
+    for _ in range(2):
+        results = compiled(x)
+        for result in results[:5]:
+            result += 7.0
+        assert torch.equal(x, torch.arange(4.0))
+        assert torch.equal(results[0], x + 7.0)
+        assert torch.equal(results[4], torch.full((4,), 7.0))
 
 
 def test_an_input_that_is_changed_in_place() -> None:

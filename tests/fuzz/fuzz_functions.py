@@ -251,6 +251,11 @@ def _known(name: str) -> dict[str, Any]:
             line["weight"] = torch.ones(4, 4)
         half = {word: torch.ones(4, 2) for word in ("cos", "sin")}
         return square | line | half | {word: torch.zeros(4, dtype=torch.long) for word in ("target", "tokens")}
+    if name.startswith("graph."):
+        from tilemesh.graph import Graph, build
+
+        x = build.argument("x", [2])
+        return {"graph": Graph((x,), (build.relu(x),))}
     if name.startswith("model."):
         return {"model": _config().model, "config": _config().model}
     if name.startswith("runs."):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,19 @@ def test_results_come_in_rank_order_and_the_ranks_stay(pool: Ranks) -> None:
         assert result["arguments"][1] == {"a": [None, b"xy"]}
         assert result["options"] == {"word": "é"}
     assert [result["pid"] for result in first] == [result["pid"] for result in second], "the same processes"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_outlive_the_thread_that_started_them(transport: str) -> None:
+    started: list[Ranks] = []
+    thread = threading.Thread(target=lambda: started.append(Ranks(2, transport=transport)))
+    thread.start()
+    thread.join()
+    with started[0] as ranks:
+        pids = [result["pid"] for result in ranks.call("call_functions:given")]
+        time.sleep(0.2)
+        assert [result["pid"] for result in ranks.call("call_functions:given")] == pids
+    wait_until(lambda: all(thread.name != "tilemesh-job" for thread in threading.enumerate()))
 
 
 def test_ranks_connect_as_often_as_they_like(pool: Ranks) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tilemesh.comm.schedules.book import build
 from tilemesh.comm.schedules.schedule import Grid, Schedule, Shift, recv, same, send
 from tilemesh.comm.schedules.simulate import Memory, simulate
-from tilemesh.comm.schedules.topology import Flat, Ring, Sent, Topology, TwoLevel, Wire
+from tilemesh.comm.schedules.topology import Flat, LinearArray, Ring, Sent, Topology, TwoLevel, Wire
 from tilemesh.core.errors import UsageError
 
 WIRE, FAST = Wire(2e-6, 25e9), Wire(1e-6, 400e9)
@@ -118,3 +118,23 @@ def test_a_grid_is_its_formula() -> None:
     assert list(grid) == [grid[rank] for rank in range(12)]
     assert len(grid) == 12
     assert grid[5] == 5 + 2 * ((1 + 1) % 4) + 100 * ((1 - 1) % 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7, 16])
+def test_a_logical_ring_on_a_linear_array_is_as_fast_as_a_ring_with_wormhole_routing(ranks: int) -> None:
+    """The message from the last rank to the first goes against all others, so it shares no wire with them."""
+    schedule, nbytes = build("all_reduce", "ring", ranks), 1 << 20
+    ring_s = simulate(schedule, nbytes, Flat(ranks, WIRE), FREE).seconds
+    assert simulate(schedule, nbytes, LinearArray(ranks, WIRE), FREE).seconds == pytest.approx(ring_s, rel=1e-12)
+    one_s, rounds = WIRE.seconds(nbytes / ranks), 2 * (ranks - 1)
+    hops = simulate(schedule, nbytes, LinearArray(ranks, WIRE, hop_s=1e-7), FREE).seconds
+    assert hops == pytest.approx(rounds * (one_s + (ranks - 2) * 1e-7), rel=1e-6)
+    stored = simulate(schedule, nbytes, LinearArray(ranks, WIRE, stores=True), FREE).seconds
+    assert stored == pytest.approx(rounds * (ranks - 1) * one_s, rel=1e-6)
+
+
+def test_messages_that_share_a_wire_of_a_linear_array_share_its_bandwidth() -> None:
+    line = LinearArray(4, WIRE)
+    alone, both = line.times([(0, 3, 1e6)], 4), line.times([(0, 3, 1e6), (1, 2, 1e6)], 4)
+    assert both[0] - WIRE.latency_s == pytest.approx(2 * (alone[0] - WIRE.latency_s))
+    assert line.times([(0, 3, 1e6), (3, 0, 1e6)], 4) == alone * 2  # each direction has wires of its own

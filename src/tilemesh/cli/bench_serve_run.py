@@ -17,15 +17,17 @@ from tilemesh.bench.serve.run import ServeBench, machine_clock, open_peers, serv
 from tilemesh.bench.serve.url import URL_VOCABULARY, load_url, read_url
 from tilemesh.cli.report_run import make
 from tilemesh.core.errors import UsageError, unknown
-from tilemesh.core.ranges import Range
+from tilemesh.core.ranges import SEED, Range
+from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.row import CaseValue, write_rows
 from tilemesh.measure.table import print_rows
 from tilemesh.model.config import PRESETS, ModelConfig, preset
 from tilemesh.serve.engine import Engine
 from tilemesh.serve.figures import ServeGoal
-from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
+from tilemesh.serve.load import ServedModel, load_served, read_dtype
 
-_WHOLE = Range(1, 1_000_000)
+_WHOLE = Range(1, 100_000)
+_MOST_TOKENS = 1 << 26  # of all requests: a benchmark that would take hours says so at once
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ def answer(asked: ServeQuestion) -> None:
     goal, prompt, output = ServeGoal.parse(asked.goal), *_lengths(asked)
     for option, value in (("--requests", asked.requests), ("--running", asked.running)):
         _WHOLE.check(option, value, whole=True)
+    SEED.check("--seed", asked.seed, whole=True)
+    each = prompt.most + output.most
+    if asked.requests * each > _MOST_TOKENS:
+        raise UsageError(
+            f"--requests {asked.requests:,} of up to {each:,} tokens: expected at most {_MOST_TOKENS:,} tokens in all"
+        )
     Range(0, 1000).check("--blocks", asked.blocks, whole=True)
     if asked.predict not in ("fitted", "machine"):
         raise unknown("--predict", asked.predict, ("fitted", "machine"))

@@ -29,6 +29,7 @@ from tilemesh.cli import (
     config,
     doctor,
     graph,
+    guide,
     launch,
     plan,
     report,
@@ -70,6 +71,7 @@ bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
+app.command()(guide.guide)
 
 # typer's own errors: it carries them, but exports only the most special one by name.
 _LibraryUsageError: Any = typer.BadParameter.__mro__[1]

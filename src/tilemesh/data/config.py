@@ -135,7 +135,7 @@ def _check_part(data: DataConfig) -> None:
     if path.is_file():
         require_readable(path, data)
         if is_records(path):
-            check_records(path, data.field_name)
+            check_records(path, data.field_name, data.chat)
     elif not has_shards(path):
         files = list(files_like(path, data.pattern))
         if not files:
@@ -143,11 +143,11 @@ def _check_part(data: DataConfig) -> None:
         for file in files:
             require_readable(file, data)
         for file in [file for file in sorted(files) if is_records(file)][:_LOOKED_AT]:
-            check_records(file, data.field_name)
+            check_records(file, data.field_name, data.chat)
 
 
 _LOOKED_AT = 8
-"""Files of records whose first record is looked at before anything begins; others are read when their turn comes."""
+"""Files of records whose first records are looked at before anything begins; others are read when their turn comes."""
 
 
 def require_readable(path: Path, data: DataConfig) -> None:

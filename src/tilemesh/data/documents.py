@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilemesh.core.errors import RunError, UsageError
-from tilemesh.core.ranges import shown
-from tilemesh.data.chat import read_messages
+from tilemesh.core.errors import RunError
 from tilemesh.data.config import STDLIB, DataConfig, files_like, no_files, no_source, require_readable, source_path
-from tilemesh.data.records import is_records, read_records
+from tilemesh.data.records import is_records, read_records, record_content, record_place
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"})
 
@@ -32,8 +30,7 @@ def documents(data: DataConfig) -> Iterator[Document]:
         size = path.stat().st_size
         if is_records(path) and data.source != STDLIB:
             for record in read_records(path, data.field_name):
-                where = f"{path}, record {record.number}"
-                content = read_messages(record.value, where) if data.chat else _text(record.value, data, where)
+                content = record_content(record.value, data.field_name, data.chat, record_place(path, record))
                 yield Document(f"{name}:{record.number}", content, read + record.read_bytes)
         else:
             content = _read(path)
@@ -67,13 +64,6 @@ def source_files(data: DataConfig) -> list[tuple[str, Path]]:
 
 def _named(root: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     return sorted((path.relative_to(root).as_posix(), path) for path in files_like(root, pattern, skip))
-
-
-def _text(value: Any, data: DataConfig, where: str) -> bytes:
-    if not isinstance(value, str):
-        more = "; for conversations set data.chat=true" if isinstance(value, list) else ""
-        raise UsageError("data.field", f": {data.field_name} of {where} is {shown(value)}: expected text{more}")
-    return value.encode(errors="replace")
 
 
 def _read(path: Path) -> bytes:

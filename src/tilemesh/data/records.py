@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import shown
+from tilemesh.data.chat import read_messages
 
 JSONL, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _SHOWN_FIELDS = 12
+_CHECKED_BYTES = 4 << 20
+"""Of a file, before a run begins: about 40 ms of reading. What comes after is read when its turn comes."""
 
 
 class FieldRecord(NamedTuple):
@@ -37,11 +40,29 @@ def read_records(path: Path, field: str) -> Iterator[FieldRecord]:
     return _parquet(path, field) if path.suffix.lower() in PARQUET else _jsonl(path, field)
 
 
-def check_records(path: Path, field: str) -> None:
-    """Refuse a file whose first record does not have the field, before anybody goes to read it all."""
-    if path.suffix.lower() in PARQUET:
-        _opened(path, field)
-    elif next(_jsonl(path, field), None) is None:
+def record_content(value: Any, field: str, is_chat: bool, where: str) -> bytes | list[dict[str, Any]]:
+    """A field's value as text, or as the messages of a conversation; what is neither is refused with its place."""
+    if is_chat:
+        return read_messages(value, where)
+    if not isinstance(value, str):
+        more = "; for conversations set data.chat=true" if isinstance(value, list) else ""
+        raise UsageError("data.field", f": {field} of {where} is {shown(value)}: expected text{more}")
+    return value.encode(errors="replace")
+
+
+def record_place(path: Path, record: FieldRecord) -> str:
+    return f"{path}, record {record.number}"
+
+
+def check_records(path: Path, field: str, is_chat: bool) -> None:
+    """Refuse a file of which one of the first records is not as expected, before anybody goes to read it all."""
+    empty = True
+    for record in read_records(path, field):
+        record_content(record.value, field, is_chat, record_place(path, record))
+        empty = False
+        if record.read_bytes >= _CHECKED_BYTES:
+            break
+    if empty:
         raise UsageError("data.source", f" {path} has no record: expected one JSON object a line")
 
 

@@ -7,6 +7,7 @@ simplified, and is written as Python code that calls torch. What cannot be a gra
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilemesh.graph.emit import Emitted, program
+from tilemesh.graph.generated import server, way_for
 from tilemesh.graph.ir import Graph, Node
-from tilemesh.graph.lower import NotServedError, lower
+from tilemesh.graph.lower import NotServedError, apart, decompositions, lower
+from tilemesh.graph.regions import fused
 from tilemesh.graph.rewrite import Applied
 from tilemesh.graph.rules import ALGEBRA, simplify
 
@@ -64,34 +68,85 @@ class Report:
 class Backend:
     """A backend for torch.compile that keeps a report. `tilemesh` is the one that torch finds by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: bool = True) -> None:
         self.report = Report([])
-        self._inner = aot_autograd(fw_compiler=self._compile, bw_compiler=self._compile)
+        self.kernels = kernels  # False: operator by operator, for comparison
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        return self._inner(module, inputs, **options)
+        way = way_for(_device(inputs)) if self.kernels else None
+        compile_piece = functools.partial(self._compile, way=way)
+        settings = {"decompositions": decompositions()} if way is not None else {}
+        return aot_autograd(fw_compiler=compile_piece, bw_compiler=compile_piece, **settings)(module, inputs, **options)
 
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], way: str | None) -> Callable[[list[Any]], Any]:
+        if any(_changes(value) for value in inputs):
+            return self._by_sizes(module, way)
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, graph, steps = compiled(module, inputs)
+            run, graph, steps = compiled(module, inputs, way)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
         self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began))
         return run
 
+    def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
+        """One program for each combination of sizes that is seen: kernels and plans need sizes that are known."""
+        programs: dict[tuple[Any, ...], Callable[[list[Any]], Any]] = {}
+
+        def run(inputs: list[Any]) -> Any:
+            sizes = tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in inputs)
+            if sizes not in programs and len(programs) < MOST_SIZES:
+                programs[sizes] = self._specialised(module, inputs, way)
+            if sizes in programs:
+                tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+                inputs.clear()
+                return programs[sizes](tensors)
+            return make_boxed_func(module.forward)(inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _specialised(self, module: fx.GraphModule, inputs: list[Any], way: str | None) -> Callable[[list[Any]], Any]:
+        """The program for the sizes of these inputs."""
+
+        def at_these_sizes(*tensors: torch.Tensor) -> Any:
+            given = iter(tensors)
+            return module.forward(*[next(given) if isinstance(value, torch.Tensor) else value for value in inputs])
+
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        with torch.no_grad():
+            static = make_fx(at_these_sizes, tracing_mode="fake")(*tensors)
+        return self._compile(static, tensors, way)
+
+
+MOST_SIZES = 16  # programs for one piece whose sizes change; beyond, it runs as torch traced it
+
+
+def _changes(value: Any) -> bool:
+    """Whether an input is, or has, a size that is not the same in every call."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return True
+    return isinstance(value, torch.Tensor) and not all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
 
 def compiled(
-    module: fx.GraphModule, inputs: Sequence[Any]
+    module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None
 ) -> tuple[Callable[[list[Any]], Any], Graph, Sequence[Applied]]:
     """A traced module as a boxed function (it may free its inputs), its graph and the rewrites."""
-    graph, held, returned = lower(module)
-    better, steps = simplify(graph, ALGEBRA)
-    device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
-    run = program(better, device)
-    extra = list(held.values())
+    lowered = lower(module)
+    better, steps = simplify(lowered.graph, ALGEBRA)
+    better = apart(better, lowered.made)
+    if way is not None:
+        better = fused(better, server(way))
+    extra, returned = list(lowered.held.values()), lowered.returned
+    run = program(better, _device(inputs), [*inputs, *extra], way)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
     return _boxed(run, extra, kept, returned), better, steps

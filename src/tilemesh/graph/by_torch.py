@@ -169,4 +169,5 @@ TORCH: dict[str, Callable[..., Any]] = {
     "windows": _windows,
     "unwindows": _unwindows,
     "item": lambda node, sizes, values: values[node["index"]],
+    "region": lambda node, sizes, *xs: run_torch(node["body"], *xs),
 }

@@ -7,17 +7,21 @@ instead of tensors; every value is deleted after its last use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from tilemesh.graph.by_torch import TORCH, constant, evaluate_torch
+from tilemesh.core.errors import UsageError
+from tilemesh.graph.by_torch import TORCH, constant, dtype_of, evaluate_torch
+from tilemesh.graph.generated import RegionCall, prepare, way_for
 from tilemesh.graph.ir import Graph, Node, users
 from tilemesh.graph.lower import InputSlot
 from tilemesh.graph.ops import FLOATS
 from tilemesh.graph.rewrite import number_of
 from tilemesh.graph.size import known
+from tilemesh.kernels.launch.tensors import read_device
 
 _OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 _FUNCTIONS = {
@@ -32,21 +36,43 @@ _COMPARISONS = {"equal": "==", "less": "<", "less_equal": "<="}
 
 
 class Emitted:
-    """A graph as a function of torch tensors. `source` is its code."""
+    """A graph as a function of torch tensors. `source` is its code; `regions` run by generated kernels.
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
+    inputs: tensors, real or fake, with the strides that calls will have; without them, rows one after the other.
+    """
+
+    def __init__(
+        self, graph: Graph, device: torch.device, inputs: Sequence[Any] | None = None, way: str | None = None
+    ) -> None:
         writer = _SourceWriter(graph, device)
-        self.source = writer.write()
+        with unset_fake_temporarily():  # torch compiles under fake tensors; constants are real ones
+            self.source = writer.write()
         namespace: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, **writer.values}
         exec(compile(self.source, "<graph>", "exec"), namespace)
         self.function: Callable[[list[Any]], tuple[Any, ...]] = namespace["program"]
+        self.regions = [value for value in writer.values.values() if isinstance(value, RegionCall)]
+        if self.regions:
+            chosen = way or way_for(device)
+            if chosen is None:
+                raise UsageError(f"a graph with regions on {device}, where nothing compiles kernels")
+            prepare(self.regions, self.function, _examples(graph, device) if inputs is None else inputs, device, chosen)
 
     def __call__(self, *tensors: Any) -> tuple[Any, ...]:
         return self.function(list(tensors))
 
 
-def program(graph: Graph, device: torch.device | str = "cpu") -> Emitted:
-    return Emitted(graph, torch.device(device))
+def program(
+    graph: Graph, device: torch.device | str = "cpu", inputs: Sequence[Any] | None = None, way: str | None = None
+) -> Emitted:
+    return Emitted(graph, read_device(device), inputs, way)
+
+
+def _examples(graph: Graph, device: torch.device) -> list[Any]:
+    with FakeTensorMode():
+        return [
+            torch.empty([known(size, {}) for size in node.shape], dtype=dtype_of(node.dtype), device=device)
+            for node in graph.inputs
+        ]
 
 
 class _SourceWriter:
@@ -154,6 +180,8 @@ class _SourceWriter:
             return self._held(constant(node, self.device), "c")
         if node.op == "iota":
             return self._held(evaluate_torch(node, [], {}, self.device), "c")
+        if node.op == "region":
+            return f"{self._held(RegionCall(node, self.device), 'r')}({', '.join(names)})"
         function = self._held(_bound(node), "f")
         return f"{function}({', '.join(names)})"
 

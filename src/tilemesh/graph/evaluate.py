@@ -58,7 +58,8 @@ def evaluate_numpy(node: Node, inputs: Sequence[Any], sizes: Mapping[str, int]) 
     if node.op not in _NUMPY:
         what = node["target"] if node.op == "opaque" else node.op
         raise UsageError(f"{what} runs by torch alone" + (f" ({node.line})" if node.line else ""))
-    return np.asarray(_NUMPY[node.op](node, sizes, *inputs)).astype(node.dtype, copy=False)
+    result = _NUMPY[node.op](node, sizes, *inputs)
+    return result if node.op == "region" else np.asarray(result).astype(node.dtype, copy=False)
 
 
 def control(node: Node, inputs: Sequence[Any]) -> tuple[bool, Any]:
@@ -207,6 +208,8 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 }
 _erf = np.vectorize(erf, otypes=[np.float64])
 _NUMPY: dict[str, Callable[..., Any]] = {
+    "region": lambda node, sizes, *xs: run_numpy(node["body"], *xs),
+    "item": lambda node, sizes, values: values[node["index"]],
     "constant": lambda node, sizes: dense(node),
     "iota": _iota,
     "add": lambda node, sizes, x, y: x + y,

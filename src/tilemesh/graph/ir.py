@@ -51,6 +51,8 @@ class Node:
         total = size_bytes(self.typed)
         for node in dict.fromkeys(self.inputs):
             total = total + size_bytes(node.typed)
+        if self.op == "region":
+            total = total + _total(size_bytes(node.typed) for node in self["body"].outputs)
         return total
 
     def __repr__(self) -> str:
@@ -66,6 +68,9 @@ class Dense:
     def __repr__(self) -> str:
         return f"<{len(self.data)} bytes>"
 
+
+# Attributes that the text of a graph leaves out.
+HIDDEN = {"source": ("shape", "dtype"), "opaque": ("shape", "dtype", "target", "kwargs"), "region": ("body",)}
 
 _nodes: weakref.WeakValueDictionary[tuple[Any, ...], Node] = weakref.WeakValueDictionary()
 _making = threading.Lock()
@@ -145,7 +150,7 @@ class Graph:
                 names[node] = str(node["value"])
                 continue
             names[node] = f"%{len(lines)}"
-            hidden = ("shape", "dtype", "target", "kwargs") if primitive(node.op).kind in ("source", "opaque") else ()
+            hidden = HIDDEN.get(primitive(node.op).kind, ())
             words = [names[value] for value in node.inputs]
             words += [f"{name}={_text(value)}" for name, value in node.attributes if name not in hidden]
             lines.append(f"{names[node]} = {_called(node)}({', '.join(words)})  # {node.dtype}{_text(node.shape)}")

@@ -43,8 +43,8 @@ class MemoryPlan:
 
 
 def owner(node: Node) -> Node:
-    """The node whose memory this one names."""
-    while node.op in VIEWS:
+    """The node whose memory this one names. One of several results of an operator is a value of its own."""
+    while node.op in VIEWS and node.op != "item":
         node = node.inputs[0]
     return node
 
@@ -52,6 +52,7 @@ def owner(node: Node) -> Node:
 def lifetimes(graph: Graph) -> list[Lifetime]:
     """The values that a run makes, in the order of their making: no inputs, no constants, no views."""
     order = graph.nodes()
+    places = {node: place for place, node in enumerate(order)}
     dies: dict[Node, int] = {}
     for place, node in enumerate(order):
         for value in node.inputs:
@@ -59,9 +60,9 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
     for node in graph.outputs:
         dies[owner(node)] = len(order)
     return [
-        Lifetime(node, place, dies.get(node, place), _bytes(node))
+        Lifetime(node, places[node.inputs[0]] if node.op == "item" else place, dies.get(node, place), _bytes(node))
         for place, node in enumerate(order)
-        if primitive(node.op).kind != "source" and node.op not in VIEWS and node.dtype != TUPLE
+        if primitive(node.op).kind != "source" and owner(node) is node and node.dtype != TUPLE
     ]
 
 

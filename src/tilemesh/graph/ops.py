@@ -33,7 +33,7 @@ class Primitive:
 
     name: str
     arity: int | None
-    kind: str  # source, elementwise, linear, reduction, control or opaque
+    kind: str  # source, elementwise, linear, reduction, control, region or opaque
     rule: Rule
     flops: Callable[[Sequence[Typed], Typed, Attributes], Dim] = lambda inputs, output, attributes: 0
     commutes: bool = False
@@ -279,6 +279,14 @@ def _merge(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return _same(inputs[1:], attributes)
 
 
+def _region(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
+    return (), TUPLE
+
+
+def _region_flops(inputs: Sequence[Typed], output: Typed, attributes: Attributes) -> Dim:
+    return attributes["body"].flops  # type: ignore[no-any-return]
+
+
 def _item(inputs: Sequence[Typed], attributes: Attributes) -> Typed:
     return tuple(attributes["shape"]), attributes["dtype"]
 
@@ -310,6 +318,7 @@ def _conv_weight_flops(inputs: Sequence[Typed], output: Typed, attributes: Attri
 _define("input constant iota", 0, "source", _given)
 _define("opaque", None, "opaque", _item)
 _define("item", 1, "opaque", _item)
+_define("region", None, "region", _region, flops=_region_flops)
 _define("add multiply", 2, "elementwise", _same, flops=_each, commutes=True)
 _define("maximum minimum", 2, "elementwise", _same, flops=_each, commutes=True)
 _define("subtract divide power", 2, "elementwise", _same, flops=_each)

@@ -12,6 +12,7 @@ from tilemesh.graph.ir import Graph, Node
 from tilemesh.graph.memory import MemoryPlan, arena
 from tilemesh.graph.ops import DTYPES
 from tilemesh.graph.size import known, product
+from tilemesh.kernels.launch.tensors import read_device
 
 Tensor = torch.Tensor
 
@@ -21,7 +22,7 @@ class PlannedProgram:
 
     def __init__(self, graph: Graph, device: torch.device | str = "cpu") -> None:
         self.graph, self.plan = graph, arena(graph)
-        self.device = torch.device(device)
+        self.device = read_device(device)
         self.block = torch.empty(self.plan.size, dtype=torch.uint8, device=self.device)
         self.places = _tensors(self.plan, self.block)
         self.order = graph.nodes()

@@ -52,7 +52,8 @@ def trace(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Traced:
     with torch.no_grad():
         module = make_fx(torch.func.functionalize(flat, remove="mutations"), tracing_mode="fake")(*tensors)
     names = [*weights, *(f"input{place}" for place in range(len(inputs)))]
-    graph, held, _ = lower(module, names)
-    if held:
-        raise UsageError(f"the program holds tensors of its own ({', '.join(held)}); make them inputs or buffers")
-    return Traced(graph, weights)
+    lowered = lower(module, names)
+    if lowered.held:
+        held = ", ".join(lowered.held)
+        raise UsageError(f"the program holds tensors of its own ({held}); make them inputs or buffers")
+    return Traced(lowered.graph, weights)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -168,6 +169,7 @@ class Job:
         self.told_to_stop: set[int] = set()
         self.failed_since: float | None = None
         self.kill_at: float | None = None
+        self._has_ended = threading.Event()
         self.was_killed = False  # something still ran when the grace was over, and was killed
 
     def run(self, graces: Graces, timeout_s: float | None) -> Failure | None:
@@ -189,6 +191,29 @@ class Job:
         return late or failure
 
     def begin(self) -> None:
+        """Start the processes, from a thread that lives as long as they shall.
+
+        The kernel ends the children of a thread with that thread (`die_with_parent`), and the caller's may end long
+        before the ranks do. The main thread ends with the program.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._start_all()
+            return
+        began: Future[None] = Future()
+        threading.Thread(target=self._live, args=(began,), name="tilemesh-job", daemon=True).start()
+        began.result()
+
+    def _live(self, began: Future[None]) -> None:
+        """Start the processes, and stay until the job has ended."""
+        try:
+            self._start_all()
+        except BaseException as error:
+            began.set_exception(error)
+        else:
+            began.set_result(None)
+        self._has_ended.wait()
+
+    def _start_all(self) -> None:
         for program in self.programs:
             self._start(program)
 
@@ -200,6 +225,7 @@ class Job:
         self.pipes.finish()
         failure = None if self.interrupted else self._failure()
         self._close()
+        self._has_ended.set()
         return failure
 
     def too_long(self, timeout_s: float | None, among: Set[int] | None = None) -> Failure:

@@ -14,6 +14,7 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ INTERRUPTED_CODE = 128 + signal.SIGINT
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _PR_SET_PDEATHSIG = 1
+_MESSAGE_CHARACTERS = 400  # of an error, in the job's last line; the rank has printed all of it
 # Loaded now: the launcher calls die_with_parent between fork and exec, where nothing may be loaded any more.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -124,7 +126,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else "(no message)"
+    return textwrap.shorten(lines[0], _MESSAGE_CHARACTERS, placeholder=" …") if lines else "(no message)"
 
 
 def _print_error(error: BaseException) -> None:

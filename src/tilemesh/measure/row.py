@@ -24,17 +24,19 @@ CaseValue = str | int | float | bool | None
 COLUMNS = ("predicted", "measured", "limit")
 
 # True: more is better. Any other unit that ends in "/s" is a rate, so more is better there too.
-DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True}
+DIRECTIONS = {"s": False, "B": False, "nats": False, "fraction": True, "count": False, "messages": False}
 
 _KEYS = (
     "name", "case", "unit", "predicted", "measured", "limit", "peers", "speedup", "missing",
-    "machine", "versions", "commit", "command",
+    "machine", "versions", "commit", "command", "guess",
 )  # fmt: skip
+_OPTIONAL = ("speedup", "guess")
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "unit", "machine", "command"), (str,)),
     **dict.fromkeys(("case", "versions", "missing", "peers"), (dict,)),
     **dict.fromkeys(("predicted", "limit"), (int, float, type(None))),
     "commit": (str, type(None)),
+    "guess": (int, float, type(None)),
 }
 
 
@@ -63,6 +65,8 @@ class Row:
     versions: Mapping[str, str]
     commit: str | None
     command: str
+    guess: float | None = None
+    """What a reader of the guide predicted; no other row has one."""
 
     def __post_init__(self) -> None:
         for mapping in ("case", "peers", "missing", "versions"):  # the caller may go on changing its own
@@ -95,9 +99,16 @@ class Row:
             return None
         return self.predicted / self.measured.median - 1
 
+    @property
+    def guess_error(self) -> float | None:
+        """The same of a reader's guess."""
+        if self.measured is None or self.guess is None or not self.measured.median:
+            return None
+        return self.guess / self.measured.median - 1
+
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives the same row back."""
-        body = {
+        body: dict[str, Any] = {
             "name": self.name,
             "case": self.case,
             "unit": self.unit,
@@ -112,6 +123,8 @@ class Row:
             "commit": self.commit,
             "command": self.command,
         }
+        if self.guess is not None:
+            body["guess"] = self.guess
         return json.dumps(body, ensure_ascii=False, allow_nan=False)
 
     @classmethod
@@ -130,10 +143,11 @@ class Row:
         for key in body:
             if key not in _KEYS:
                 raise unknown("key of a row", key, _KEYS)
-        absent = [key for key in _KEYS if key not in body and key != "speedup"]
+        absent = [key for key in _KEYS if key not in body and key not in _OPTIONAL]
         if absent:
             raise UsageError(f"not a row: {', '.join(absent)} not in {line[:80]!r}")
         body.pop("speedup", None)
+        body.setdefault("guess", None)
         for key, kinds in _TYPES.items():
             if not isinstance(body[key], kinds) or isinstance(body[key], bool):
                 raise UsageError(f"not a row: {key} is {str(body[key])[:80]!r}, expected {_kinds(kinds)}")
@@ -172,10 +186,10 @@ def _check_columns(row: Row) -> None:
             raise UsageError(f"row '{row.name}': {column} is None and missing[{column!r}] does not say why")
         if value is not None and column in row.missing:
             raise UsageError(f"row '{row.name}': {column} is there, yet missing[{column!r}] says {reason!r}")
-    for column in ("predicted", "limit"):
+    for column in ("predicted", "limit", "guess"):
         value = getattr(row, column)
         # A prediction of nothing is allowed (no bytes to move); a limit divides.
-        if value is not None and not (0 <= value < float("inf") and (value > 0 or column == "predicted")):
+        if value is not None and not (0 <= value < float("inf") and (value > 0 or column != "limit")):
             raise UsageError(f"row '{row.name}': {column} is {value}, expected a positive number of {row.unit}")
 
 

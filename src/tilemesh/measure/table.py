@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilemesh.core.units import format_bytes, format_rate, format_seconds
+from tilemesh.core.units import format_bytes, format_count, format_rate, format_seconds
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample, equal
 
@@ -68,6 +68,8 @@ def format_value(value: float, unit: str) -> str:
         return f"{value:.4f} nats"
     if unit == "fraction":
         return f"{value:.1%}".replace("%", " %")
+    if unit == "count":
+        return format_count(value)
     return format_rate(value, unit)
 
 
@@ -166,7 +168,9 @@ def _lead_columns(rows: Sequence[Row], shared: dict[str, CaseValue]) -> list[_Co
 def _columns(rows: Sequence[Row], notes: _Notes) -> list[_Column]:
     nothing = Text("")
     peers = _peer_names(rows)
+    guesses = [_Column(("your guess", "(error)"), [_guess(row) for row in rows])]
     columns = [
+        *(guesses if any(row.guess is not None for row in rows) else []),
         _Column(("predicted", "(error)"), [_predicted(row, notes) for row in rows]),
         _Column(("measured", "p20–p80"), [_measured(row, notes) for row in rows]),
         _Column(("limit", ""), [(_limit(row, notes), nothing) for row in rows]),
@@ -183,8 +187,17 @@ def _columns(rows: Sequence[Row], notes: _Notes) -> list[_Column]:
 def _predicted(row: Row, notes: _Notes) -> tuple[Text, Text]:
     if row.predicted is None:
         return notes.mark(row.missing["predicted"]), Text("")
-    error = "" if row.prediction_error is None else f"({row.prediction_error:+.0%})".replace("%", " %")
-    return Text(format_value(row.predicted, row.unit)), Text(error, style=QUIET)
+    return Text(format_value(row.predicted, row.unit)), _error(row.prediction_error)
+
+
+def _guess(row: Row) -> tuple[Text, Text]:
+    if row.guess is None:
+        return Text(""), Text("")
+    return Text(format_value(row.guess, row.unit)), _error(row.guess_error)
+
+
+def _error(error: float | None) -> Text:
+    return Text("" if error is None else f"({error:+.0%})".replace("%", " %"), style=QUIET)
 
 
 def _measured(row: Row, notes: _Notes) -> tuple[Text, Text]:
@@ -240,6 +253,8 @@ def _scale(shown: str, unit: str) -> float:
         return 0.01
     if unit == "s":
         return SECONDS[word]
+    if unit == "count":
+        return 1000.0 ** DECIMAL.index(number[-1] if number[-1].isalpha() else "")
     if unit == "B":
         return 1024.0 ** BINARY.index(word.removesuffix("B").removesuffix("i"))
     prefix = word.removesuffix(unit) or (number[-1] if number[-1].isalpha() else "")

@@ -12,7 +12,7 @@ when the model is laid (`apply.lay(..., gradients=...)`) and never changes:
 `settle` is the only place that divides and clips. What a step came to may be read late: on a device, loss and norm are
 tensors that are still being computed, and `read` waits once for any number of steps.
 
-Where later methods plug in, by subclassing the bucketed one. *Compressed* gradients replace `exchange`: compress,
+Other methods plug in by subclassing the bucketed one (`methods/`). *Compressed* gradients replace `exchange`: compress,
 exchange, expand into `bucket.flat`. *Local updates* leave `exchange` out, let `kept`
 count copies within the replica, set `counted_over` to the replica's ranks, and average weights themselves every few
 steps. None of them needs other calls than these; tests/mpi/test_backward.py has each in a few lines.
@@ -21,9 +21,9 @@ steps. None of them needs other calls than these; tests/mpi/test_backward.py has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,6 +100,21 @@ class Gradients(Protocol):
     def close(self) -> None:
         """Take hooks off the parameters."""
 
+    def meets(self, step: int) -> bool:
+        """Whether all replicas have the same weights after this step; until then none waits for another."""
+
+    def agree(self, states: Sequence[Tensor]) -> None:
+        """Before a checkpoint: make alike over replicas what it keeps one copy of, an optimizer's states included."""
+
+    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(kind, parameter, tensor) of what a checkpoint keeps besides weights and an optimizer's states."""
+
+    def go_on(self, step: int) -> None:
+        """A run goes on after so many steps; what was remembered has been read."""
+
+    def figures(self) -> dict[str, Any]:
+        """What a run's summary says of the method."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -174,7 +189,26 @@ def settle(
     return GradientStep(loss, tokens, norm, divisor)
 
 
-class Exchanging:
+class Synchronous:
+    """What holds for implementations whose replicas have the same weights after every step, and remember nothing."""
+
+    def meets(self, step: int) -> bool:
+        return True
+
+    def agree(self, states: Sequence[Tensor]) -> None:
+        return None
+
+    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+        return iter(())
+
+    def go_on(self, step: int) -> None:
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+
+class Exchanging(Synchronous):
     """What implementations over a mesh share: the step's totals, the sums, and the numbers that `settle` needs."""
 
     is_late = False
@@ -276,7 +310,7 @@ def _norms(tensors: Sequence[Tensor], wide: torch.dtype) -> list[Tensor]:
     return [found[at] for at in range(len(tensors))]
 
 
-class LocalGradients:
+class LocalGradients(Synchronous):
     """Gradients of a model on one process, for steps that the host does not wait for.
 
     An exchange over a mesh ends in numbers that every rank must know before it goes on. On one process mean and

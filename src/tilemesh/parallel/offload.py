@@ -47,8 +47,8 @@ class HostActivations:
         holders = self._kept[place] = []
 
         def pack(tensor: Tensor) -> Tensor | _KeptTensor:
-            if _key(tensor) in self._stays:
-                return tensor
+            if tensor.device.type != self.link.device.type or _key(tensor) in self._stays:
+                return tensor  # a number that an operator keeps beside tensors of a GPU is on the host already
             holder = _KeptTensor(place, tensor)
             holders.append(weakref.ref(holder))
             return holder

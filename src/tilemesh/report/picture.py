@@ -83,7 +83,7 @@ def svg(drawings: Sequence[Drawing]) -> str:
     label = escape("; ".join(drawing.title for drawing in drawings), quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="{_TEXT}" font-size="12" '
-        f'role="img" aria-label="{label}">\n<style>{_style()}</style>\n'
+        f'role="img" aria-label="{label}">\n<style>{style()}</style>\n'
         f'<rect class="bg" width="{WIDTH}" height="{height}"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -92,7 +92,7 @@ def _is_wide(drawing: Drawing) -> bool:
     return len(drawing.plot.x.names) > 6 or any(isinstance(layer, Note) for layer in drawing.plot.layers)
 
 
-def _style() -> str:
+def style() -> str:
     """Classes of the picture from the style sheet's colours: light, and dark where that is preferred."""
     light, dark = (dict(re.findall(r"--(\w+):(#\w+)", part)) for part in asset("page.css").split("@media", 2)[:2])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.core.ranges import LARGEST_WHOLE, shown
 from tilemesh.core.shard import Box, Shard
 from tilemesh.runs.folder import read_small
 from tilemesh.runs.manifest import (
@@ -56,10 +57,10 @@ def read_step(run: str | Path, text: str | None) -> int | None:
     """A step as a command line names it: a number, or `best` for the lowest held-out loss that a run knows of."""
     if text is None:
         return None
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) < len(str(LARGEST_WHOLE)):
         return int(text)
     if text != "best":
-        raise UsageError(f"step is '{text}': expected a number, or best")
+        raise UsageError(f"step is {shown(text)}: expected a number, or best")
     for _, path in checkpoints(Path(run) / CHECKPOINTS):
         told = Manifest.read(path).values.get("best")
         if isinstance(told, dict) and isinstance(told.get("step"), int):

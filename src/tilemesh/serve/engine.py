@@ -21,6 +21,7 @@ from typing import Any
 from tilemesh.core.errors import RunError, UsageError
 from tilemesh.core.ranges import LARGEST_WHOLE, SEED, Range
 from tilemesh.data.tokenizer import encode_prompt
+from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
 from tilemesh.serve.constrain.mask import Constraints
@@ -28,7 +29,7 @@ from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
 from tilemesh.serve.draft import DraftModel, check_draft
 from tilemesh.serve.history import ServeHistory
-from tilemesh.serve.load import ServedModel, load_served, read_device, read_dtype
+from tilemesh.serve.load import ServedModel, load_served, read_dtype
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.ranks import RankRunner
 from tilemesh.serve.request import FinishReason, Sampling

@@ -13,7 +13,6 @@ import torch
 from tilemesh.core.config import section
 from tilemesh.core.errors import UsageError
 from tilemesh.core.files import read_json_object
-from tilemesh.core.ranges import shown
 from tilemesh.data.config import DataConfig
 from tilemesh.data.corpus import tokenizer_of
 from tilemesh.data.tokenizer import FileTokenizer, Tokenizer, Unknown
@@ -58,18 +57,6 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise UsageError(f"dtype is '{name}': expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def read_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device is {shown(name)}: torch sees {torch.cuda.device_count()} GPUs here")
-    return device
 
 
 def load_served(

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tilemesh.comm import connect
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.parallel.apply import lay
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
-from tilemesh.serve.load import load_served, read_device, read_dtype
+from tilemesh.serve.load import load_served, read_dtype
 from tilemesh.serve.runner import Runner
 from tilemesh.serve.scheduler import ServeLimits
 from tilemesh.serve.wire import pack_logits, receive, send, unpack_step

@@ -162,10 +162,7 @@ class _RankGroup:
         self._connections = self._connections or [found[rank] for rank in range(self._ranks)]
 
     def _live(self, ranks: int, environ: Mapping[str, str], address: str, arguments: tuple[Any, ...]) -> None:
-        """Start ranks, pass on what they print, and end them; a rank that dies ends the others.
-
-        All on one thread: the kernel ends the processes of a thread with it, and an engine's thread may end before.
-        """
+        """Start ranks, pass on what they print, and end them; a rank that dies ends the others."""
         try:
             with Ranks(ranks, environ=environ) as started:
                 started.begin("tilemesh.serve.rank:serve_steps", address, *arguments)

@@ -60,6 +60,15 @@ RANGES: dict[str, Range] = {
     "optimizer.momentum": _FRACTION,
     "optimizer.weight_decay": Range(0),
     "optimizer.clip": Range(0),
+    "method.servers": _COUNT,
+    "method.staleness": _COUNT_OR_NONE,
+    "method.batch": _COUNT,
+    "method.keep": Range(0, 1, above=True),
+    "method.rank": _COUNT,
+    "method.period": _COUNT,
+    "method.start": _COUNT_OR_NONE,
+    "method.outer_lr": Range(0, above=True),
+    "method.outer_momentum": _FRACTION,
     "checkpoint.every": _COUNT_OR_NONE,
     "checkpoint.keep": _COUNT,
     "checkpoint.retry_s": Range(0, 1e9),
@@ -104,6 +113,7 @@ def check_values(made: TrainConfig) -> None:
             "of the slices before it began; set data.packing=stream, or another plan.schedule"
         )
     _check_optimizer(made)
+    _check_method(made)
     _check_lora(made)
     _check_held_out(made)
     if made.train.graph and not made.may_replay:
@@ -130,6 +140,37 @@ def _check_plan(made: TrainConfig) -> None:
             f"train.compile with {given}: compiled code computes all gradients of a pass at once and in one "
             "graph per microbatch's shape, and a step's list of actions does not; set train.compile=false"
         )
+
+
+def _check_method(made: TrainConfig) -> None:
+    """Refuse what a method cannot do: each is about replicas that hold the whole model."""
+    plan, name = made.plan, made.train.method
+    other = "" if name == "synchronous" else f"train.method {name}"
+    other = other or ("" if made.method.compress == "none" else f"method.compress {made.method.compress}")
+    if not other:
+        return
+    if other.startswith("train.method") and made.method.compress != "none":
+        raise UsageError(f"{other} with method.compress {made.method.compress}: set method.compress=none")
+    cuts = {"plan.tp=1": plan.tp > 1, "plan.pp=1": plan.pp > 1, "plan.zero=0": plan.zero > 0}
+    cuts |= {"plan.offload=": bool(plan.offloads), "train.compile=false": bool(made.train.compile)}
+    cuts |= {"plan.precision=fp32": plan.precision == "fp16", "train.device=cpu": made.train.device == "cuda"}
+    if made.method.compress != "none":
+        cuts = {"plan.zero=0": plan.zero > 0, "plan.precision=fp32": plan.precision == "fp16"}
+    for instead, is_so in cuts.items():
+        if is_so:
+            given = instead.partition("=")[0]
+            raise UsageError(f"{other} with this {given}: it is for whole replicas on the CPU; set {instead}")
+    if plan.dp == 1 and name != "server":
+        raise UsageError(f"{other} with plan.dp 1: there is one replica and nothing to exchange; set plan.dp above 1")
+    if name == "server" and (made.evaluate.patience or made.lora.rank):
+        given, instead = ("evaluate.patience", "0") if made.evaluate.patience else ("lora.rank", "0")
+        raise UsageError(f"train.method server with {given}: workers do not decide together; set {given}={instead}")
+    for key, every in (("checkpoint.every", made.checkpoint.every), ("evaluate.every", made.evaluate.every)):
+        if name == "local" and (every % made.method.period or made.method.start % made.method.period):
+            raise UsageError(
+                f"{key} is {every} and method.start {made.method.start} with method.period {made.method.period}: "
+                "replicas have common weights at multiples of the period; set both to multiples of it"
+            )
 
 
 def _check_optimizer(made: TrainConfig) -> None:
@@ -187,9 +228,9 @@ def check_machine(made: TrainConfig) -> None:
     if made.train.device == "cuda" and not usable_gpus():
         raise UsageError("train.device is cuda and this machine has no GPU: set train.device=cpu, or auto")
     most = max(MOST_RANKS, RANKS_PER_CORE * available_cores())
-    if membership() is None and made.plan.world > most:
+    if membership() is None and made.ranks > most:
         raise UsageError(
-            f"a plan of {made.plan.world} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
+            f"a plan of {made.ranks} ranks ({_axes_words(made)}) on a machine with {available_cores()} cores: at "
             f"most {most} are started here; set plan.dp and plan.tp lower, or start them with mpiexec or srun"
         )
     fallback = made.checkpoint.fallback_dir
@@ -347,8 +388,8 @@ def _check_start(made: TrainConfig, transport: str, restarts: int) -> None:
         raise UsageError(
             Argument("restarts"), f" inside a job that {member.starter} started: ask {member.starter} to restart it"
         )
-    elif made.plan.world != member.size:
-        raise UsageError(f"a mesh of {made.plan.world} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
+    elif made.ranks != member.size:
+        raise UsageError(f"a mesh of {made.ranks} ranks in a job of {member.size}: make plan.dp and plan.tp agree")
 
 
 def _require_whole(name: str, value: Any) -> None:

@@ -97,6 +97,9 @@ class LoopConfig:
     models without rotary positions, without it for projections; torch for everything else."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: on the GPUs where there are any, else on the CPU."""
+    method: Literal["synchronous", "server", "local"] = "synchronous"
+    """How replicas keep together: one exchange of gradients per step (synchronous), parameter servers beside them
+    (server), or weights that are averaged every few steps (local); the section `method` has the settings."""
     timeout_s: float = 60.0
     """Seconds that a rank may wait for another before the watchdog ends the job."""
     max_time_s: float = 0.0
@@ -104,6 +107,35 @@ class LoopConfig:
     `--max-time 2h` sets it."""
     trace_steps: int = 20
     """Steps that are traced, the first ones of each start; 0: none."""
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """How replicas keep together, beyond one exchange of whole gradients per step."""
+
+    servers: int = 1
+    """For train.method=server: ranks that hold parts of the weights, in addition to plan.dp workers."""
+    consistency: Literal["bsp", "ssp", "asp"] = "bsp"
+    """For train.method=server: whether workers wait for all others in every step (bsp, the numbers of data
+    parallelism), for those more than `staleness` steps behind (ssp), or for nobody (asp)."""
+    staleness: int = 3
+    """For ssp: how many steps a worker may be ahead of the slowest."""
+    batch: int = 1
+    """For ssp and asp: gradients that a server collects for one update."""
+    compress: Literal["none", "top-k", "random-k", "one-bit", "int8", "powersgd"] = "none"
+    """For train.method=synchronous: what of the gradients is sent, with error feedback."""
+    keep: float = 0.1
+    """For top-k and random-k: the part of the values that is sent."""
+    rank: int = 4
+    """For powersgd: the rank of the factors of a matrix."""
+    period: int = 10
+    """For train.method=local: steps between two averages of the weights."""
+    start: int = 0
+    """For train.method=local: so many steps are synchronous first (post-local SGD)."""
+    outer_lr: float = 1.0
+    """For train.method=local: how far the common weights move towards the average; 0.7 is usual with momentum."""
+    outer_momentum: float = 0.0
+    """For train.method=local: Nesterov momentum of that movement; 0.9 is DiLoCo's."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +210,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     plan: ParallelPlan = field(default_factory=lambda: ParallelPlan(precision="fp32"))
+    method: MethodConfig = field(default_factory=MethodConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -192,6 +225,11 @@ class TrainConfig:
     def batch(self) -> int:
         """Sequences in a step."""
         return self.train.batch or self.plan.batch
+
+    @property
+    def ranks(self) -> int:
+        """All that are started: those of the plan, and servers."""
+        return self.plan.world + (self.method.servers if self.train.method == "server" else 0)
 
     @property
     def tokens_per_step(self) -> int:

@@ -95,9 +95,9 @@ def fit(
     )
     asked = FitRequest(run, name, resume, init, transport, restarts, stop_after, command, on_event or ignore)
     if in_process is None:
-        in_process = config.plan.world == 1 and not restarts
-    elif in_process and config.plan.world > 1 and membership() is None:
-        raise UsageError(f"in_process and a plan of {config.plan.world} ranks: one process is one rank")
+        in_process = config.ranks == 1 and not restarts
+    elif in_process and config.ranks > 1 and membership() is None:
+        raise UsageError(f"in_process and a plan of {config.ranks} ranks: one process is one rank")
     with contextlib.ExitStack() as held:
         is_rank = membership() is not None or in_process
         result = _train_here(config, asked, held) if is_rank else _start_ranks(config, asked, held)
@@ -168,7 +168,7 @@ def _start_ranks(config: TrainConfig, asked: FitRequest, held: contextlib.ExitSt
         say=lambda text: asked.listener({"kind": "launcher", "text": text}),
     )
     _note(folder, others)
-    sentence = outcome.sentence(config.plan.world)
+    sentence = outcome.sentence(config.ranks)
     # A rank that is interrupted before the loop ends well and has nothing to tell.
     if outcome.failure is not None or not ended:
         raise RanksFailedError(sentence, folder, outcome.interrupted)

@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from tilemesh.comm.runtime.choose import Choices
 from tilemesh.core.errors import RunError
+from tilemesh.core.shard import Shard
 from tilemesh.kernels.context import default_context
 from tilemesh.measure.sample import Sample
 from tilemesh.parallel.gradients import GradientStep, read
@@ -179,6 +180,10 @@ class Loop:
         """Of the held-out text; None where nobody knows what the tokens mean."""
         return self.stepper.source.held_out_bytes_per_token()
 
+    def method_figures(self) -> dict[str, Any]:
+        """What the method came to, besides one exchange of gradients per step; nothing where it is that."""
+        return {**self.laid.gradients.figures(), **self.optimizer.figures()}
+
     # The run ------------------------------------------------------------------------------------------------------
 
     def run(self, interrupt: Interrupt) -> None:
@@ -215,9 +220,12 @@ class Loop:
             progress.step += 1
             progress.position += self.config.batch
             asked = interrupt is not None and (
-                interrupt.asked or progress.step == interrupt.stop_after or interrupt.is_time_over
+                interrupt.asked
+                or (interrupt.stop_after is not None and progress.step >= interrupt.stop_after)
+                or interrupt.is_time_over
             )
-            return self._pulse(asked)
+            # Replicas that step alone wait for nobody: who is asked to stop does so when they meet.
+            return self._pulse(asked) if self.laid.gradients.meets(progress.step) else False
 
     def read(self) -> list[tuple[int, float, float]]:
         """(step, loss, norm) of the steps since the last call; a step that came to no number ends the run here."""
@@ -293,10 +301,17 @@ class Loop:
     def _begin_checkpoint(self) -> None:
         self._settle_checkpoint()
         with self.recorder.span("checkpoint", "checkpoint"):
-            parts = [part for name, shard, tensor in self.optimizer.tensors() for part in parts_of(name, shard, tensor)]
+            self.laid.gradients.agree(list(self.optimizer.kept()))
+            tensors = [*self.optimizer.tensors(), *self._remembered()]
+            parts = [part for name, shard, tensor in tensors for part in parts_of(name, shard, tensor)]
             values = self.progress.values(self.stepper.scale, self.optimizer, self.fingerprint)
             self.writer.begin(self.progress.step, parts, values)
         self.write_choices()
+
+    def _remembered(self) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+        """What the method of exchange keeps, as `Optimizer.tensors` gives its own."""
+        for kind, name, tensor in self.laid.gradients.remembered():
+            yield f"{kind}:{name}", self.optimizer.shards[name], tensor
 
     def write_choices(self) -> None:
         """What `auto` has picked so far, and what an earlier part of this run had: a run that goes on keeps to it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,10 @@ class Optimizer:
             group.step(rate, None)
             master.grad = None
             parameter.copy_(master)
+
+    def figures(self) -> dict[str, Any]:
+        """What a run's summary says of how weights were updated, where others than this rank did it."""
+        return {}
 
     # State --------------------------------------------------------------------------------------------------------
 

@@ -34,11 +34,14 @@ from tilemesh.launch.board import my_status
 from tilemesh.launch.start import ATTEMPT_VARIABLE
 from tilemesh.measure.machine import versions
 from tilemesh.measure.trace import Trace, merge
+from tilemesh.methods.compressed import CompressedGradients, Compression
+from tilemesh.methods.local import LocalPeriod, LocalUpdates
 from tilemesh.model.lora import attach
 from tilemesh.model.sampling import sample
 from tilemesh.model.transformer import Transformer
 from tilemesh.parallel.agree import agree
 from tilemesh.parallel.apply import lay
+from tilemesh.parallel.gradients import Way
 from tilemesh.parallel.laid import Laid
 from tilemesh.parallel.mesh import Mesh
 from tilemesh.parallel.pipeline import Pipeline
@@ -62,6 +65,7 @@ from tilemesh.train.plain import product_parameters, suit_gpu
 from tilemesh.train.record import CONTROL, Recorder, observe_mesh
 from tilemesh.train.result import Result
 from tilemesh.train.resume import begin
+from tilemesh.train.served import Seat, ServedOptimizer, WorkerSource, as_worker, serve_shard
 from tilemesh.train.source import TextSource, next_token
 from tilemesh.train.steps import Stepper
 
@@ -100,7 +104,59 @@ def train_here(
 
     `stop_after`: stop after this step as if asked to, the schedule being that of the whole run.
     """
+    if config.train.method == "server":
+        return _train_served(config, folder, comm, resume, init, stop_after, emit)
+    return _train_on(config, folder, comm, resume, init, stop_after, emit)
+
+
+def _train_served(
+    config: TrainConfig,
+    folder: Path,
+    everyone: Communicator,
+    resume: bool,
+    init: str | Path | None,
+    stop_after: int | None,
+    emit: Listener,
+) -> Result:
+    """As what this rank is among workers and servers; each lays its replica alone."""
+    corpus = open_corpus(config.data)
+    agree(everyone, {**_flat(to_dict(config)), "data": corpus.fingerprint()})
+    alone = everyone.split(everyone.rank)
+    assert alone is not None
+    seat, worker = Seat(config, everyone), as_worker(config)
+    if everyone.rank == 0:
+        return _train_on(config, folder, alone, resume, init, stop_after, emit, seat)
+    nothing = Result(folder, 0, math.nan, None, False, saved_step=0, saved_in=folder)
+    laid = lay_model(worker, Mesh(alone), torch.device("cpu"), False)
+    if everyone.rank >= seat.workers:
+        serve_shard(config, everyone, laid.gradients.stepped)
+        return nothing
+    last = min(config.train.steps, stop_after or config.train.steps)
+    optimizer = seat.optimizer(laid.gradients.stepped, last)
+    source = WorkerSource(config, corpus, seat.axis, torch.device("cpu"))
+    stepper = Stepper(config, laid, optimizer, source, next_token(worker, laid), Recorder(Trace(None), my_status().at))
+    interrupt = Interrupt((signal.SIGINT,), stop_after, config.train.max_time_s)
+    optimizer.begin(0, starts=False)
+    while optimizer.clock < last and not interrupt.asked and not interrupt.is_time_over:
+        stepper(optimizer.clock + 1)
+    optimizer.link.end()
+    stepper.close()
+    return nothing
+
+
+def _train_on(
+    config: TrainConfig,
+    folder: Path,
+    comm: Communicator,
+    resume: bool,
+    init: str | Path | None,
+    stop_after: int | None,
+    emit: Listener,
+    seat: Seat | None = None,
+) -> Result:
+    """By the loop. `seat`: where this rank is a worker beside servers; `comm` is then itself alone."""
     began = time.time()
+    laying = config if seat is None else as_worker(config)
     status = my_status()
 
     def say(text: str) -> None:
@@ -113,7 +169,7 @@ def train_here(
             journal.add(WARNING, recorder.step, text=text)
 
     status.at("step 0: reading the data")
-    device = choose_device(config, comm)
+    device = choose_device(laying, comm)
     if device.type == "cuda":  # what an earlier run in this process left behind is not this one's
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
@@ -130,17 +186,25 @@ def train_here(
 
     recorder = Recorder(trace, at)
     journal = Journal(folder, comm.rank == 0, say)
-    mesh = Mesh(comm, **config.plan.axes)
+    mesh = Mesh(comm, **laying.plan.axes)
     earlier = earlier_choices(folder, say if comm.rank == 0 else lambda text: None)
     collectives = Choices(earlier.get("collectives"))
     keep_collectives(mesh, collectives)
     observe_mesh(mesh, recorder)
     default_context().keep_to("matmul", earlier["matmul"])
     # Steps are only left unwaited for where the number of targets that count is known beforehand.
-    laid = lay_model(config, mesh, device, None if corpus.counts_all and config.data.packing == "stream" else False)
+    is_steady = seat is None and corpus.counts_all and config.data.packing == "stream"
+    laid = lay_model(laying, mesh, device, None if is_steady else False)
     if config.data.packing == "documents":
         _respect_documents(laid, corpus.tokenizer.end)
-    optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
+    optimizer: Optimizer
+    if seat is None:
+        optimizer = make_optimizer(config, laid, config.optimizer_kernels_on(device.type))
+        source = TextSource(config, corpus, mesh.dp, device)
+    else:
+        last = min(config.train.steps, stop_after or config.train.steps)
+        optimizer = seat.optimizer(laid.gradients.stepped, last)
+        source = WorkerSource(config, corpus, seat.axis, device)
     writer = checkpoint.Writer(
         folder / CHECKPOINTS,
         comm.rank,
@@ -151,14 +215,15 @@ def train_here(
         say=say,
         note=journal.add,
     )
-    source = TextSource(config, corpus, mesh.dp, device)
-    stepper = Stepper(config, laid, optimizer, source, next_token(config, laid), recorder)
+    stepper = Stepper(config, laid, optimizer, source, next_token(laying, laid), recorder)
     loggers = Loggers(config.log, folder, to_dict(config), say, on=comm.rank == 0)
     loop = Loop(config, stepper, writer, journal, folder, emit, earlier, collectives, loggers)
     if comm.rank == 0:
         checkpoint.sweep(folder / CHECKPOINTS)
     comm.barrier()
     begin(loop, init, resume, say)
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.begin(loop.progress.step, starts=True)
     slow = warning(config.plan.precision, device)
     if comm.rank == 0:
         say(_headline(config, mesh, corpus, device))
@@ -182,6 +247,8 @@ def train_here(
         if comm.rank == 0:
             say(f"step {loop.progress.step}: {loop.ended_early}; the run ends here")
     result = _finish(loop, corpus, recorder, journal, baseline, began)
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.link.end()
     stepper.close()
     return result
 
@@ -222,12 +289,24 @@ def lay_model(config: TrainConfig, mesh: Mesh, device: torch.device, late: bool 
     if late is None:
         is_alone = config.plan.world == 1 and not config.plan.has_chunks
         late = device.type == "cuda" and is_alone and config.plan.precision != "fp16"
-    way = "local" if late else "bucketed"
+    way = method_gradients(config) or ("local" if late else "bucketed")
     laid = lay(model, mesh, config.plan, device=device, gradients=way, tokens=config.tokens_per_step)
     if config.plan.has_chunks:
         laid.initialize(config.train.seed)
     laid.module.train()
     return laid
+
+
+def method_gradients(config: TrainConfig) -> Way | None:
+    """Gradients of another method than one exchange of all of them per step; None where it is that."""
+    method = config.method
+    if config.train.method == "local":
+        outer = (method.outer_lr, method.outer_momentum)
+        return lambda parts: LocalUpdates(parts, LocalPeriod(method.period, method.start, *outer, config.train.steps))
+    if method.compress != "none" and config.train.method == "synchronous":
+        made = Compression(method.compress, method.keep, method.rank, seed=config.train.seed)
+        return lambda parts: CompressedGradients(parts, made)
+    return None
 
 
 def _respect_documents(laid: Laid, end: int) -> None:

@@ -74,6 +74,10 @@ def restore(loop: Loop, reader: Reader) -> None:
     }
     loop.optimizer.load(int(values["optimizer_steps"]), tensors)
     loop.laid.gradients.updated()
+    for kind, name, tensor in loop.laid.gradients.remembered():
+        if f"{kind}:{name}" in reader.names:  # a run may go on by another method
+            tensor.copy_(reader.local(f"{kind}:{name}", loop.optimizer.shards[name]))
+    loop.laid.gradients.go_on(step)
     loop.stepper.scale.load(values["scale"])
     loop.progress.step, loop.progress.position = step, int(values["position"])
     loop.stepper.source.go_on(step, int(values["position"]))

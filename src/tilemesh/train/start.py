@@ -42,7 +42,7 @@ def start(
 
     outcome = launch(
         command,
-        ranks=config.plan.world,
+        ranks=config.ranks,
         transport=transport,
         restarts=restarts,
         sink=sink,

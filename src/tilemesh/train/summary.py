@@ -94,6 +94,7 @@ def gather(
         "exchange_seconds": by_operation,
         "exchange_steps": loop.steps_done,
         "exchanges": loop.step_bytes,
+        "method": loop.method_figures(),
         "peak_memory_bytes": [int(value) for value in everyone[:, 0]],
         "memory_baseline_bytes": [int(value) for value in everyone[:, 1]],
         "memory_bytes": _by_kind(everyone[:, 0] - everyone[:, 1], everyone[:, 6:]),

@@ -143,6 +143,44 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class LinearArray:
+    """Ranks in a row, a wire each way between neighbours and none between the ends.
+
+    A logical ring on it sends its message from the last rank to the first back over all wires. With wormhole routing a
+    node passes on what comes while it still comes: the message takes as long as over one wire, plus `hop_s` for each
+    further hop, and since the others all go the other way it shares no wire. Where nodes store a message before they
+    pass it on (`stores`), every hop costs the whole message again.
+    """
+
+    ranks: int
+    every: Wire
+    hop_s: float = 0.0
+    stores: bool = False
+
+    @property
+    def period(self) -> int:
+        return self.ranks
+
+    def times(self, messages: Sequence[Sent], period: int) -> list[float]:
+        loads: Counter[tuple[int, int]] = Counter()
+        for source, target, _ in messages:
+            loads.update(self._wires(source, target))
+        result = []
+        for source, target, nbytes in messages:
+            wires = self._wires(source, target)
+            shared = max((loads[wire] for wire in wires), default=1)
+            one_s = self.every.latency_s + nbytes * shared / self.every.bytes_per_s
+            further = max(0, len(wires) - 1)
+            result.append(one_s * (1 + further) if self.stores else one_s + further * self.hop_s)
+        return result
+
+    def _wires(self, source: int, target: int) -> list[tuple[int, int]]:
+        """The wires on the way, each as the two neighbours it leads from and to."""
+        step = 1 if target > source else -1
+        return [(place, place + step) for place in range(source, target, step)]
+
+
+@dataclass(frozen=True)
 class TwoLevel:
     """Nodes of neighbouring ranks: fast wires inside (NVLink), slower ones between (InfiniBand).
 

@@ -13,6 +13,7 @@ from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_d
 from torch.autograd import forward_ad
 
 from tilemesh.core.errors import UsageError
+from tilemesh.core.ranges import shown
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -56,6 +57,19 @@ def check_device(given: Mapping[str, Tensor]) -> None:
     if any(tensor.device != first.device for tensor in given.values()):
         found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
         raise UsageError(f"tensors on different devices: {found}; move them with .to()")
+
+
+def read_device(name: torch.device | str) -> torch.device:
+    """A device by its name: a CPU or a GPU that is there."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device is {shown(name)}: expected cpu, cuda or cuda:NUMBER")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device is {shown(name)}: torch sees {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 def flat(tensor: Tensor) -> Tensor:

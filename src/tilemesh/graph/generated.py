@@ -1,0 +1,159 @@
+"""Running regions by generated kernels: C on a CPU, Triton on a GPU (or in Triton's interpreter, for tests).
+
+A kernel's text holds the strides of its operands. They are found by running the program once on torch's fake tensors,
+which have shapes and strides and no data; then all kernels are compiled together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.graph import kernel_c
+from tilemesh.graph.by_torch import dtype_of
+from tilemesh.graph.ir import Node
+from tilemesh.graph.kernel_plan import plan_kernel
+from tilemesh.graph.size import known
+
+Tensor = torch.Tensor
+WAYS = ("c", "triton", "interpret")
+
+
+def way_for(device: torch.device) -> str | None:
+    """How regions are computed on a device; None: operator by operator, because nothing compiles kernels here."""
+    if device.type == "cuda":
+        from tilemesh.kernels.launch.implementation import implementation_of
+
+        return "triton" if implementation_of("auto", [torch.empty(0, device=device)]) == "triton" else None
+    return "c" if device.type == "cpu" and kernel_c.compiler() is not None else None
+
+
+def server(way: str) -> Callable[[Node], bool]:
+    """Which nodes this way can compute."""
+    if way not in WAYS:
+        raise unknown("way to compute regions", way, WAYS)
+    if way == "c":
+        return kernel_c.serves
+    from tilemesh.graph import kernel_triton
+
+    return kernel_triton.serves
+
+
+class RegionCall:
+    """One region of a program. `prepare` gives it its kernel."""
+
+    def __init__(self, node: Node, device: torch.device) -> None:
+        self.node, self.body, self.device = node, node["body"], device
+        self.strides: list[tuple[int, ...]] | None = None
+        self.shapes = [
+            ([known(size, {}) for size in output.shape], dtype_of(output.dtype)) for output in self.body.outputs
+        ]
+        self.launch: Callable[[Sequence[Tensor], list[Tensor]], None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        outputs = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.shapes]
+        if self.launch is None:
+            if self.strides is not None:
+                raise UsageError("a region was run before its kernel was made")
+            self.strides = [tuple(tensor.stride()) for tensor in tensors]
+            return outputs
+        assert self.strides is not None
+        for tensor, strides in zip(tensors, self.strides, strict=True):
+            if tensor.stride() != strides:
+                tensors = tuple(map(_laid, tensors, self.strides))
+                break
+        self.launch(tensors, outputs)
+        return outputs
+
+
+def _laid(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor with the strides that a kernel was made for; of dims of size 1 they do not matter."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(own == expected or size == 1 for size, own, expected in pairs):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def prepare(
+    calls: Sequence[RegionCall],
+    function: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    device: torch.device,
+    way: str,
+) -> None:
+    """Finds the strides by a run without data, and gives every region its kernel."""
+    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode, torch.no_grad():
+            function([_fake(value, mode) for value in inputs])
+    finally:
+        mode.allow_non_fake_inputs = before
+    plans = []
+    for call in calls:
+        assert call.strides is not None
+        plans.append(plan_kernel(call.body, call.node["space"], call.node["columns"], call.strides))
+    if way == "c":
+        for call, kernel in zip(calls, kernel_c.load_kernels(plans), strict=True):
+            call.launch = _c_launch(kernel)
+        return
+    from tilemesh.graph import kernel_triton
+
+    for call, (plan, written) in zip(calls, kernel_triton.launch_plans(plans, device), strict=True):
+        call.launch = _triton_launch(plan, written, call, way)
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return mode.from_tensor(value, static_shapes=True)
+    return value
+
+
+def _c_launch(kernel: Any) -> Callable[[Sequence[Tensor], list[Tensor]], None]:
+    def launch(tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
+        kernel(*[tensor.data_ptr() for tensor in tensors], *[output.data_ptr() for output in outputs])
+
+    return launch
+
+
+def _triton_launch(
+    plan: Any, written: Any, call: RegionCall, way: str
+) -> Callable[[Sequence[Tensor], list[Tensor]], None]:
+    """A launch, and the addition of what its programs summed over their rows."""
+    from tilemesh.kernels.launch import interpret
+    from tilemesh.kernels.launch.gpu import current_stream, device_index
+    from tilemesh.kernels.launch.program import LaunchProgram, Operand
+
+    names = [f"i{place}" for place in range(len(call.body.inputs))]
+    names += [f"o{place}" for place in range(len(call.body.outputs))]
+    dtypes = [node.dtype for node in (*call.body.inputs, *call.body.outputs)]
+    for place in written.sums:
+        at = len(call.body.inputs) + place
+        dtypes[at] = "float64" if dtypes[at] == "float64" else "float32"
+    programs: dict[bool, LaunchProgram] = {}
+
+    def launch(tensors: Sequence[Tensor], outputs: list[Tensor]) -> None:
+        targets = list(outputs)
+        for place, columns in written.sums.items():
+            kind = dtype_of(dtypes[len(tensors) + place])
+            targets[place] = torch.empty(written.grid, columns, dtype=kind, device=call.device)
+        everything = [*tensors, *targets]
+        if way == "interpret":
+            interpret.run(plan, dict(zip(names, everything, strict=True)), names[len(tensors) :])
+        else:
+            addresses = [tensor.data_ptr() for tensor in everything]
+            aligned = not any(address % 16 for address in addresses)
+            program = programs.get(aligned)
+            if program is None:
+                operands = {name: Operand(dtype, aligned) for name, dtype in zip(names, dtypes, strict=True)}
+                program = programs[aligned] = LaunchProgram(plan, operands, names)
+            program(current_stream(device_index(call.device)), *addresses)
+        for place in written.sums:
+            outputs[place].copy_(targets[place].sum(0).reshape(outputs[place].shape))
+
+    return launch

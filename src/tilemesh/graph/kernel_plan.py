@@ -1,0 +1,201 @@
+"""How one kernel computes a region: which values are full and which one per row, and where each operand is read.
+
+A region's elements are `rows` x `columns`. Each is a list of sizes, because an operand may lie in memory in any way:
+its offset is the sum over these sizes of index times stride. Neighbouring sizes that every operand runs through in one
+go are one size. Writers of C and of Triton read this plan; it knows neither. Plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tilemesh.graph.ir import Graph, Node
+from tilemesh.graph.regions import COLUMN, FULL, ROW, cuts_of, elements, trailing
+from tilemesh.graph.rewrite import number_of
+
+COSTLY = ("exp", "log", "tanh", "sigmoid", "erf", "power", "sin", "cos", "divide", "sqrt")
+
+
+@dataclass(frozen=True)
+class OperandRead:
+    """An operand: which input of the region it is, one number per element or per row, and its strides."""
+
+    input: int
+    level: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """The sizes of rows and columns, how operands are read, and of every operator its level."""
+
+    body: Graph
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    reads: dict[Node, OperandRead]
+    levels: dict[Node, str]
+
+    @property
+    def row_count(self) -> int:
+        return elements(self.rows)
+
+    @property
+    def column_count(self) -> int:
+        return elements(self.columns)
+
+    @property
+    def members(self) -> list[Node]:
+        """The operators, each after its operands."""
+        return [node for node in self.body.nodes() if node in self.levels]
+
+    @property
+    def reduces(self) -> bool:
+        return any(level != FULL for level in self.levels.values())
+
+
+def operand(node: Node) -> Node:
+    """What an operand stands for in a kernel: reshapes change nothing there, nor does repeating a row's value."""
+    while node.op == "reshape":
+        node = node.inputs[0]
+    if node.op == "broadcast" and number_of(node) is None:
+        inner = node.inputs[0]
+        while inner.op == "reshape":
+            inner = inner.inputs[0]
+        return node if inner.op == "input" else inner
+    return node
+
+
+def plan_kernel(body: Graph, space: int, columns: int, strides: Sequence[Sequence[int]]) -> KernelPlan:
+    """The plan for a region's program, given the strides of its inputs in elements."""
+    levels: dict[Node, str] = {}
+    leaves: dict[Node, str] = {}
+    cuts = {1, space, columns or 1}
+    for node in body.nodes():
+        if node.op in ("input", "constant", "broadcast", "reshape"):
+            continue
+        if node.op in ("sum", "amax"):
+            levels[node] = ROW if trailing(node) == columns else COLUMN
+            read_at = FULL
+        else:
+            read_at = levels[node] = FULL if elements(node.shape) == space else ROW
+        shape = node.inputs[0].shape
+        cuts |= {cut * (columns if read_at == ROW else 1) for cut in cuts_of(shape)}
+        for value in node.inputs:
+            leaf = operand(value)
+            if leaf not in levels and number_of(leaf) is None:
+                leaves[leaf] = read_at
+                cuts |= {cut * (columns if read_at == ROW else 1) for cut in cuts_of(leaf.shape)}
+    order = sorted(cuts)
+    sizes = [more // less for less, more in pairwise(order)]
+    all_strides = {
+        leaf: _refined(leaf, strides[body.inputs.index(_input(leaf))], order[:-1], columns if level == ROW else 1)
+        for leaf, level in leaves.items()
+    }
+    inner = order.index(columns) if columns else 0
+    kept, dims = _collapsed(sizes, inner, list(all_strides.values()))
+    split = dims if columns else min(1, len(kept))
+    sizes = [size for size, _ in kept]
+    reads = {}
+    for place, (leaf, level) in enumerate(leaves.items()):
+        own = [each[place] for _, each in kept]
+        reads[leaf] = OperandRead(
+            body.inputs.index(_input(leaf)), level, tuple(reversed(own[split:])), tuple(reversed(own[:split]))
+        )
+    rows, inside = tuple(reversed(sizes[split:])), tuple(reversed(sizes[:split]))
+    return KernelPlan(body, rows or (1,), inside or (1,), _padded(reads, rows, inside), levels)
+
+
+def _padded(reads: dict[Node, OperandRead], rows: Sequence[int], columns: Sequence[int]) -> dict[Node, OperandRead]:
+    """A size of 1 where there is none has a stride of 0."""
+    return {
+        leaf: OperandRead(read.input, read.level, read.rows if rows else (0,), read.columns if columns else (0,))
+        for leaf, read in reads.items()
+    }
+
+
+def _input(leaf: Node) -> Node:
+    node = leaf.inputs[0] if leaf.op == "broadcast" else leaf
+    assert node.op == "input", f"{node} is read by a region"
+    return node
+
+
+def _refined(leaf: Node, strides: Sequence[int], starts: Sequence[int], scale: int) -> list[int]:
+    """The stride of an operand for each elementary size, the last dim first; `starts`: where each size begins."""
+    shape = leaf.shape
+    of_dims = [0] * len(shape)
+    for place, stride in zip(leaf["dims"] if leaf.op == "broadcast" else range(len(shape)), strides, strict=True):
+        of_dims[place] = stride
+    begins, ranges = scale, []
+    for size, stride in zip(reversed(shape), reversed(of_dims), strict=True):
+        assert isinstance(size, int)
+        if size > 1:
+            ranges.append((begins, begins * size, stride))
+        begins *= size
+    return [
+        next((stride * (start // low) for low, high, stride in ranges if low <= start < high), 0) for start in starts
+    ]
+
+
+def _collapsed(
+    sizes: Sequence[int], inner: int, strides: Sequence[Sequence[int]]
+) -> tuple[list[tuple[int, list[int]]], int]:
+    """Sizes, the innermost first, with neighbours joined on each side of `inner`, their strides for every operand, and
+    how many of them are columns."""
+    kept: list[tuple[int, list[int]]] = []
+    columns = 0
+    for place, size in enumerate(sizes):
+        own = [each[place] for each in strides]
+        begins = place in (0, inner)
+        if kept and not begins:
+            last, previous = kept[-1]
+            if all(stride == before * last for stride, before in zip(own, previous, strict=True)):
+                kept[-1] = (last * size, previous)
+                continue
+        kept.append((size, own))
+        if place < inner:
+            columns = len(kept)
+    return kept, columns
+
+
+def passes(plan: KernelPlan) -> tuple[dict[Node, int], int]:
+    """In which run over a row each value can be computed, and how many runs there are: a reduction ends one."""
+    ready: dict[Node, int] = {}
+    for node in plan.members:
+        first = max((ready.get(operand(value), 0) for value in node.inputs), default=0)
+        reduced = plan.levels[node] == ROW and node.op in ("sum", "amax")
+        ready[node] = first + 1 if reduced else first
+    full = [ready[node] for node in plan.members if plan.levels[node] != ROW]
+    full += [ready[node] - 1 for node in plan.members if node.op in ("sum", "amax") and plan.levels[node] == ROW]
+    return ready, max(full, default=0) + 1
+
+
+def needed(plan: KernelPlan, roots: Sequence[Node], stops: set[Node]) -> Iterator[Node]:
+    """The full values that these need, each after its operands, not going beyond `stops`."""
+    done: set[Node] = set()
+    waiting = [(node, False) for node in reversed(roots)]
+    while waiting:
+        node, expanded = waiting.pop()
+        if node in done or node in stops or plan.levels.get(node) != FULL:
+            continue
+        if expanded:
+            done.add(node)
+            yield node
+        else:
+            waiting.append((node, True))
+            waiting += [(operand(value), False) for value in reversed(node.inputs)]
+
+
+def offset_terms(index: str, sizes: Sequence[int], strides: Sequence[int], divide: str) -> list[str]:
+    """The offset of an operand as the terms of a sum: for every size, its index times the stride."""
+    terms, inner = [], 1
+    for place, (size, stride) in enumerate(reversed(list(zip(sizes, strides, strict=True)))):
+        at = index if inner == 1 else f"{index} {divide} {inner}"
+        if place < len(sizes) - 1:
+            at = f"{at} % {size}"
+        if stride:
+            terms.append(f"({at}) * {stride}" if stride != 1 else f"({at})")
+        inner *= size
+    return terms

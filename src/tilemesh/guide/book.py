@@ -1,0 +1,74 @@
+"""Which chapters there are, in reading order: the code is in `guide/<folder>/`, the page in `docs/guide/<folder>/`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilemesh.core.errors import unknown
+
+if TYPE_CHECKING:
+    from tilemesh.guide.exercise import Exercise
+
+
+@dataclass(frozen=True)
+class GuidePart:
+    """A chapter: what a reader types for it, its folder, and what it is about."""
+
+    key: str
+    folder: str
+    title: str
+    about: str
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).parent / self.folder / "chapter.py"
+
+    @property
+    def page(self) -> str:
+        return f"docs/guide/{self.folder}/README.md"
+
+    @property
+    def words(self) -> str:
+        return f"Chapter {self.key}: {self.title[0].lower()}{self.title[1:]}" if self.key.isdecimal() else self.title
+
+    def exercises(self) -> tuple[Exercise, ...]:
+        """The chapter's exercises; importing them does not run the chapter."""
+        if not (self.script.parent / "exercises.py").exists():
+            return ()
+        module = importlib.import_module(f"tilemesh.guide.{self.folder}.exercises")
+        found: tuple[Exercise, ...] = module.EXERCISES
+        return found
+
+    def figures(self) -> dict[str, str]:
+        """The chapter's drawings by file name: the same text each time."""
+        if not (self.script.parent / "figures.py").exists():
+            return {}
+        module = importlib.import_module(f"tilemesh.guide.{self.folder}.figures")
+        drawn: dict[str, str] = module.figures()
+        return drawn
+
+
+_ALL = (
+    GuidePart("1", "ranks", "Hello, ranks", "processes, rank, world, groups"),
+    GuidePart("2", "messages", "Messages", "send and receive, deadlock, waiting, the wrong device"),
+    GuidePart("3", "collectives", "Collectives", "the seven and all_to_all, ring and tree, α and β of this machine"),
+    GuidePart("4", "machine", "The machine", "memory hierarchy, links, roofline, Amdahl's law, profilers"),
+    GuidePart("5", "data_parallel", "Data parallelism", "gradients, accumulation, batch arithmetic, ZeRO 1 to 3"),
+    GuidePart("6", "tensor_parallel", "Tensor parallelism", "columns and rows, backward, sequence parallelism"),
+    GuidePart("7", "pipelines", "Pipelines", "throughput and latency, bubbles, schedules, choosing a layout"),
+    GuidePart("ladder", "ladder", "The GPU matmul ladder", "one kernel per idea, with counted reads"),
+    GuidePart("locality", "locality", "Locality on the CPU", "loop order, tiling, strides, false sharing"),
+)
+
+PARTS = tuple(part for part in _ALL if part.script.exists())
+
+
+def part_of(key: str) -> GuidePart:
+    """The chapter of a number or a name."""
+    for part in PARTS:
+        if key in (part.key, part.folder):
+            return part
+    raise unknown("chapter", key, [part.key for part in PARTS])

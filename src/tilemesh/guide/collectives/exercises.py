@@ -1,0 +1,219 @@
+"""Exercises of chapter 3, with the wrong answers that have a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.errors import RunError
+from tilemesh.guide.exercise import choice, code, numeric
+
+PATIENCE_S = 0.4
+
+RING_BYTES = numeric(
+    "ring_bytes",
+    "8 ranks all-reduce 800 MB with the ring algorithm. How many MB does each rank send?",
+    1400,
+    wrong={
+        700: "700 MB is the first half, the reduce-scatter: 7 messages of 100 MB. The sums must then travel round "
+        "once more "
+        "(the all-gather).",
+        1600: "1600 MB would be 2 rounds of the whole array. In each half a rank sends 7 of the 8 pieces: its own "
+        "last one "
+        "need not be sent.",
+        5600: "5600 MB is what the minimal version sends: the whole array to each of the 7 others. The ring sends "
+        "pieces.",
+        800: "800 MB would be the whole array once. Reduce-scatter and all-gather each send 7 pieces of 100 MB.",
+    },
+    otherwise="Cut the array into 8 pieces of 100 MB. Count the messages of one rank in the reduce-scatter, then in "
+    "the "
+    "all-gather.",
+    explanation="2 (n-1)/n times the array: 2 · 7/8 · 800 MB. It hardly depends on n, which is why rings scale.",
+)
+
+ROUNDS = numeric(
+    "tree_rounds",
+    "64 ranks all-reduce with a binomial tree: up to rank 0, then down again. How many rounds, one after the other?",
+    12,
+    wrong={
+        6: "6 = log2(64) rounds bring the sum to rank 0. It must also come down to everybody.",
+        126: "126 = 2 · 63 rounds is the ring. A tree halves the number of ranks that still take part in every round.",
+        64: "64 would be one rank after the other. In a tree many pairs work at the same time: 32, then 16, then 8.",
+        63: "63 messages are sent on the way up, but up to 32 of them at the same time: count rounds, not messages.",
+    },
+    otherwise="In each round on the way up half of the ranks that still hold something hand it over and are done.",
+    explanation="2 log2(64) = 12 rounds against 126 of the ring: the tree wins while α dominates, the ring while "
+    "bytes do.",
+)
+
+BACKWARD = choice(
+    "backward",
+    "In the forward pass ranks call all_gather on their parts of x. Which collective brings the gradients back in "
+    "backward?",
+    {
+        "reduce_scatter": None,
+        "all_gather": "all_gather gave every rank a copy of every part. Backward has a gradient for each copy; those "
+        "of one "
+        "part must be *added*, which all_gather does not do.",
+        "all_reduce": "all_reduce adds up the gradients of the copies, but leaves the whole on every rank. Each rank "
+        "needs the "
+        "gradient of its own part only: half of the work is wasted.",
+        "broadcast": "broadcast sends one rank's array to all. Here every rank holds something that others need.",
+    },
+    explanation="Copying and adding are each other's transpose: all_gather and reduce_scatter, broadcast and reduce. "
+    "Chapters 5 and 6 use both.",
+)
+
+
+def ring_gather(comm: Communicator, value: int) -> list[int]:
+    """The solution: n-1 times, hand on what came last, and note whose it was."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    found = [0] * comm.size
+    found[comm.rank] = value
+    carried = np.array([value])
+    for turn in range(1, comm.size):
+        arriving = np.empty_like(carried)
+        handles = [comm.irecv(arriving, source=before), comm.isend(carried, to=after)]
+        for handle in handles:
+            handle.wait()
+        carried = arriving
+        found[(comm.rank - turn) % comm.size] = int(carried[0])
+    return found
+
+
+def _round(comm: Communicator, carried: Any) -> Any:
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    arriving = np.empty_like(carried)
+    handles = [comm.irecv(arriving, source=before), comm.isend(carried, to=after)]
+    for handle in handles:
+        handle.wait()
+    return arriving
+
+
+def own_each_time(comm: Communicator, value: int) -> list[int]:
+    """Wrong: sends its own value in every round."""
+    found = [0] * comm.size
+    found[comm.rank] = value
+    for turn in range(1, comm.size):
+        found[(comm.rank - turn) % comm.size] = int(_round(comm, np.array([value]))[0])
+    return found
+
+
+def as_they_come(comm: Communicator, value: int) -> list[int]:
+    """Wrong: in the order of arrival."""
+    found, carried = [value], np.array([value])
+    for _ in range(comm.size - 1):
+        carried = _round(comm, carried)
+        found.append(int(carried[0]))
+    return found
+
+
+def one_round_short(comm: Communicator, value: int) -> list[int]:
+    """Wrong: n-2 rounds."""
+    found, carried = [0] * comm.size, np.array([value])
+    found[comm.rank] = value
+    for turn in range(1, comm.size - 1):
+        carried = _round(comm, carried)
+        found[(comm.rank - turn) % comm.size] = int(carried[0])
+    return found
+
+
+def to_everybody(comm: Communicator, value: int) -> list[int]:
+    """Wrong: right values, but every rank sends to every rank."""
+    boxes = [np.array([value]) for _ in range(comm.size)]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    handles = [comm.irecv(boxes[rank], source=rank) for rank in others]
+    handles += [comm.isend(np.array([value]), to=rank) for rank in others]
+    for handle in handles:
+        handle.wait()
+    return [int(box[0]) for box in boxes]
+
+
+def sends_first(comm: Communicator, value: int) -> list[int]:
+    """Wrong: a deadlock."""
+    comm.send(np.array([value]), to=(comm.rank + 1) % comm.size)
+    box = np.empty(1, np.int64)
+    comm.recv(box, source=(comm.rank - 1) % comm.size)
+    return [value, int(box[0])]
+
+
+def why_not_ring(function: Callable[[Communicator, int], Any]) -> str | None:
+    """What is wrong with a ring, found on five threads whose messages are watched."""
+    ranks = 5
+    try:
+        results = run_threads(ranks, lambda comm: _watched(comm, function), timeout_s=PATIENCE_S)
+    except RunError as error:
+        return f"The ranks waited for one another: {error}. Begin the receive before you wait for the send (chapter 2)."
+    expected = [10 * rank for rank in range(ranks)]
+    for rank, (given, peers) in enumerate(results):
+        why = _ring_reason(rank, ranks, given, expected)
+        if why is not None:
+            return f"Rank {rank} returned {given}: {why}"
+        strangers = peers - {(rank + 1) % ranks, (rank - 1) % ranks}
+        if strangers:
+            return (
+                f"The values are right, but rank {rank} exchanged messages with rank {min(strangers)}. In a ring a "
+                "rank "
+                "talks to its two neighbours only, and passes on what it got."
+            )
+    return None
+
+
+def _watched(comm: Communicator, function: Callable[[Communicator, int], Any]) -> tuple[Any, set[int]]:
+    peers: set[int] = set()
+
+    def observer(seen: Any) -> None:
+        if seen.peer >= 0:
+            peers.add(seen.peer)
+
+    comm.observe(observer)
+    given = function(comm, 10 * comm.rank)
+    return given, peers
+
+
+def _ring_reason(rank: int, ranks: int, given: Any, expected: list[int]) -> str | None:
+    try:
+        values = [int(value) for value in given]
+    except (TypeError, ValueError):
+        return f"expected a list of {ranks} numbers."
+    if values == expected:
+        return None
+    if sorted(values) == expected:
+        return (
+            "all values are there, but in the order in which they came. Put each at its owner's place: what comes in "
+            "round t was given by rank (rank - t) % n."
+        )
+    neighbour = expected[(rank - 1) % ranks]
+    if values.count(neighbour) > 1 and neighbour:
+        return (
+            "the neighbour's value stands in several places: every rank sent its own value each time. Hand on what "
+            "came in the round before."
+        )
+    missing = set(expected) - set(values)
+    if len(missing) == 1 and len(values) == ranks:
+        return f"the value {missing.pop()} never came: one round is missing. n ranks need n-1 rounds."
+    return f"expected {expected}, one value per rank in the order of ranks."
+
+
+RING = code(
+    "ring_gather",
+    "Write an all_gather by a ring: each rank gives one number and gets the numbers of all ranks, in the order of "
+    "ranks. A "
+    "rank may only talk to rank - 1 and rank + 1 (in a circle).",
+    '''import numpy as np
+
+def ring_gather(comm, value):
+    """A list with every rank's value, in rank order."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    ...''',
+    solution=ring_gather,
+    planted=(own_each_time, as_they_come, one_round_short, to_everybody, sends_first),
+    correct=why_not_ring,
+    explanation="Add what comes instead of noting it, and you have a reduce_scatter; one after the other, an "
+    "all_reduce.",
+)
+
+EXERCISES = (RING_BYTES, ROUNDS, BACKWARD, RING)

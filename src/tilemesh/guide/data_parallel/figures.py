@@ -1,0 +1,161 @@
+"""Drawings of chapter 5."""
+
+from __future__ import annotations
+
+from tilemesh.guide.data_parallel.work import kept_bytes
+from tilemesh.guide.svg import Canvas
+
+BILLION = 1_000_000_000
+
+
+def figures() -> dict[str, str]:
+    return {
+        "equation.svg": equation(),
+        "data_parallel.svg": data_parallel(),
+        "mlp.svg": mlp(),
+        "zero.svg": zero(),
+        "zero_steps.svg": zero_steps(),
+    }
+
+
+def equation() -> str:
+    """θ' = f(θ, ∇L(θ, D)), and which of its symbols each method cuts."""
+    canvas = Canvas(860, 300, "One training step, and what each method cuts")
+    x = 60.0
+    for words, colour, width in (
+        ("θ'", 0, 60), ("=", -1, 30), ("f", 1, 50), ("(", -1, 16), ("θ", 0, 60), (",", -1, 16), ("∇L", 2, 80),
+        ("(", -1, 16), ("θ", 0, 60), (",", -1, 16), ("D", 3, 60), (") )", -1, 30),
+    ):  # fmt: skip
+        if colour < 0:
+            canvas.text(x + width / 2, 84, words, size=22, align="mid")
+        else:
+            canvas.box(x, 54, width, 46, words, colour=colour, size=20)
+        x += width + 6
+    canvas.text(640, 68, "θ weights · D data", size=11, quiet=True)
+    canvas.text(640, 84, "∇L gradient of the loss", size=11, quiet=True)
+    canvas.text(640, 100, "f the optimizer's update", size=11, quiet=True)
+    rows = (
+        (3, "data parallelism (this chapter)", "cuts D: every rank has all of θ; gradients are added up"),
+        (1, "ZeRO stages 1 and 2", "also cut what f keeps (moments), and the gradients"),
+        (0, "ZeRO stage 3, FSDP", "also cut θ: gathered when needed"),
+        (2, "tensor parallelism (chapter 6)", "cuts θ and the products inside ∇L"),
+        (2, "pipelines (chapter 7)", "cut θ and ∇L by layers: different ranks work at different times"),
+    )
+    for place, (colour, name, words) in enumerate(rows):
+        y = 122 + place * 34
+        canvas.box(60, y, 250, 26, name, colour=colour)
+        canvas.text(324, y + 17, words)
+    return canvas.svg()
+
+
+def data_parallel(ranks: int = 4) -> str:
+    """The flow of one step."""
+    canvas = Canvas(860, 290, f"Data parallelism on {ranks} ranks: the same weights, other samples")
+    for rank in range(ranks):
+        x = 40 + rank * 200
+        canvas.box(x, 44, 170, 30, f"samples {rank}/{ranks}", colour=3)
+        canvas.arrow(x + 85, 76, x + 85, 96, colour=6)
+        canvas.box(x, 98, 170, 44, "all weights θ\nforward, backward", colour=0)
+        canvas.arrow(x + 85, 144, x + 85, 164, colour=6)
+        canvas.arrow(x + 85, 206, x + 85, 226, colour=6)
+        canvas.box(x, 228, 170, 34, "θ' = f(θ, gradient)", colour=0)
+    canvas.box(40, 166, 770, 38, "all_reduce: every rank gets the sum of all ranks' gradients", colour=2)
+    canvas.text(
+        40,
+        282,
+        "All ranks make the same update from the same sum, so their weights stay equal without being sent.",
+        quiet=True,
+    )
+    return canvas.svg()
+
+
+def mlp() -> str:
+    """The MLP's five products, and which sum over samples."""
+    canvas = Canvas(860, 300, "A two-layer MLP: five matrix products; samples (rows) are cut over two ranks")
+    for x, y, words, colour, kind in (
+        (30, 60, "h = relu(x · W1)", 0, "type 1: no communication"),
+        (310, 60, "z = h · W2", 0, "type 1: no communication"),
+        (590, 60, "loss", 6, ""),
+        (590, 180, "dz", 6, ""),
+        (310, 150, "dh = dz · W2ᵀ", 0, "type 1: no communication"),
+        (310, 226, "dW2 = hᵀ · dz", 1, "type 2: all_reduce"),
+        (30, 180, "dW1 = xᵀ · da", 1, "type 2: all_reduce"),
+    ):
+        canvas.box(x, y, 220 if kind else 100, 40, words, colour=colour)
+        if kind:
+            canvas.text(x + 110, y + 56, kind, size=11, quiet=True, align="mid")
+    canvas.arrow(252, 80, 306, 80, colour=6)
+    canvas.arrow(532, 80, 586, 80, colour=6)
+    canvas.arrow(640, 102, 640, 176, colour=6)
+    canvas.arrow(586, 192, 534, 174, colour=6)
+    canvas.arrow(586, 208, 534, 240, colour=6)
+    canvas.arrow(306, 176, 254, 194, colour=6)
+    canvas.text(700, 84, "forward →", quiet=True)
+    canvas.text(700, 204, "← backward", quiet=True)
+    return canvas.svg()
+
+
+def zero(ranks: int = 64, parameters: int = 7_500_000_000) -> str:
+    """Bytes per GPU of 7.5 billion parameters by stage, counted on arrays 62,500 times smaller."""
+    scale = 62_500
+    counted = [kept_bytes(stage, ranks, parameters // scale // ranks * ranks) for stage in range(4)]
+    canvas = Canvas(860, 230, f"What one of {ranks} GPUs keeps of a model of 7.5 billion parameters, in GB")
+    most = counted[0].total
+    for stage, kept in enumerate(counted):
+        y, x = 48 + stage * 38, 130.0
+        canvas.text(120, y + 19, ("nothing cut", "stage 1", "stage 2", "stage 3")[stage], align="end")
+        for colour, part in ((0, kept.weights), (2, kept.gradients), (1, kept.optimizer)):
+            width = 600 * part / most
+            canvas.box(x, y, width, 28, colour=colour)
+            x += width
+        canvas.text(x + 8, y + 19, f"{kept.total * scale / BILLION:.3g}")
+    for place, (colour, words) in enumerate(
+        ((0, "weights, 2 bytes"), (2, "gradients, 2"), (1, "optimizer states, 12"))
+    ):
+        canvas.box(130 + place * 190, 204, 14, 14, colour=colour)
+        canvas.text(150 + place * 190, 215, words, size=11, quiet=True)
+    return canvas.svg()
+
+
+def zero_steps() -> str:
+    """What is sent when, by stage."""
+    canvas = Canvas(
+        860, 250, "One step by stage: what is computed, and what is sent (in units of the weights, times (n-1)/n)"
+    )
+    stages = (
+        ("stage 0", (("forward", 0), ("backward", 0), ("all_reduce gradients: 2", 2), ("update all", 1)), "2"),
+        (
+            "stages 1, 2",
+            (("forward", 0), ("backward", 0), ("reduce_scatter: 1", 2), ("update a part", 1), ("all_gather: 1", 2)),
+            "2",
+        ),
+        (
+            "stage 3",
+            (
+                ("all_gather: 1", 2),
+                ("forward", 0),
+                ("all_gather: 1", 2),
+                ("backward", 0),
+                ("reduce_scatter: 1", 2),
+                ("update a part", 1),
+            ),
+            "3",
+        ),
+    )
+    for row, (name, boxes, total) in enumerate(stages):
+        y = 52 + row * 62
+        canvas.text(86, y + 24, name, align="end")
+        x = 96
+        for words, colour in boxes:
+            width = 30 + 6.3 * len(words)
+            canvas.box(x, y, width, 38, words, colour=colour, size=11)
+            x += int(width) + 5
+        canvas.text(846, y + 24, f"sent: {total}", align="end", bold=True)
+    canvas.text(
+        96,
+        242,
+        "Stages 1 and 2 send what an all_reduce sends, with the update in the middle; stage 3 half as much again.",
+        size=11,
+        quiet=True,
+    )
+    return canvas.svg()

@@ -1,0 +1,237 @@
+"""A chapter while it runs: it asks for predictions before it measures, keeps the rows, and asks the exercises.
+
+    lesson = Lesson("3")
+    guess = lesson.predict("time of a 64 MiB all-reduce on 4 ranks", unit="s", model=0.04)
+    lesson.show(guess, measured, limit=0.01)
+    lesson.exercise("ring_bytes")
+    lesson.close()
+
+The reader's guess becomes a column of the row, next to the cost model's prediction, the measurement and the limit.
+Where nobody can be asked (tests, CI, a pipe) the cost model answers and nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from tilemesh.core.errors import UsageError, unknown
+from tilemesh.guide.book import part_of
+from tilemesh.guide.exercise import Exercise
+from tilemesh.guide.progress import Guessed, ReaderProgress
+from tilemesh.guide.quantity import parse_quantity
+from tilemesh.measure.machine import stamp
+from tilemesh.measure.row import CaseValue, Row
+from tilemesh.measure.sample import Sample
+from tilemesh.measure.table import format_value, print_rows
+
+Ask = Callable[[str], str | None]
+"""Puts a question to the reader; None: there is nobody (any more) to answer."""
+
+MOST_TRIES = 3
+"""Wrong answers to an exercise before the chapter goes on."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What was predicted before anything was measured: by the reader, and by the cost model."""
+
+    question: str
+    unit: str
+    value: float
+    model: float
+    by_reader: bool
+    name: str
+    """The question in a few words, for tables."""
+
+
+def reader() -> Ask | None:
+    """How to ask whoever sits before this process; None for a process nobody can answer."""
+    in_notebook = "ipykernel" in sys.modules
+    if not in_notebook and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+
+    def ask(prompt: str) -> str | None:
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+        except NotImplementedError:  # a notebook that is run by a program has no input line
+            return None
+
+    return ask
+
+
+class Lesson:
+    """One run of one chapter."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        ask: Ask | None = None,
+        progress: ReaderProgress | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """`ask`: who answers; found from the terminal if not given. `progress`: where answers are remembered."""
+        self.part = part_of(key)
+        self.console = console or Console(highlight=False)
+        self.rows: list[Row] = []
+        self.guesses: list[tuple[Guess, float]] = []
+        self._ask = ask or reader()
+        self._progress = (progress or ReaderProgress()) if self._ask is not None else None
+
+    # Predictions ------------------------------------------------------------------------------------------------
+
+    def predict(self, question: str, *, unit: str, model: float, name: str = "") -> Guess:
+        """Ask for a prediction before it is measured. `model`: what the cost model says, not shown until `show`.
+
+        `name`: the question in a few words, for tables, where it is longer than that.
+        """
+        self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=True)
+        while self._ask is not None:
+            text = self._ask(f"  your guess, in {unit} or with a unit of your own (Enter to skip): ")
+            if text is None or not text.strip():
+                break
+            try:
+                return Guess(question, unit, parse_quantity(text, unit), model, by_reader=True, name=name or question)
+            except UsageError as error:
+                self.console.print(f"  {error}", markup=False, soft_wrap=True)
+        self.console.print("  no guess was given: the cost model answers", soft_wrap=True)
+        return Guess(question, unit, model, model, by_reader=False, name=name or question)
+
+    def show(
+        self,
+        guess: Guess,
+        measured: Sample | float,
+        *,
+        limit: float | None = None,
+        missing: Mapping[str, str] | None = None,
+        case: Mapping[str, CaseValue] | None = None,
+        peers: Mapping[str, Sample] | None = None,
+    ) -> Row:
+        """Put what was measured (or counted) beside the guess, and keep the row. A missing limit says why."""
+        sample = measured if isinstance(measured, Sample) else Sample.of([measured])
+        reasons = {"peers": "nothing else was run here"} if not peers else {}
+        row = Row(
+            name=guess.name,
+            case=case or {},
+            unit=guess.unit,
+            predicted=guess.model,
+            measured=sample,
+            limit=limit,
+            peers=peers or {},
+            missing={**reasons, **(missing or {})},
+            guess=guess.value,
+            **stamp(),
+        )
+        self.guesses.append((guess, sample.median))
+        self.add(row)
+        words = [
+            f"cost model {format_value(guess.model, guess.unit)}",
+            f"measured {format_value(sample.median, guess.unit)}",
+        ]
+        if guess.by_reader:
+            words.insert(0, f"your guess {format_value(guess.value, guess.unit)}")
+        if limit is not None:
+            words.append(f"limit {format_value(limit, guess.unit)}")
+        self.console.print("  " + " · ".join(words), markup=False, soft_wrap=True)
+        return row
+
+    def add(self, row: Row) -> None:
+        """Keep a row that was made elsewhere, for the table at the end."""
+        self.rows.append(row)
+
+    # Code and exercises -----------------------------------------------------------------------------------------
+
+    def source(self, *functions: Callable[..., Any]) -> None:
+        """Show the code of functions that ranks run from other files."""
+        for function in functions:
+            text = textwrap.dedent(inspect.getsource(function)).rstrip()
+            where = f"# {function.__module__}"
+            if self.console.is_terminal:
+                self.console.print(Syntax(f"{where}\n{text}", "python", word_wrap=True, background_color="default"))
+            else:
+                self.console.print(f"{where}\n{text}", markup=False, soft_wrap=True)
+
+    def exercise(self, key: str) -> None:
+        """Ask an exercise until it is right or given up; without a reader, show it and try its solution."""
+        known = {exercise.key: exercise for exercise in self.part.exercises()}
+        if key not in known:
+            raise unknown("exercise", key, known)
+        exercise = known[key]
+        self.console.print(f"[bold]Exercise {key}:[/]", soft_wrap=True)
+        self.console.print(exercise.question, markup=False, soft_wrap=True)
+        if exercise.is_code:
+            self.console.print(exercise.template, markup=False, soft_wrap=True)
+            line = f"tilemesh guide {self.part.key} --exercise {key} --answer FILE.py"
+            self.console.print(f"  Answer it with: {line}", markup=False, soft_wrap=True)
+            return
+        if self._ask is None:
+            return
+        for left in reversed(range(MOST_TRIES)):
+            text = self._ask(f"  your answer, {exercise.hint} (Enter to skip): ")
+            if text is None or not text.strip():
+                return
+            if self.answer(exercise, text):
+                return
+            if left:
+                self.console.print("  Try again.")
+        self.console.print("  Let it rest: read the page again and come back to it.")
+
+    def answer(self, exercise: Exercise, text: str) -> bool:
+        """Judge what a reader typed, say why it is wrong if it is, and remember the try."""
+        try:
+            why = exercise.correct(exercise.read(text))
+        except UsageError as error:
+            self.console.print(f"  {error}", markup=False, soft_wrap=True)
+            return False
+        if self._progress is not None:
+            self._progress.answered(self.part.key, exercise.key, why is None)
+        self.console.print(f"  Right. {exercise.explanation}" if why is None else f"  Not yet. {why}", markup=False)
+        return why is None
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The chapter's rows, how far off the guesses were, and a note in the reader's progress."""
+        if self.rows:
+            self.console.print("\n[bold]What was predicted and measured in this chapter[/]")
+            print_rows(self.rows, self.console)
+        made = [
+            Guessed(guess.question, guess.unit, guess.value, measured)
+            for guess, measured in self.guesses
+            if guess.by_reader
+        ]
+        for line in how_far_off(self.guesses):
+            self.console.print(line, markup=False, soft_wrap=True)
+        if self._progress is not None:
+            self._progress.finish(self.part.key, made)
+
+
+def how_far_off(guesses: list[tuple[Guess, float]]) -> list[str]:
+    """Sentences on the reader's guesses: each one's factor, and the typical one beside the cost model's."""
+    mine = [
+        (guess, Guessed(guess.question, guess.unit, guess.value, real)) for guess, real in guesses if guess.by_reader
+    ]
+    if not mine:
+        return []
+    lines = [f"  {one.question}: off by a factor of {one.factor:.3g}" for _, one in mine]
+    models = [Guessed(guess.question, guess.unit, guess.model, one.measured).factor for guess, one in mine]
+    typical, model = typical_factor([one.factor for _, one in mine]), typical_factor(models)
+    return [*lines, f"  Typically a factor of {typical:.3g}; the cost model's is {model:.3g}."]
+
+
+def typical_factor(factors: list[float]) -> float:
+    """The geometric mean, which weighs twice too much and twice too little alike."""
+    if any(math.isinf(factor) for factor in factors):
+        return math.inf
+    return math.exp(sum(math.log(factor) for factor in factors) / len(factors))

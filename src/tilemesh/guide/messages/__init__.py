@@ -1,0 +1,1 @@
+"""Chapter 2: send and receive, deadlock, waiting, the wrong device."""

@@ -1,0 +1,173 @@
+"""Chapter 2: messages. Run it with `tilemesh guide 2`, as a script, or open it as a notebook."""
+
+# %% [markdown]
+# # Chapter 2: messages
+#
+# Ranks share nothing, so they send. A **message** has two ends: one rank calls `send`, the other calls `recv`, and
+# only when both have been called does anything move. Both ends name the other rank.
+
+# %%
+import numpy as np
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.errors import RunError
+from tilemesh.core.hardware import LINKS
+from tilemesh.core.units import format_seconds
+from tilemesh.guide.lesson import Lesson
+from tilemesh.guide.messages import work
+from tilemesh.launch import Ranks
+
+lesson = Lesson("2")
+predict = lesson.predict
+lesson.source(work.greet)
+print(run_threads(2, work.greet))
+assert run_threads(2, work.greet) == [42, 42]
+
+# %% [markdown]
+# `recv` fills an array that exists already: the receiver says how much it expects. If the sizes differ, that is a
+# mistake in the program, and it is said on both sides rather than filled up with zeros:
+
+
+# %%
+def wrong_size(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(np.zeros(4), to=1)
+    else:
+        comm.recv(np.zeros(3), source=0)
+
+
+try:
+    run_threads(2, wrong_size)
+    raise AssertionError("a message of the wrong size was delivered")
+except RunError as error:
+    print(error)
+
+# %% [markdown]
+# ## A token round the ring
+#
+# Now a chain: each rank waits for the one before it, adds 1, and passes the token on. With n ranks, how many messages
+# are sent in all, until the token is back at rank 0?
+
+# %%
+lesson.source(work.pass_token)
+ring = 6
+guess = predict(
+    f"messages until the token has gone round {ring} ranks", name="token round the ring", unit="messages", model=ring
+)
+
+
+def token_and_count(comm: Communicator) -> tuple[int, int]:
+    seen = work.pass_token(comm)
+    return seen, comm.sent.messages  # the communicator counts what this rank has sent
+
+
+results = run_threads(ring, token_and_count)
+sent = sum(messages for _, messages in results)
+lesson.show(guess, float(sent), missing={"limit": "a count has no limit"})
+assert sent == ring
+assert [seen for seen, _ in results] == [6, 2, 3, 4, 5, 6]
+
+# %% [markdown]
+# ## Deadlock
+#
+# `send` may wait until the other side receives. Two ranks that both send first wait for each other for ever. Nothing
+# crashes and nothing is printed: the program just stands still. It is the most common bug of distributed programs.
+# Here a **watchdog** notices it, says who waits for whom, and ends the program:
+
+# %%
+lesson.source(work.everybody_sends_first)
+try:
+    run_threads(2, work.everybody_sends_first, timeout_s=0.5)
+    raise AssertionError("the deadlock was not noticed")
+except RunError as error:
+    said = str(error)
+print(said)
+assert "rank 0 has waited" in said or "rank 1 has waited" in said
+assert "is in send to rank" in said
+
+# %% [markdown]
+# Two ways out. *In turns*: one rank receives first; right, but only one direction works at a time. *Both at once*:
+# `irecv` and `isend` only **begin** and return a handle; the rank waits after both have begun, so no order can be
+# wrong.
+
+# %%
+lesson.source(work.in_turns, work.both_at_once)
+assert run_threads(2, work.in_turns) == [1, 0]
+assert run_threads(2, work.both_at_once) == [1, 0]
+
+# %% [markdown]
+# ## Waiting
+#
+# Between `irecv` and `wait()` the array holds whatever it held before. Reading it then is a mistake that raises
+# nothing; the numbers are just wrong.
+
+# %%
+lesson.source(work.read_too_early)
+early, late = run_threads(2, work.read_too_early)[1]
+print(f"read before wait(): {early}; after wait(): {late}")
+assert (early, late) == (-1, 42)
+
+# %% [markdown]
+# A *blocking* call such as `comm.send(...)`, `comm.recv(...)` or `comm.all_reduce(...)` has waited when it returns:
+# no barrier is needed after it.
+#
+# ## The wrong device
+#
+# A tensor lies on a **device**: in the host's memory (`cpu`) or in a GPU's (`cuda`). Libraries send from one kind of
+# memory only: NCCL, NVIDIA's, takes tensors on GPUs and fails for others; MPI built without GPU support reads host
+# memory only and crashes on a GPU's address. tilemesh looks first. A tensor without any memory stands in for a wrong
+# device here; `cuda` is refused in the same way where there is no GPU:
+
+# %%
+answer = run_threads(2, lambda comm: work.on_a_device(comm, "meta"))[0]
+print(answer)
+assert answer.startswith("refused: input is a tensor on meta")
+assert run_threads(2, lambda comm: work.on_a_device(comm, "cpu")) == ["sum is [2.0]"] * 2
+
+# %% [markdown]
+# ## How long does a message take?
+#
+# Now on two real processes of this machine. A message of n bytes takes about **α + n·β**: a fixed time α to get it
+# going (the *latency*), and β for every byte (1/β is the *bandwidth*). The cost model takes α = 1 µs, a typical
+# figure for processes that share memory and each have a core to themselves. For β it times a copy inside this
+# process: a message is copied twice, by the sender into memory that both processes share, and by the receiver out of
+# it.
+
+# %%
+lesson.source(work.ping_pong)
+small, large = 8, 16 << 20
+copy_s = work.copy_seconds(large)
+print(f"one copy of 16 MiB inside this process: {format_seconds(copy_s)}")
+alpha_s = LINKS["memory"].latency_s
+small_guess = predict(
+    "time of an 8-byte message between two processes of this machine", name="message of 8 B", unit="s", model=alpha_s
+)
+large_guess = predict(
+    "time of a 16 MiB message between them", name="message of 16 MiB", unit="s", model=alpha_s + 2 * copy_s
+)
+with Ranks(2) as ranks:
+    small_s, middle_s, large_s = ranks.call(work.ping_pong, [small, 64 << 10, large])[0]
+lesson.show(small_guess, small_s, missing={"limit": "no datasheet says how fast two processes notice each other"})
+lesson.show(large_guess, large_s, limit=copy_s)
+print(
+    f"bandwidth of the large one: {large / large_s / 1e9:.2f} GB/s; of the small one: {small / small_s / 1e9:.4f} GB/s"
+)
+
+# %% [markdown]
+# If α came out far above a microsecond, other programs are using your cores: a process must first be given a core
+# before it can notice a message.
+#
+# The small message carries two million times fewer bytes and takes perhaps a thousand times less time: it is all α.
+# So ten small messages cost ten times α, and one with all their bytes costs one. That is why training systems collect
+# gradients into *buckets* before they send them.
+#
+# ## Exercises
+
+# %%
+lesson.exercise("token")
+lesson.exercise("waits")
+lesson.exercise("buffer")
+lesson.exercise("swap")
+
+# %%
+lesson.close()

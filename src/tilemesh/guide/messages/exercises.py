@@ -1,0 +1,167 @@
+"""Exercises of chapter 2, with the wrong answers that have a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.errors import RunError
+from tilemesh.guide.exercise import choice, code, numeric
+
+PATIENCE_S = 0.4  # how long a rank may wait before it counts as a deadlock
+
+TOKEN = numeric(
+    "token",
+    "A token goes once round a ring of 6 ranks, one send and one receive at a time, and comes back to rank 0. A "
+    "message "
+    "takes 10 microseconds. How many microseconds does it take in all?",
+    60,
+    wrong={
+        10: "10 would be right if all 6 messages travelled at the same time. Each rank waits for the token before it "
+        "can "
+        "pass it on, so the messages follow one another.",
+        50: "5 messages bring the token from rank 0 to rank 5. It must also come back: from 5 to 0.",
+        120: "12 counts each message twice, as a send and as a receive. The two are the ends of one message.",
+        70: "7 counts one message too many: 6 ranks in a ring have 6 links between them.",
+    },
+    otherwise="Draw 6 ranks in a ring and count the arrows that the token follows until it is back.",
+    explanation="6 messages, one after the other: nothing here is parallel. Chapter 3's ring keeps every rank busy.",
+)
+
+BUFFER = choice(
+    "buffer",
+    "After `handle = comm.isend(x, to=1)` the program goes on. What may it do with `x` before `handle.wait()`?",
+    {
+        "Read it, but not write to it.": None,
+        "Read it and write to it: isend has copied it.": "A library *may* copy a small message aside, and then a "
+        "program "
+        "that writes seems to work. With larger messages the bytes are read later, and the other rank gets a mixture.",
+        "Neither read nor write: it has been given away.": "Reading is safe: sending only reads the array, so its "
+        "content "
+        "stays as it is. What must not change until wait() is what will be sent.",
+        "Anything, as soon as the other rank has called recv.": "This rank cannot know when the other has called "
+        "recv, and "
+        "the bytes may still be on their way then. wait() is how one knows.",
+    },
+    explanation="For irecv it is stricter: the array must be neither read nor written before wait() has returned.",
+)
+
+WAITS = choice(
+    "waits",
+    "Three ranks in a ring all call send to the next rank first, then recv from the one before. What happens?",
+    {
+        "All three wait for ever: a circle.": None,
+        "It works, because three is odd.": "The number of ranks does not matter: each waits for its neighbour's "
+        "receive, "
+        "all round. With an odd number even taking turns by even and odd ranks needs care at the seam.",
+        "Rank 0 goes first, then the others follow.": "Rank 0 has no right of way: its send needs rank 1's receive, "
+        "which "
+        "comes only after rank 1's send.",
+        "It works with all message sizes, because MPI keeps copies.": "Small messages often pass, because they are "
+        "copied "
+        "aside; beyond some size (a few KiB) they are not, and the program hangs on the day its arrays grow.",
+    },
+    explanation="Begin with the receives (irecv), then send, then wait: that is how every algorithm in this project "
+    "avoids it.",
+)
+
+
+def swap(comm: Communicator, mine: Any, other: int) -> Any:
+    """The solution: both directions at once."""
+    theirs = np.empty_like(mine)
+    handles = [comm.irecv(theirs, source=other), comm.isend(mine, to=other)]
+    for handle in handles:
+        handle.wait()
+    return theirs
+
+
+def send_first(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: a deadlock."""
+    theirs = np.empty_like(mine)
+    comm.send(mine, to=other)
+    comm.recv(theirs, source=other)
+    return theirs
+
+
+def no_wait(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: returns before the message is there."""
+    theirs = np.full_like(mine, -1)
+    comm.irecv(theirs, source=other)
+    seen = theirs.copy()
+    comm.isend(mine, to=other)
+    return seen
+
+
+def own_box(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: puts what came into the array that was sent."""
+    mine[...] = swap(comm, mine, other)
+    return mine
+
+
+def nothing_sent(comm: Communicator, mine: Any, other: int) -> Any:
+    """Wrong: one direction only."""
+    if comm.rank < other:
+        comm.send(mine, to=other)
+        return mine
+    theirs = np.empty_like(mine)
+    comm.recv(theirs, source=other)
+    return theirs
+
+
+def why_not_swap(function: Callable[[Communicator, Any, int], Any]) -> str | None:
+    """What is wrong with a swap, found by swapping on two threads and on four."""
+    for ranks in (2, 4):
+        try:
+            results = run_threads(ranks, lambda comm: _try(comm, function), timeout_s=PATIENCE_S)
+        except RunError as error:
+            return f"Both ranks waited and nothing moved: {error}. Begin the receive before you wait for the send."
+        for rank, (before, after, given) in enumerate(results):
+            other = rank ^ 1
+            if not np.array_equal(before, after):
+                return (
+                    f"Rank {rank}'s own array was overwritten: it was received into the array that is sent. Receive "
+                    "into a "
+                    "new one, `np.empty_like(mine)`."
+                )
+            if given is None or np.shape(given) != before.shape:
+                return f"Rank {rank} got {given!r}: return the array that came from rank {other}."
+            if np.array_equal(given, before):
+                return f"Rank {rank} got its own array back: both directions are needed, each rank sends and receives."
+            if not np.array_equal(given, np.full(3, other)):
+                return (
+                    f"Rank {rank} got {given.tolist()} where rank {other} had sent {[other] * 3}: it was read before "
+                    "it "
+                    "had "
+                    "come. Wait for the receive before you return."
+                )
+    return None
+
+
+def _try(comm: Communicator, function: Callable[[Communicator, Any, int], Any]) -> tuple[Any, Any, Any]:
+    mine = np.full(3, comm.rank)
+    before = mine.copy()
+    given = function(comm, mine, comm.rank ^ 1)
+    result = None if given is None else np.array(given)
+    return before, mine.copy(), result
+
+
+SWAP = code(
+    "swap",
+    "Write a function with which two ranks swap arrays: each calls it with the other's number and gets the other's "
+    "array. "
+    "Neither may change `mine`.",
+    '''import numpy as np
+
+def swap(comm, mine, other):
+    """Send `mine` to rank `other` and return the array that rank `other` sends here."""
+    ...''',
+    solution=swap,
+    planted=(send_first, no_wait, own_box, nothing_sent),
+    correct=why_not_swap,
+    explanation="This pair, irecv and isend and then two waits, is a *sendrecv*: the step of which rings are made.",
+)
+
+EXERCISES = (TOKEN, WAITS, BUFFER, SWAP)

@@ -1,0 +1,70 @@
+"""Drawings of chapter 2."""
+
+from __future__ import annotations
+
+from tilemesh.core.hardware import LINKS
+from tilemesh.core.units import format_bytes, format_seconds
+from tilemesh.guide.svg import Canvas
+from tilemesh.report.draw import Drawing, Line, PageTable, Plot, PlotAxis
+from tilemesh.report.picture import svg
+
+NAMES = {
+    "memory": "shared memory of a host",
+    "nvlink4": "NVLink of an H100",
+    "ndr": "InfiniBand NDR",
+    "ethernet10": "10 Gbit/s Ethernet",
+}
+
+
+def figures() -> dict[str, str]:
+    return {"deadlock.svg": deadlock(), "message_time.svg": message_time()}
+
+
+def deadlock() -> str:
+    """Two ranks over time: both send first; in turns; both at once."""
+    canvas = Canvas(860, 300, "Two ranks swap arrays: three programs, time runs downwards")
+    programs = (
+        ("deadlock", (("send →", "← send"), ("recv\nnever reached", "recv\nnever reached")), 1),
+        ("in turns", (("send →", "recv"), ("recv", "← send")), 2),
+        ("both at once", (("irecv, isend", "irecv, isend"), ("wait, wait", "wait, wait")), 0),
+    )
+    for place, (name, rows, colour) in enumerate(programs):
+        x = 20 + place * 285
+        canvas.text(x + 125, 54, name, bold=True, align="mid")
+        for rank in range(2):
+            canvas.text(x + 60 + rank * 130, 76, f"rank {rank}", align="mid", quiet=True)
+        for number, row in enumerate(rows):
+            y = 88 + number * 62
+            for rank, words in enumerate(row):
+                canvas.box(x + rank * 130, y, 120, 34, words, colour=colour, pale=name == "deadlock" and number == 1)
+        if name == "deadlock":
+            canvas.arrow(x + 60, 122, x + 186, 148, colour=1, dashed=True)
+            canvas.arrow(x + 190, 122, x + 64, 148, colour=1, dashed=True)
+            canvas.text(x + 125, 232, "each send waits for the other's recv:", align="mid", quiet=True)
+            canvas.text(x + 125, 250, "a circle, for ever", align="mid", quiet=True)
+        elif name == "in turns":
+            canvas.arrow(x + 120, 105, x + 130, 105, colour=2)
+            canvas.arrow(x + 130, 167, x + 120, 167, colour=2)
+            canvas.text(x + 125, 232, "two messages, one after the other", align="mid", quiet=True)
+        else:
+            canvas.arrow(x + 62, 122, x + 188, 148, colour=0)
+            canvas.arrow(x + 188, 122, x + 62, 148, colour=0)
+            canvas.text(x + 125, 232, "two messages at the same time", align="mid", quiet=True)
+    return canvas.svg()
+
+
+def message_time() -> str:
+    """Seconds of a message over its size, for links of the hardware table: flat, then proportional."""
+    sizes = [float(2**power) for power in range(31)]
+    lines, rows = [], []
+    for colour, (key, name) in enumerate(NAMES.items()):
+        link = LINKS[key]
+        points = [(size, link.latency_s + size / link.bytes_per_s) for size in sizes]
+        lines.append(Line(name, points, colour))
+        half = link.latency_s * link.bytes_per_s
+        rows.append([name, format_seconds(link.latency_s), f"{link.bytes_per_s / 1e9:g} GB/s", format_bytes(half)])
+    x = PlotAxis(1, 2.0**30, "bytes of a message", lambda value: format_bytes(value), log=True, binary=True)
+    top = max(value for line in lines for _, value in line.points if value is not None)
+    y = PlotAxis(5e-7, top * 1.2, "seconds", format_seconds, log=True)
+    table = PageTable(["link", "α", "1/β", "size at which both are equal"], rows)
+    return svg([Drawing("Time of one message: α + n·β", "", Plot(x, y, lines), table)])

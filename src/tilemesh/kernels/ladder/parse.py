@@ -1,0 +1,421 @@
+"""Reads the part of CUDA C++ that the ladder's kernels are written in, and makes a tree of it.
+
+The language: functions, `for`, `if`, declarations of numbers and arrays (`__shared__` too), assignments, subscripts,
+calls, and `reinterpret_cast<T*>(...)`. Whatever else C++ has is refused with the line in which it stands.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tilemesh.core.errors import UsageError
+
+TYPES = ("int", "unsigned", "float", "bool", "float4", "uint4", "half_bits", "void")
+QUALIFIERS = ("const", "constexpr", "__restrict__", "static", "__forceinline__")
+_TOKEN = re.compile(
+    r"(?P<skip>\s+|//[^\n]*|/\*.*?\*/|\#pragma[^\n]*)"
+    r"|(?P<float>\d+\.\d*(?:e-?\d+)?f?|\d+e-?\d+f?)|(?P<int>0x[0-9a-fA-F]+u?|\d+u?)|(?P<name>[A-Za-z_]\w*)|(?P<text>\"[^\"]*\")"
+    r"|(?P<sign>\+\+|--|<<=|>>=|[-+*/%&|^]=|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>=!?:;,.(){}\[\]~])",
+    re.DOTALL,
+)
+# Each line binds more tightly than the one before.
+BINARY = (
+    *(("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!=")),
+    *(("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%")),
+)
+ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Identifier:
+    """A variable, or one of CUDA's own: `threadIdx.x` is one identifier."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Component:
+    """`value.x` of a float4."""
+
+    value: "Expression"
+    index: int
+
+
+@dataclass(frozen=True)
+class Subscript:
+    base: "Expression"
+    index: "Expression"
+
+
+@dataclass(frozen=True)
+class Application:
+    function: str
+    arguments: tuple["Expression", ...]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    sign: str  # "-", "!", "~" or "&"
+    value: "Expression"
+
+
+@dataclass(frozen=True)
+class Infix:
+    sign: str
+    left: "Expression"
+    right: "Expression"
+
+
+@dataclass(frozen=True)
+class Ternary:
+    condition: "Expression"
+    yes: "Expression"
+    no: "Expression"
+
+
+@dataclass(frozen=True)
+class Reinterpreted:
+    """`reinterpret_cast<type*>(pointer)`."""
+
+    type: str
+    pointer: "Expression"
+
+
+Expression: TypeAlias = (
+    Number | Identifier | Component | Subscript | Application | Prefix | Infix | Ternary | Reinterpreted
+)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    type: str
+    name: str
+    lengths: tuple[Expression, ...]
+    value: Expression | None
+    zeroed: bool  # `= {}`: every element is zero
+    shared: bool
+    dynamic: bool  # `extern __shared__`: the launch says how long it is
+    line: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    target: Expression
+    sign: str
+    value: Expression
+    line: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    value: Expression
+    line: int
+
+
+@dataclass(frozen=True)
+class ForLoop:
+    first: "Statement"
+    condition: Expression
+    step: "Statement"
+    body: "Sequence"
+    line: int
+
+
+@dataclass(frozen=True)
+class Branch:
+    condition: Expression
+    yes: "Sequence"
+    no: "Sequence"
+    line: int
+
+
+@dataclass(frozen=True)
+class Return:
+    value: Expression | None
+    line: int
+
+
+Statement: TypeAlias = Declaration | Assignment | Evaluation | ForLoop | Branch | Return
+Sequence: TypeAlias = tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    type: str
+    name: str
+    pointer: bool
+
+
+@dataclass(frozen=True)
+class CudaFunction:
+    name: str
+    type: str
+    parameters: tuple[Parameter, ...]
+    body: Sequence
+
+
+@dataclass(frozen=True)
+class CudaText:
+    constants: tuple[Declaration, ...]
+    functions: dict[str, CudaFunction]
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    line: int
+
+
+def parse(text: str) -> CudaText:
+    """The tree of a kernel's text. Raises UsageError with the line where it leaves the language."""
+    return _CudaParser(_tokens(text)).module()
+
+
+def _tokens(text: str) -> list[_Token]:
+    found, at, line = [], 0, 1
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise UsageError(
+                f"CUDA text, line {line}: {text[at : at + 12]!r} is not in the language of the ladder's interpreter"
+            )
+        kind = str(match.lastgroup)
+        if kind != "skip":
+            found.append(_Token(kind, match.group(), line))
+        line += match.group().count("\n")
+        at = match.end()
+    return [*found, _Token("end", "the end of the text", line)]
+
+
+class _CudaParser:
+    def __init__(self, tokens: list[_Token]) -> None:
+        self.tokens, self.at = tokens, 0
+
+    # Tokens
+
+    @property
+    def next(self) -> _Token:
+        return self.tokens[self.at]
+
+    def sees(self, *texts: str) -> bool:
+        return self.next.text in texts and self.next.kind != "text"
+
+    def take(self, *texts: str) -> _Token:
+        token = self.next
+        if texts and not self.sees(*texts):
+            raise UsageError(f"CUDA text, line {token.line}: expected {' or '.join(texts)}, found {token.text}")
+        self.at += 1
+        return token
+
+    def took(self, *texts: str) -> bool:
+        if self.sees(*texts):
+            self.at += 1
+            return True
+        return False
+
+    def name(self) -> str:
+        if self.next.kind != "name":
+            raise UsageError(f"CUDA text, line {self.next.line}: expected a name, found {self.next.text}")
+        return self.take().text
+
+    def type(self) -> str:
+        while self.took(*QUALIFIERS):
+            pass
+        found = self.take(*TYPES).text
+        while self.took(*QUALIFIERS):
+            pass
+        return found
+
+    # The text, functions, statements
+
+    def module(self) -> CudaText:
+        constants: list[Declaration] = []
+        functions: dict[str, CudaFunction] = {}
+        while self.next.kind != "end":
+            if self.sees("constexpr"):
+                constants.extend(self.declarations())
+            else:
+                function = self.function()
+                functions[function.name] = function
+        return CudaText(tuple(constants), functions)
+
+    def function(self) -> CudaFunction:
+        while self.sees("extern", "__global__", "__device__") or self.next.kind == "text":
+            self.take()
+        kind = self.type()
+        if self.took("__launch_bounds__"):
+            self.take("(")
+            while not self.took(")"):
+                self.take()
+        name = self.name()
+        parameters = []
+        self.take("(")
+        while not self.took(")"):
+            parameter_type = self.type()
+            pointer = self.took("*")
+            while self.took(*QUALIFIERS):
+                pass
+            parameters.append(Parameter(parameter_type, self.name(), pointer))
+            self.took(",")
+        return CudaFunction(name, kind, tuple(parameters), self.block())
+
+    def block(self) -> Sequence:
+        """Statements in braces, or one without."""
+        if not self.took("{"):
+            return self.statement()
+        body: list[Statement] = []
+        while not self.took("}"):
+            body.extend(self.statement())
+        return tuple(body)
+
+    def statement(self) -> Sequence:
+        line = self.next.line
+        if self.sees("{"):
+            return (Branch(Number(1), self.block(), (), line),)  # for its scope
+        if self.took("for"):
+            self.take("(")
+            first = self.declarations() if self.declares() else (self.simple(),)
+            if len(first) == 1 and isinstance(first[0], Assignment):
+                self.take(";")
+            condition = self.expression()
+            self.take(";")
+            step = self.simple()
+            self.take(")")
+            if len(first) != 1:
+                raise UsageError(f"CUDA text, line {line}: one variable in a `for`")
+            return (ForLoop(first[0], condition, step, self.block(), line),)
+        if self.took("if"):
+            self.take("(")
+            condition = self.expression()
+            self.take(")")
+            yes = self.block()
+            return (Branch(condition, yes, self.block() if self.took("else") else (), line),)
+        if self.took("return"):
+            value = None if self.sees(";") else self.expression()
+            self.take(";")
+            return (Return(value, line),)
+        if self.declares():
+            return self.declarations()
+        found = self.simple()
+        self.take(";")
+        return (found,)
+
+    def declares(self) -> bool:
+        return self.sees(*TYPES, *QUALIFIERS, "__shared__", "extern")
+
+    def declarations(self) -> tuple[Declaration, ...]:
+        line = self.next.line
+        dynamic = self.took("extern")
+        shared = self.took("__shared__")
+        if self.took("__align__"):
+            self.take("(")
+            self.take()
+            self.take(")")
+        kind = self.type()
+        found = []
+        while True:
+            name, lengths = self.name(), []
+            while self.took("["):
+                lengths.append(Number(0) if self.sees("]") else self.expression())
+                self.take("]")
+            value, zeroed = None, False
+            if self.took("="):
+                if self.took("{"):
+                    self.take("}")
+                    zeroed = True
+                else:
+                    value = self.expression()
+            found.append(Declaration(kind, name, tuple(lengths), value, zeroed, shared, dynamic, line))
+            if not self.took(","):
+                break
+        self.take(";")
+        return tuple(found)
+
+    def simple(self) -> Statement:
+        """An assignment, `++x`, or a call."""
+        line = self.next.line
+        if self.took("++"):
+            return Assignment(self.unary(), "+=", Number(1), line)
+        value = self.expression()
+        if self.took("++"):
+            return Assignment(value, "+=", Number(1), line)
+        if self.sees(*ASSIGNMENTS):
+            sign = self.take().text
+            return Assignment(value, sign, self.expression(), line)
+        return Evaluation(value, line)
+
+    # Expressions
+
+    def expression(self) -> Expression:
+        condition = self.binary(0)
+        if not self.took("?"):
+            return condition
+        yes = self.expression()
+        self.take(":")
+        return Ternary(condition, yes, self.expression())
+
+    def binary(self, level: int) -> Expression:
+        if level == len(BINARY):
+            return self.unary()
+        left = self.binary(level + 1)
+        while self.sees(*BINARY[level]):
+            sign = self.take().text
+            left = Infix(sign, left, self.binary(level + 1))
+        return left
+
+    def unary(self) -> Expression:
+        if self.sees("-", "!", "~", "&"):
+            return Prefix(self.take().text, self.unary())
+        return self.postfix()
+
+    def postfix(self) -> Expression:
+        value = self.primary()
+        while True:
+            if self.took("["):
+                value = Subscript(value, self.expression())
+                self.take("]")
+            elif self.took("."):
+                member = self.name()
+                if isinstance(value, Identifier) and value.name in ("threadIdx", "blockIdx", "blockDim", "gridDim"):
+                    value = Identifier(f"{value.name}.{member}")
+                elif member in "xyzw":
+                    value = Component(value, "xyzw".index(member))
+                else:
+                    raise UsageError(f"CUDA text, line {self.next.line}: member {member} is not x, y, z or w")
+            else:
+                return value
+
+    def primary(self) -> Expression:
+        token = self.take()
+        if token.kind == "int":
+            return Number(int(token.text.rstrip("u"), 0))
+        if token.kind == "float":
+            return Number(float(token.text.rstrip("f")))
+        if token.text == "(":
+            value = self.expression()
+            self.take(")")
+            return value
+        if token.text == "reinterpret_cast":
+            self.take("<")
+            kind = self.type()
+            self.take("*")
+            self.take(">")
+            self.take("(")
+            pointer = self.expression()
+            self.take(")")
+            return Reinterpreted(kind, pointer)
+        if token.kind != "name":
+            raise UsageError(f"CUDA text, line {token.line}: expected a value, found {token.text}")
+        if not self.took("("):
+            return Identifier(token.text)
+        arguments = []
+        while not self.took(")"):
+            arguments.append(self.expression())
+            self.took(",")
+        return Application(token.text, tuple(arguments))

@@ -1,0 +1,136 @@
+"""Local updates: replicas step by themselves and average their weights every few steps.
+
+The one idea: between two averages a replica is a run of its own; every `period` steps the mean of all weights is taken,
+and an outer step moves the last common weights towards it. With an outer rate of 1 and no momentum the mean itself is
+taken: local SGD. `start`: so many steps are synchronous first (post-local SGD, Lin et al. 2020). An outer rate of 0.7
+with Nesterov momentum 0.9 is DiLoCo (Douillard et al. 2023). With period 1 and plain SGD it is data parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilemesh.core.errors import UsageError
+from tilemesh.parallel.buckets import BUCKET_BYTES, Bucket, Bucketed
+from tilemesh.parallel.gradients import GradientStep, Parts
+
+OUTER = "outer_momentum"
+
+
+@dataclass(frozen=True)
+class LocalPeriod:
+    """When replicas meet, and how the common weights move. `last`: the run's last step, at which they always meet."""
+
+    period: int
+    start: int = 0
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or self.start < 0:
+            raise UsageError(f"period {self.period} and start {self.start}: expected at least 1 and at least 0")
+
+    def is_alone(self, step: int) -> bool:
+        """Whether replicas do not exchange gradients at this step, counted from 1."""
+        return step > self.start
+
+    def meets(self, step: int) -> bool:
+        """Whether all replicas have the same weights after this step."""
+        return step <= self.start or (step - self.start) % self.period == 0 or step == self.last
+
+
+class LocalUpdates(Bucketed):
+    """Gradients of a replica's own, and weights that are averaged. `step`: how many were made before."""
+
+    def __init__(self, parts: Parts, when: LocalPeriod, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(parts, bucket_bytes)
+        if any(held.shard.cuts for held in parts.held.values()) or "pp" in dict(parts.mesh.shape):
+            raise UsageError("local updates of a model that is cut over ranks: expected replicas alone (dp)")
+        self.when, self.step = when, 0
+        self._everyone, self._replica = self.counted_over, parts.mesh.tp.comm
+        self._is_due = False
+        self.anchor = {name: held.tensor.detach().clone() for name, held in self.held.items()}
+        self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
+        self.rounds = 0
+        self.spread = 0.0
+        """How far this replica had gone from the mean at the last meeting, as a part of the weights' norm."""
+
+    def exchange(self, bucket: Bucket) -> Any:
+        return None if self.when.is_alone(self.step + 1) else super().exchange(bucket)
+
+    def kept(self, bucket: Bucket) -> tuple[Tensor, int]:
+        alone = self.when.is_alone(self.step + 1)
+        return bucket.flat, bucket.copies // (self.mesh.dp.size if alone else 1)
+
+    def finish(self, max_norm: float | None = None, *, divide: bool = True) -> GradientStep:
+        alone = self.when.is_alone(self.step + 1)
+        self.counted_over = self._replica if alone else self._everyone
+        done = super().finish(max_norm, divide=divide)
+        self.step += 1
+        self._is_due = self.when.meets(self.step)
+        return done
+
+    def meets(self, step: int) -> bool:
+        return self.when.meets(step)
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """After the optimizer's step: average where it is time. After a checkpoint was read: take its weights."""
+        if self._is_due and self.when.is_alone(self.step):
+            self._average()
+        if self._is_due or not self.step:
+            for name, held in self.held.items():
+                self.anchor[name].copy_(held.tensor)
+        self._is_due = False
+
+    def _average(self) -> None:
+        """In the buckets' memory, which holds gradients that nobody needs any more."""
+        self.rounds += 1
+        apart = size = 0.0
+        names = {id(mine.tensor): name for name, mine in self.held.items()}
+        plain = self.when.outer_rate == 1 and not self.when.outer_momentum
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                view.copy_(parameter)
+            self.sum_over(bucket.batch_summed, bucket.flat)
+            bucket.flat.div_(self.mesh.dp.size)
+            for parameter, mean in zip(bucket.parameters, bucket.views, strict=True):
+                apart += float((parameter - mean).square().sum())
+                size += float(mean.square().sum())
+                if plain:
+                    parameter.copy_(mean)
+                    continue
+                anchor, momentum = self.anchor[names[id(parameter)]], self.momentum[names[id(parameter)]]
+                change = anchor - mean
+                momentum.mul_(self.when.outer_momentum).add_(change)
+                step = change.add_(momentum, alpha=self.when.outer_momentum)  # Nesterov's look ahead
+                parameter.copy_(anchor.sub_(step, alpha=self.when.outer_rate))
+        self.spread = math.sqrt(apart / size) if size else 0.0
+
+    def go_on(self, step: int) -> None:
+        """A run that is resumed after so many steps, at which all replicas had the same weights."""
+        self.step = step
+        for name, held in self.held.items():
+            self.anchor[name].copy_(held.tensor)
+
+    def figures(self) -> dict[str, Any]:
+        return {"period": self.when.period, "rounds": self.rounds, "steps": self.step, "spread": self.spread}
+
+    def agree(self, states: Sequence[Tensor]) -> None:
+        """Before a checkpoint, which has room for one replica's optimizer: all take the mean of their states."""
+        for state in states:
+            if state.dim():
+                self.mesh.dp.comm.all_reduce(state, out=state, algorithm=self.algorithm)
+                state /= self.mesh.dp.size
+
+    def remembered(self) -> Iterator[tuple[str, str, Tensor]]:
+        if self.when.outer_momentum:
+            for name, value in self.momentum.items():
+                yield OUTER, name, value

@@ -1,0 +1,200 @@
+"""Training by parameter servers: what each rank of such a run is, and the optimizer that a worker takes for its own.
+
+The one idea: to the loop, a worker is a run on one rank whose optimizer happens to be elsewhere. A step pushes the
+gradient and pulls weights; what a checkpoint keeps is fetched from the servers, what it held is sent to them. So worker
+0 runs the ordinary loop, with its journal, evaluations, checkpoints and signals; the other workers only step.
+
+A killed rank ends the job, and a restart goes on from the newest checkpoint: under BSP as if nothing had happened.
+Under SSP and ASP every worker goes on at worker 0's step, so of each other worker at most the steps that it was behind
+are lost, and those that it was ahead are done twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tilemesh.comm.runtime.communicator import Communicator
+from tilemesh.core.errors import UsageError
+from tilemesh.core.shard import Shard
+from tilemesh.methods.rules import bound_of
+from tilemesh.methods.server import ParameterServer, ServerLink
+from tilemesh.parallel.mesh import Axis
+from tilemesh.parallel.shard import Held
+from tilemesh.runs.manifest import WEIGHT
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.optimizer import Optimizer
+from tilemesh.train.schedule import rate
+from tilemesh.train.source import Microbatch, TextSource
+
+
+def as_worker(config: TrainConfig) -> TrainConfig:
+    """What a worker lays: a replica of the whole model, alone, on the CPU."""
+    plan = dataclasses.replace(config.plan, dp=1)
+    return dataclasses.replace(config, plan=plan, train=dataclasses.replace(config.train, device="cpu"))
+
+
+def server_cuts(sizes: Sequence[int], servers: int) -> list[range]:
+    """Which parameters each server holds: neighbours, together about as large as those of the others."""
+    if servers > len(sizes):
+        raise UsageError(f"method.servers is {servers} and the model has {len(sizes)} parameters: set at most as many")
+    total, cuts, at, done = sum(sizes), [], 0, 0
+    for server in range(servers):
+        end = at + 1
+        done += sizes[at]
+        left = servers - server - 1
+        while end < len(sizes) - left and (not left or done + sizes[end] / 2 <= total * (server + 1) / servers):
+            done += sizes[end]
+            end += 1
+        cuts.append(range(at, end))
+        at = end
+    return cuts
+
+
+class FlatWeights:
+    """Parameters as views of one vector, in the order of their names, and what an optimizer remembers as others."""
+
+    def __init__(self, held: Mapping[str, Held], servers: int) -> None:
+        self.held = dict(held)
+        tensors = [mine.tensor for mine in held.values()]
+        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self.sizes = [tensor.numel() for tensor in tensors]
+        for tensor, piece in zip(tensors, self.split(self.flat), strict=True):
+            tensor.data = piece
+        ends = [sum(self.sizes[:count]) for count in range(len(self.sizes) + 1)]
+        self.parts = server_cuts(self.sizes, servers)
+        self.cuts = [slice(ends[part.start], ends[part.stop]) for part in self.parts]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        pieces = flat.split_with_sizes(self.sizes)
+        return [piece.view(mine.tensor.shape) for piece, mine in zip(pieces, self.held.values(), strict=True)]
+
+
+def flat_states(optimizer: Optimizer, kinds: Mapping[str, Sequence[str]]) -> list[Tensor]:
+    """What an optimizer remembers, one vector for each kind; zeros where a parameter has fewer kinds than others."""
+    found = []
+    for number in range(max((len(names) for names in kinds.values()), default=0) if optimizer.steps else 0):
+        pieces = [
+            optimizer._state(name)[kinds[name][number]] if number < len(kinds[name]) else torch.zeros_like(value)
+            for name, value in optimizer.stepped.items()
+        ]
+        found.append(torch.cat([piece.reshape(-1) for piece in pieces]))
+    return found
+
+
+class OptimizedShard:
+    """A server's part of the weights, stepped by the run's optimizer."""
+
+    def __init__(self, config: TrainConfig, held: Mapping[str, Held]) -> None:
+        self.config, self.vectors = config, FlatWeights(held, 1)
+        self.weights = self.vectors.flat
+        self.optimizer = Optimizer(config.optimizer, held, config.plan.precision)
+
+    def apply(self, gradient: Tensor, clock: int, share: float) -> None:
+        for mine, piece in zip(self.vectors.held.values(), self.vectors.split(gradient), strict=True):
+            mine.tensor.grad = piece
+        now = float(np.float32(rate(clock, self.config.train.steps, self.config.optimizer)))  # as `Stepper` has it
+        self.optimizer.step(now * share)
+
+    def kept(self) -> list[Tensor]:
+        return flat_states(self.optimizer, self.optimizer.kinds)
+
+    def load(self, updates: int, kept: Sequence[Tensor]) -> None:
+        columns = [self.vectors.split(value.clone()) for value in kept]
+        tensors = {(WEIGHT, name): value.detach().clone() for name, value in self.optimizer.stepped.items()}
+        for place, name in enumerate(self.optimizer.stepped):
+            for kind, column in zip(self.optimizer.kinds[name], columns, strict=False):
+                tensors[kind, name] = column[place]
+        self.optimizer.load(updates if kept else 0, tensors)
+        self.optimizer.steps = updates
+
+
+class ServedOptimizer(Optimizer):
+    """A worker's optimizer: a step is a push and a pull. `last`: the clock at which a run ends."""
+
+    def __init__(self, config: TrainConfig, held: Mapping[str, Held], link_of: Any, last: int, *, waits: bool) -> None:
+        """`waits`: with its last pull a worker waits for all others, so that what is saved then is what all did."""
+        self.vectors = FlatWeights(held, config.method.servers)
+        super().__init__(config.optimizer, held, config.plan.precision)
+        self.link: ServerLink = link_of(self.vectors.cuts)
+        self.clock, self.last, self.waits = 0, last, waits
+        self._fetched: list[Tensor] = []
+
+    def begin(self, clock: int, *, starts: bool) -> None:
+        """Tell the servers what to begin with, which is what is here, or take it from them."""
+        if starts:
+            self.link.start(clock, [self.vectors.flat, *flat_states(self, self.kinds)], self.steps)
+        self.clock = self.link.pull(self.vectors.flat)
+
+    def step(self, rate: float | Tensor, divisor: Tensor | None = None) -> None:
+        assert divisor is None
+        gradients = [mine.tensor.grad for mine in self.vectors.held.values()]
+        pieces = [gradient.reshape(-1) for gradient in gradients if gradient is not None]
+        self.link.push(torch.cat(pieces), self.clock)
+        is_last = self.waits and self.clock + 1 >= self.last
+        self.clock = self.link.pull(self.vectors.flat, last=is_last)
+
+    def tensors(self) -> Iterator[tuple[str, Shard, Tensor]]:
+        self.steps, (weights, *kept) = self.link.state(len(self.vectors.flat), self.vectors.flat)
+        for name, piece in zip(self.stepped, self.vectors.split(weights), strict=True):
+            yield f"{WEIGHT}:{name}", self.shards[name], piece
+        columns = [self.vectors.split(value) for value in kept]
+        for place, name in enumerate(self.stepped):
+            for kind, column in zip(self.kinds[name], columns, strict=False):
+                yield f"{kind}:{name}", self.shards[name], column[place]
+
+    def figures(self) -> dict[str, Any]:
+        return {"servers": self.link.figures(), "pulling_s": self.link.waited_s}
+
+
+class WorkerSource(TextSource):
+    """A worker's part of every batch; what is held out, whoever asks reads whole."""
+
+    def held_out(self) -> Iterator[Microbatch]:
+        mine, self.dp = self.dp, dataclasses.replace(self.dp, size=1, index=0)
+        try:
+            yield from super().held_out()
+        finally:
+            self.dp = mine
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """A worker's place in a run with servers. `everyone`: workers first, then servers."""
+
+    config: TrainConfig
+    everyone: Communicator
+
+    @property
+    def workers(self) -> int:
+        return self.config.plan.dp
+
+    @property
+    def axis(self) -> Axis:
+        return Axis("dp", self.workers, self.everyone.rank, tuple(range(self.workers)), self.everyone)
+
+    def optimizer(self, held: Mapping[str, Held], last: int) -> ServedOptimizer:
+        servers = range(self.workers, self.everyone.size)
+
+        def link_of(cuts: Sequence[slice]) -> ServerLink:
+            return ServerLink(self.everyone, servers, cuts)
+
+        return ServedOptimizer(self.config, held, link_of, last, waits=self.everyone.rank == 0)
+
+
+def serve_shard(config: TrainConfig, comm: Communicator, held: Mapping[str, Held]) -> None:
+    """As a server: hold this rank's part of the parameters until all workers have ended."""
+    workers = config.plan.dp
+    part = server_cuts([mine.tensor.numel() for mine in held.values()], config.method.servers)[comm.rank - workers]
+    names = list(held)[part.start : part.stop]
+    own = {name: Held(nn.Parameter(held[name].tensor.detach().clone()), held[name].shard) for name in names}
+    method = config.method
+    bound = bound_of(method.consistency, method.staleness)
+    shard = OptimizedShard(config, own)
+    silence_s = config.train.timeout_s / 2
+    ParameterServer(comm, range(workers), shard, bound, method.batch, started=False, silence_s=silence_s).run()

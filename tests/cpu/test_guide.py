@@ -1,0 +1,312 @@
+"""The guide: predictions, exercises, progress, cells, drawings and the command. Chapters run in tests/mpi."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tilemesh.cli.main import main
+from tilemesh.core.errors import UsageError
+from tilemesh.guide.book import PARTS, GuidePart, part_of
+from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
+from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
+from tilemesh.guide.progress import Guessed, ReaderProgress
+from tilemesh.guide.quantity import parse_quantity
+from tilemesh.guide.runner import cells, notebook
+from tilemesh.measure.row import Row
+from tilemesh.measure.table import format_value, render
+
+ROOT = Path(__file__).parents[2]
+EXERCISES = [(part, exercise) for part in PARTS for exercise in part.exercises()]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "tilemesh" / "guide.json"
+
+
+def lesson_with(*answers: str | None) -> tuple[Lesson, io.StringIO]:
+    """A lesson whose reader gives these answers, one after the other; and what it prints."""
+    out, left = io.StringIO(), list(answers)
+    console = Console(file=out, highlight=False, width=200)
+    return Lesson("1", ask=lambda prompt: left.pop(0) if left else None, console=console), out
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("3 ms", "s", 3e-3), ("40us", "s", 40e-6), ("40 µs", "s", 40e-6), ("0.5", "s", 0.5), (".5s", "s", 0.5),
+        ("2e-3", "s", 2e-3), ("64 MiB", "B", 64 << 20), ("64MB", "B", 64e6), ("1,024", "B", 1024),
+        ("2.5 GB/s", "B/s", 2.5e9),
+        ("80 GFLOP/s", "FLOP/s", 80e9), ("80 G", "FLOP/s", 80e9), ("20 %", "fraction", 0.2), ("0.2", "fraction", 0.2),
+        ("12", "count", 12), ("4k", "messages", 4000), ("6 messages", "messages", 6), ("1.5 GiB/s", "B/s", 1.5 * 2**30),
+    ],
+)  # fmt: skip
+def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> None:
+    assert parse_quantity(text, unit) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"), [("soon", "s"), ("", "s"), ("3 GB", "s"), ("-1", "s"), ("4 MiB", "count"), ("3 kg", "B")]
+)
+def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(unit)):
+        parse_quantity(text, unit)
+
+
+@given(st.floats(1e-9, 1e3), st.sampled_from(["s", "B", "B/s", "FLOP/s", "fraction", "count"]))
+def test_what_a_table_shows_can_be_typed(value: float, unit: str) -> None:
+    value = value * (1e9 if unit.startswith(("B", "FLOP")) else 1)
+    shown = format_value(value, unit)
+    assert parse_quantity(shown, unit) == pytest.approx(value, rel=0.01, abs=0.006 if unit == "fraction" else 1e-3)
+
+
+# Predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_the_guess_is_a_column_of_the_row() -> None:
+    lesson, out = lesson_with("soon", "2 ms")
+    guess = lesson.predict("time of nothing", unit="s", model=4e-3)
+    assert "'soon' is no number of s" in out.getvalue()
+    assert "4 ms" not in out.getvalue(), "the model's answer was shown before the measurement"
+    row = lesson.show(guess, 1e-3, limit=5e-4)
+    assert (row.guess, row.predicted, row.guess_error) == (2e-3, 4e-3, 1.0)
+    assert Row.from_json(row.to_json()) == row
+    assert "your guess" in render([row])
+    lesson.close()
+    text = out.getvalue()
+    assert "time of nothing: off by a factor of 2" in text
+    assert "the cost model's is 4" in text
+
+
+def test_without_a_reader_the_cost_model_answers_and_nothing_is_remembered(state: Path) -> None:
+    lesson = Lesson("1", console=Console(file=io.StringIO()))  # pytest has no terminal
+    guess = lesson.predict("time of nothing", unit="s", model=4e-3)
+    assert (guess.value, guess.by_reader) == (4e-3, False)
+    lesson.show(guess, 1e-3, limit=5e-4)
+    lesson.close()
+    assert not state.exists()
+
+
+def test_a_row_without_a_guess_is_as_before() -> None:
+    lesson, _ = lesson_with()
+    row = lesson.show(lesson.predict("x", unit="s", model=1.0), 1.0, limit=1.0)
+    body = json.loads(row.to_json())
+    del body["guess"]
+    plain = Row.from_json(json.dumps(body))
+    assert plain.guess is None
+    assert "guess" not in json.loads(plain.to_json())
+    assert "your guess" not in render([plain])
+
+
+def test_a_factor_weighs_too_much_and_too_little_alike() -> None:
+    assert Guessed("", "s", 2.0, 1.0).factor == Guessed("", "s", 1.0, 2.0).factor == 2
+    assert Guessed("", "s", 0.0, 1.0).factor == float("inf")
+    assert Guessed("", "s", 0.0, 0.0).factor == 1
+    assert typical_factor([2.0, 8.0]) == pytest.approx(4)
+    assert how_far_off([]) == []
+
+
+# Exercises -------------------------------------------------------------------------------------------------------
+
+
+def exercise_id(value: Any) -> str:
+    return value.key if isinstance(value, (GuidePart, Exercise)) else ""
+
+
+@pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
+def test_every_planted_wrong_answer_gets_its_own_correction(part: GuidePart, exercise: Exercise) -> None:
+    assert exercise.correct(exercise.solution) is None
+    corrections = [exercise.correct(answer) for answer in exercise.planted]
+    assert len(corrections) >= 3, "an exercise knows three wrong answers at least"
+    assert all(correction is not None and len(correction) > 20 for correction in corrections)
+    assert len(set(corrections)) == len(corrections), "two wrong answers get the same words"
+
+
+@pytest.mark.parametrize(("part", "exercise"), EXERCISES, ids=exercise_id)
+def test_an_exercise_is_asked_in_its_chapter_and_named_once(part: GuidePart, exercise: Exercise) -> None:
+    assert f'lesson.exercise("{exercise.key}")' in part.script.read_text()
+    assert f"`{exercise.key}`" in (ROOT / part.page).read_text()
+    assert [one.key for one in part.exercises()].count(exercise.key) == 1
+
+
+def test_a_number_nobody_thought_of_is_told_how_to_count() -> None:
+    exercise = numeric("k", "q", 8, wrong={4: "a", 2: "b", 1: "c"}, otherwise="Count them.", explanation="")
+    assert exercise.correct(100) == "That is too much. Count them."
+    assert exercise.correct(7) == "That is too little. Count them."
+    assert exercise.correct(4) == "a"
+    assert exercise.correct(exercise.read("8")) is None
+
+
+def test_ranks_are_read_in_any_order_and_options_by_their_letter() -> None:
+    ranks = listing("k", "q", (1, 3), wrong={(1,): "a"}, otherwise="b", explanation="")
+    assert ranks.correct(ranks.read("[3, 1]")) is None
+    assert ranks.correct((2,)) == "b"
+    with pytest.raises(UsageError, match="ranks"):
+        ranks.read("all")
+    which = choice("k", "q", {"yes": None, "no": "because", "maybe": "never"}, explanation="")
+    assert [which.correct(which.read(letter)) for letter in "abc"] == ["never", "because", None]
+    with pytest.raises(UsageError, match="one letter"):
+        which.read("d")
+
+
+def test_a_function_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    with pytest.raises(UsageError, match="no file"):
+        function_in(path, "f")
+    path.write_text("def g(): pass")
+    with pytest.raises(UsageError, match="no function `f`"):
+        function_in(path, "f")
+    path.write_text("def f(: pass")
+    with pytest.raises(UsageError, match="SyntaxError"):
+        function_in(path, "f")
+    path.write_text("def f(): return 3")
+    assert function_in(path, "f")() == 3
+
+
+def test_a_wrong_answer_is_corrected_and_asked_again(state: Path) -> None:
+    lesson, out = lesson_with("36", "28")
+    lesson.exercise("world_sum")
+    assert "counted from 0" in out.getvalue()
+    assert "Right." in out.getvalue()
+    assert ReaderProgress().of("1").solved == {"world_sum": 2}
+    assert json.loads(state.read_text())["chapters"]["1"]["tries"] == {}
+    with pytest.raises(UsageError, match="world_sum"):
+        lesson.exercise("world_sun")
+
+
+# Progress --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_outlives_the_process_and_a_damaged_file_is_named(state: Path) -> None:
+    progress = ReaderProgress()
+    progress.answered("1", "a", right=False)
+    progress.answered("1", "a", right=True)
+    progress.answered("1", "a", right=False)
+    progress.finish("1", [Guessed("q", "s", 2.0, 1.0)])
+    again = ReaderProgress()
+    assert again.chapters == progress.chapters
+    assert again.of("1").solved == {"a": 2}
+    assert again.of("1").guesses[0].factor == 2
+    for text in ("[]", "{", '{"schema": 9}', '{"schema": 1, "chapters": {"1": {}}}'):
+        state.write_text(text)
+        with pytest.raises(UsageError, match=r"guide\.json"):
+            ReaderProgress()
+
+
+# Cells and notebooks ---------------------------------------------------------------------------------------------
+
+
+def test_cells_of_a_script() -> None:
+    script = '"""doc"""\n\n# %% [markdown]\n# # Title\n#\n# words\n\n# %%\n\nx = 1\n\ny = 2\n\n# %%\n# %%\nz = 3\n'
+    found = list(cells(script))
+    assert [(cell.is_code, cell.source, cell.line) for cell in found] == [
+        (False, "# Title\n\nwords", 4),
+        (True, "x = 1\n\ny = 2", 10),
+        (True, "z = 3", 16),
+    ]
+    with pytest.raises(UsageError, match="no comment"):
+        list(cells("# %% [markdown]\nx = 1\n"))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.folder)
+def test_a_chapter_is_a_notebook_too(part: GuidePart) -> None:
+    made = json.loads(notebook(part))
+    assert made["nbformat"] == 4
+    assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
+    code = ["".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "code"]
+    assert "Lesson(" in code[0]
+    assert code[-1].endswith("lesson.close()")
+    for source in code:
+        compile(source, "cell", "exec")
+
+
+# Pages and drawings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.folder)
+def test_a_page_shows_its_drawings_as_the_code_draws_them(part: GuidePart) -> None:
+    page = (ROOT / part.page).read_text()
+    drawn = part.figures()
+    assert drawn, "a chapter has drawings"
+    for name, text in drawn.items():
+        ET.fromstring(text)
+        assert "prefers-color-scheme:dark" in text
+        committed = (ROOT / part.page).parent / name
+        assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
+        assert f"({name})" in page, f"{part.page} does not show {name}"
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.key.isdecimal()], ids=lambda part: part.folder)
+def test_a_page_has_every_section(part: GuidePart) -> None:
+    page = (ROOT / part.page).read_text()
+    assert page.startswith(f"# {part.words}")
+    for section in (
+        "## The idea",
+        "## Walk through the code",
+        "## Try it yourself",
+        "## Takeaways",
+        "## Further reading",
+    ):
+        assert f"\n{section}\n" in page, f"{part.page} has no {section}"
+    assert "**You will be able to**" in page
+    assert "**You need**" in page
+    assert f"tilemesh guide {part.key}" in page
+    assert part.page.removeprefix("docs/guide/") in (ROOT / "docs" / "guide" / "README.md").read_text()
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_chapters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["guide"]) == 0
+    out = capsys.readouterr().out
+    assert all(part.title in out for part in PARTS)
+
+
+def test_an_answer_is_checked_and_counts_as_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "answer.py"
+    path.write_text("def groups_of(rank, dp, tp):\n    return list(range(tp)), list(range(dp))\n")
+    assert main(["guide", "1", "--exercise", "groups_of", "--answer", str(path)]) == 1
+    assert "ranks of the world" in " ".join(capsys.readouterr().out.split())
+    assert main(["guide", "1", "--exercise", "world_sum", "--answer", "28"]) == 0
+    capsys.readouterr()
+    assert main(["guide", "--progress"]) == 0
+    out = capsys.readouterr().out
+    assert f"1 of {len(part_of('1').exercises())} exercises" in out
+    assert "exercises left: memory" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["99"], "unknown chapter '99'"),
+        (["1", "--exercise", "colum"], "did you mean 'column'"),
+        (["1", "--answer", "3"], "--exercise"),
+        (["--exercise", "column"], "belongs to a chapter"),
+        (["1", "--json", "/proc/x"], "--json"),
+    ],
+)
+def test_wrong_use_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["guide", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_chapter_is_written_as_a_notebook(tmp_path: Path) -> None:
+    assert main(["guide", "1", "--notebook", str(tmp_path / "one.ipynb")]) == 0
+    assert json.loads((tmp_path / "one.ipynb").read_text())["cells"]

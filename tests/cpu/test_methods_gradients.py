@@ -1,0 +1,194 @@
+"""Compressed and local updates behind the gradient protocol: equality where it is promised, bytes, error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.core.plan import ParallelPlan
+from tilemesh.methods.compressed import CompressedGradients, Compression, Scheme, sent_bytes
+from tilemesh.methods.local import LocalPeriod, LocalUpdates
+from tilemesh.parallel import Mesh, lay
+
+RANKS, RATE = 3, 0.05
+SHAPES = [(24, 10), (24,), (7, 24), (7,)]
+
+
+def model() -> torch.nn.Module:
+    made = torch.nn.Sequential(torch.nn.Linear(10, 24), torch.nn.Tanh(), torch.nn.Linear(24, 7)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().reshape(parameter.shape) / (2 + number))
+    return made
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 10, dtype=torch.float64, generator=draw)
+    return x, torch.sin(x @ torch.linspace(0, 1, 70, dtype=torch.float64).reshape(10, 7))
+
+
+def train(way: Any, steps: int, rate: float = RATE, ranks: int = RANKS) -> list[tuple[Tensor, Any, int]]:
+    """Plain SGD over ranks: (weights, gradients, bytes sent) of each."""
+
+    def main(comm: Communicator) -> tuple[Tensor, Any, int]:
+        mesh = Mesh(comm, dp=ranks)
+        laid = lay(model(), mesh, ParallelPlan(dp=ranks, precision="fp64"), {}, gradients=way, algorithm="ring")
+        before = mesh.dp.comm.sent.nbytes
+        for step in range(steps):
+            x, y = batch(comm.rank, step)
+            laid.gradients.backward((laid.module(x) - y).square().sum(), 4)
+            laid.gradients.finish()
+            with torch.no_grad():
+                for parameter in laid.module.parameters():
+                    parameter -= rate * parameter.grad
+            laid.gradients.updated()
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in laid.module.parameters()])
+        return flat, laid.gradients, mesh.dp.comm.sent.nbytes - before
+
+    return run_threads(ranks, main)
+
+
+def compressed(scheme: Scheme, **settings: Any) -> Callable[..., CompressedGradients]:
+    return lambda parts: CompressedGradients(parts, Compression(scheme, **settings))
+
+
+def loss_of(weights: Tensor) -> float:
+    whole = model()
+    torch.nn.utils.vector_to_parameters(weights, whole.parameters())
+    with torch.no_grad():
+        pairs = [batch(rank, 999) for rank in range(8)]
+        return float(sum((whole(x) - y).square().mean() for x, y in pairs)) / 8
+
+
+@pytest.fixture(scope="module")
+def exact() -> Tensor:
+    return train("bucketed", 60)[0][0]
+
+
+@pytest.mark.parametrize("scheme", ["top-k", "random-k"])
+def test_everything_kept_is_data_parallelism(scheme: Scheme, exact: Tensor) -> None:
+    for weights, gradients, _ in train(compressed(scheme, keep=1.0), 60):
+        torch.testing.assert_close(weights, exact, rtol=0, atol=1e-12)
+        assert not any(residual.any() for residual in gradients.residuals.values())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings"),
+    [("top-k", {"keep": 0.1}), ("random-k", {"keep": 0.2}), ("one-bit", {}), ("int8", {}), ("powersgd", {"rank": 2})],
+)
+def test_feedback_sends_later_what_was_left_out(scheme: Scheme, settings: dict, exact: Tensor) -> None:
+    """Ranks stay equal; with feedback the loss comes to that of the whole gradients."""
+    found = train(compressed(scheme, **settings), 60)
+    assert all(torch.equal(weights, found[0][0]) for weights, _, _ in found)
+    assert loss_of(found[0][0]) < 1.25 * loss_of(exact)
+    first = loss_of(torch.cat([parameter.detach().reshape(-1) for parameter in model().parameters()]))
+    assert loss_of(exact) < 0.6 * first
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings"),
+    [("top-k", {"keep": 0.1}), ("top-k", {"keep": 0.5}), ("random-k", {"keep": 0.2}), ("powersgd", {"rank": 2})],
+)
+def test_bytes_are_as_computed(scheme: Scheme, settings: dict) -> None:
+    """Over a ring, whose parts differ by one element at most; the last exchange of a step is three numbers."""
+    wanted = 5 * sent_bytes(Compression(scheme, **settings), SHAPES, RANKS, 8)
+    found = train(compressed(scheme, **settings), 5)
+    control = train("bucketed", 5)
+    whole = 5 * sent_bytes(None, SHAPES, RANKS, 8)
+    for (_, gradients, sent), (_, _, plain) in zip(found, control, strict=True):
+        assert gradients.sent_bytes == pytest.approx(wanted, rel=0.01)
+        assert abs(sent - wanted - (plain - whole)) <= 5 * 8 * 16
+    if scheme != "top-k":
+        assert wanted < 0.6 * whole
+
+
+def test_bytes_of_few_bits() -> None:
+    length = sum(torch.Size(shape).numel() for shape in SHAPES)
+    for scheme, bits in (("int8", 8), ("one-bit", 1)):
+        (_, gradients, _), *_ = train(compressed(scheme), 3)
+        assert gradients.sent_bytes == 3 * sent_bytes(Compression(scheme), SHAPES, RANKS, 8)
+        # A part is padded to whole bytes of signs, and a scale goes with it.
+        assert 0 <= gradients.sent_bytes - 3 * 4 / 3 * length * bits / 8 <= 3 * 2 * (RANKS - 1) * (8 + 4)
+
+
+def test_residuals_that_are_averaged_for_a_checkpoint_keep_their_sum() -> None:
+    def main(comm: Communicator) -> tuple[Tensor, Tensor]:
+        mesh = Mesh(comm, dp=RANKS)
+        laid = lay(model(), mesh, ParallelPlan(dp=RANKS, precision="fp64"), {}, gradients=compressed("top-k"))
+        x, y = batch(comm.rank, 0)
+        laid.gradients.backward((laid.module(x) - y).square().sum(), 4)
+        laid.gradients.finish()
+        before = {name: value.clone() for _, name, value in laid.gradients.remembered()}
+        laid.gradients.agree([])
+        after = {name: value for _, name, value in laid.gradients.remembered()}
+        return before["0.weight"], after["0.weight"]
+
+    found = run_threads(RANKS, main)
+    total = sum(before for before, _ in found)
+    for _, after in found:
+        torch.testing.assert_close(after * RANKS, total)
+
+
+def local(**settings: Any) -> Callable[..., LocalUpdates]:
+    return lambda parts: LocalUpdates(parts, LocalPeriod(**settings))
+
+
+def test_a_period_of_one_with_plain_sgd_is_data_parallelism(exact: Tensor) -> None:
+    for weights, _, _ in train(local(period=1), 60):
+        torch.testing.assert_close(weights, exact, rtol=0, atol=1e-12)
+    for weights, _, _ in train(local(period=7, start=60), 60):
+        torch.testing.assert_close(weights, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("start", "outer_rate", "momentum"), [(0, 1.0, 0.0), (6, 1.0, 0.0), (0, 0.7, 0.9)])
+def test_local_updates_are_what_one_process_computes(start: int, outer_rate: float, momentum: float) -> None:
+    """Local SGD, post-local SGD and DiLoCo beside the same on one process, replica after replica."""
+    steps, period = 20, 4
+    when = LocalPeriod(period, start, outer_rate, momentum, last=steps)
+    replicas = [model() for _ in range(RANKS)]
+    anchor = [parameter.detach().clone() for parameter in replicas[0].parameters()]
+    velocity = [torch.zeros_like(value) for value in anchor]
+    for step in range(1, steps + 1):
+        for rank, replica in enumerate(replicas):
+            x, y = batch(rank, step - 1)
+            replica.zero_grad()
+            ((replica(x) - y).square().sum() / 4).backward()
+        groups = list(zip(*(replica.parameters() for replica in replicas), strict=True))
+        with torch.no_grad():
+            for number, same in enumerate(groups):
+                if step <= start:
+                    mean = sum(parameter.grad for parameter in same) / RANKS
+                    for parameter in same:
+                        parameter.grad = mean
+                for parameter in same:
+                    parameter -= RATE * parameter.grad
+                if step > start and when.meets(step):
+                    change = anchor[number] - sum(same) / RANKS
+                    velocity[number] = momentum * velocity[number] + change
+                    anchor[number] = anchor[number] - outer_rate * (change + momentum * velocity[number])
+                    for parameter in same:
+                        parameter.copy_(anchor[number])
+                elif step <= start:
+                    anchor[number] = same[0].detach().clone()
+    wanted = torch.cat([parameter.detach().reshape(-1) for parameter in replicas[0].parameters()])
+    settings = {"period": period, "start": start, "outer_rate": outer_rate, "outer_momentum": momentum, "last": steps}
+    for weights, gradients, sent in train(local(**settings), steps):
+        torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-12)
+        assert gradients.rounds == len([s for s in range(start + 1, steps + 1) if when.meets(s)])
+        if not start:
+            assert sent == pytest.approx(steps / period * sent_bytes(None, SHAPES, RANKS, 8), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda: Compression("top-k", keep=0), lambda: Compression("zip"), lambda: LocalPeriod(0)]
+)
+def test_what_is_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        wrong()

@@ -1,0 +1,180 @@
+"""The parameter server over a communicator: replay, equality with data parallelism, death, leaving and coming back."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tilemesh.comm import Communicator, run_threads
+from tilemesh.methods.record import ServerEvent, largest_lead, replay, staleness
+from tilemesh.methods.rules import Push
+from tilemesh.methods.server import ParameterServer, ServerLink, SgdShard, even_cuts, mean_update
+
+LENGTH, WORKERS, RATE = 37, 3, 0.05
+
+
+def gradient(weights: Tensor, worker: int, clock: int) -> Tensor:
+    """Of a loss that is not quadratic, on data that differs by worker and clock."""
+    draw = torch.Generator().manual_seed(1000 * worker + clock)
+    x = torch.randn(8, LENGTH, dtype=torch.float64, generator=draw)
+    y = torch.randn(8, dtype=torch.float64, generator=draw)
+    residual = torch.tanh(x @ weights) - y
+    return x.T @ (residual * (1 - torch.tanh(x @ weights) ** 2)) / 8
+
+
+def first_weights() -> Tensor:
+    return torch.linspace(-1, 1, LENGTH, dtype=torch.float64)
+
+
+def work(comm: Communicator, servers: Sequence[int], clocks: int, draw: random.Random) -> Tensor:
+    link, weights = ServerLink(comm, servers, even_cuts(LENGTH, len(servers))), torch.empty(LENGTH, dtype=torch.float64)
+    clock = link.pull(weights)
+    while clock < clocks:
+        pushed = gradient(weights, comm.rank, clock)
+        time.sleep(draw.random() * 0.002)
+        link.push(pushed, clock)
+        clock = link.pull(weights)
+    link.end()
+    return weights
+
+
+def run(bound: float, servers: int, batch: int = 1, clocks: int = 12) -> tuple[list[list[ServerEvent]], list[Tensor]]:
+    """The servers' records and their last weights."""
+
+    def main(comm: Communicator) -> tuple[list[ServerEvent], Tensor] | None:
+        ranks = range(WORKERS, WORKERS + servers)
+        if comm.rank < WORKERS:
+            work(comm, ranks, clocks, random.Random(comm.rank))
+            return None
+        cut = even_cuts(LENGTH, servers)[comm.rank - WORKERS]
+        shard = SgdShard(first_weights()[cut].clone(), RATE)
+        server = ParameterServer(comm, range(WORKERS), shard, bound, batch)
+        server.run()
+        return server.events, shard.weights
+
+    found = [one for one in run_threads(WORKERS + servers, main) if one is not None]
+    return [events for events, _ in found], [weights for _, weights in found]
+
+
+@pytest.mark.parametrize(("bound", "servers", "batch"), [(math.inf, 1, 1), (math.inf, 2, 2), (2, 2, 1), (1, 3, 1)])
+def test_an_asynchronous_run_is_its_serial_replay(bound: float, servers: int, batch: int) -> None:
+    records, weights = run(bound, servers, batch)
+    again = [SgdShard(first_weights()[cut].clone(), RATE) for cut in even_cuts(LENGTH, servers)]
+    cuts = even_cuts(LENGTH, servers)
+
+    def made(push: Push, shards: list[Tensor]) -> list[Tensor]:
+        whole = gradient(torch.cat(shards), push.worker, push.clock)
+        return [whole[cut] for cut in cuts]
+
+    replay(
+        records,
+        lambda server: again[server].weights.clone(),
+        made,
+        lambda server, pushes, gradients: mean_update(again[server], pushes, gradients, WORKERS),
+    )
+    for ours, theirs in zip(weights, again, strict=True):
+        np.testing.assert_allclose(ours, theirs.weights, rtol=0, atol=1e-10)
+    for events in records:
+        assert largest_lead(events, range(WORKERS)) <= bound
+        assert sum(staleness(events).values()) == WORKERS * 12
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_bsp_is_data_parallelism(servers: int) -> None:
+    """Gradients are summed in the order of workers whoever came first, so the bound is the rounding of one sum."""
+    records, weights = run(0, servers)
+    exact = first_weights()
+    for clock in range(12):
+        exact -= RATE * sum(gradient(exact, worker, clock) for worker in range(WORKERS)) / WORKERS
+    torch.testing.assert_close(torch.cat(weights), exact, rtol=0, atol=1e-13)
+    assert all(set(staleness(events)) == {0} for events in records)
+
+
+def test_a_worker_that_dies_is_given_up_and_comes_back_and_no_push_counts_twice() -> None:
+    """Worker 1 is silent after three pushes, and the other goes on; then it comes back. All send every push twice."""
+
+    def main(comm: Communicator) -> dict | tuple[int, int] | None:
+        if comm.rank == 2:
+            shard = SgdShard(first_weights(), RATE)
+            server = ParameterServer(comm, [0, 1], shard, 0, silence_s=0.4)
+            server.run()
+            return server.figures()
+        link, weights = ServerLink(comm, [2], [slice(0, LENGTH)]), torch.empty(LENGTH, dtype=torch.float64)
+        clock = link.pull(weights)
+        while clock < 10:
+            if comm.rank == 1 and clock == 3:
+                time.sleep(1.0)  # as good as dead
+            if comm.rank == 0 and clock >= 5:
+                time.sleep(0.25)
+            link.push(gradient(weights, comm.rank, clock), clock)
+            link.push(gradient(weights, comm.rank, clock), clock)
+            before, clock = clock, link.pull(weights)
+        link.end()
+        return before, clock
+
+    first, second, figures = run_threads(3, main)
+    assert isinstance(figures, dict)
+    assert first == second == (9, 10)
+    assert figures["updates"] == 10
+    # What it pushed after it was given up came too late, and the clocks that it missed are nobody's.
+    assert 10 + 3 < sum(count for _, count in figures["staleness"]) < 20
+
+
+def test_a_worker_that_never_comes_back_leaves_the_others_to_go_on() -> None:
+    def main(comm: Communicator) -> int | None:
+        if comm.rank == 2:
+            server = ParameterServer(comm, [0, 1], SgdShard(first_weights(), RATE), 0, silence_s=0.3)
+            server.run()
+            assert server.given_up == [1]
+            return server.updates
+        if comm.rank == 0:
+            work(comm, [2], 5, random.Random(0))
+        return None
+
+    assert run_threads(3, main)[2] == 5
+
+
+def test_state_goes_to_a_checkpoint_and_back() -> None:
+    """A server that begins with what another one had kept goes on at its clock."""
+
+    class Remembering(SgdShard):
+        seen = torch.zeros(0)
+
+        def kept(self) -> list[Tensor]:
+            return [self.weights * 2]
+
+        def load(self, updates: int, kept: Sequence[Tensor]) -> None:
+            self.seen = kept[0]
+
+    def main(comm: Communicator) -> object:
+        if comm.rank > 0:
+            cut = even_cuts(LENGTH, 2)[comm.rank - 1]
+            shard = Remembering(first_weights()[cut].clone(), RATE)
+            server = ParameterServer(comm, [0], shard, started=False)
+            server.run()
+            return shard.seen, shard.weights
+        link = ServerLink(comm, [1, 2], even_cuts(LENGTH, 2))
+        link.start(7, [first_weights() + 1, first_weights() + 2], updates=7)
+        weights = torch.empty(LENGTH, dtype=torch.float64)
+        assert link.pull(weights) == 7
+        assert torch.equal(weights, first_weights() + 1)
+        link.push(torch.ones(LENGTH, dtype=torch.float64), 7)
+        assert link.pull(weights) == 8
+        updates, (state, kept) = link.state(LENGTH, weights)
+        assert updates == 8
+        assert torch.equal(state, weights)
+        assert torch.equal(kept, 2 * weights)
+        assert [one["updates"] for one in link.figures()] == [8, 8]
+        link.leave()
+        link.end()
+        return None
+
+    found = run_threads(3, main)
+    assert torch.equal(torch.cat([found[1][0], found[2][0]]), first_weights() + 2)

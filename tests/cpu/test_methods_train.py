@@ -1,0 +1,140 @@
+"""Training by each method: equal to data parallelism where that is promised, resumed as if never stopped, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilemesh.comm import run_threads
+from tilemesh.core.errors import UsageError
+from tilemesh.runs import folder as folders
+from tilemesh.runs.kind import TRAIN
+from tilemesh.runs.reader import open_checkpoint
+from tilemesh.train import load_config
+from tilemesh.train.config import TrainConfig
+from tilemesh.train.rank import train_here
+from tilemesh.train.served import server_cuts
+
+SMALL = (
+    "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=8", "train.batch=4",
+    "plan.microbatch=2", "plan.precision=fp64", "optimizer.clip=0", "evaluate.every=4", "evaluate.sequences=4",
+    "checkpoint.every=4", "sample.tokens=0", "optimizer.fused=false", "train.trace_steps=0",
+    "checkpoint.background=false",
+)  # fmt: skip
+SGD = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=0.1")
+
+
+TEXT = Path(__file__)
+
+
+def config(*sets: str, mesh: str = "dp=2") -> TrainConfig:
+    return load_config(sets=[*SMALL, f"data.source={TEXT}", *sets], mesh=mesh)
+
+
+def train(made: TrainConfig, folder: Path, *, stop_after: int | None = None, resume: bool = False) -> dict:
+    if not resume:
+        folders.new_run(TRAIN, made.to_toml(), folder)
+    run_threads(made.ranks, lambda comm: train_here(made, folder, comm, resume=resume, stop_after=stop_after))
+    return json.loads((folder / "summary.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    reader = open_checkpoint(folder)
+    return {name: reader.whole(name) for name in sorted(reader.names) if name.startswith("weight:")}
+
+
+def assert_equal(one: Path, other: Path, bound: float) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert first
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=0, atol=bound)
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "synchronous"
+    train(config(*SGD), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("train.method=server", "method.servers=2"),
+        ("train.method=server", "method.consistency=ssp", "method.staleness=0"),
+        ("train.method=local", "method.period=1"),
+        ("method.compress=top-k", "method.keep=1"),
+        ("method.compress=random-k", "method.keep=1"),
+    ],
+)
+def test_methods_that_are_data_parallelism(sets: tuple[str, ...], synchronous: Path, tmp_path: Path) -> None:
+    """Eight steps in float64: each sum of two gradients may round once more than the other's."""
+    train(config(*SGD, *sets), tmp_path / "run")
+    assert_equal(tmp_path / "run", synchronous, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("train.method=server", "method.servers=2", "optimizer.name=adamw"),
+        ("train.method=local", "method.period=2", "method.outer_lr=0.7", "method.outer_momentum=0.9"),
+        ("method.compress=top-k",),
+        ("method.compress=one-bit",),
+        ("method.compress=powersgd", "method.rank=1"),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(sets: tuple[str, ...], tmp_path: Path) -> None:
+    made = config(*sets)
+    train(made, tmp_path / "whole")
+    train(made, tmp_path / "stopped", stop_after=4)
+    summary = train(made, tmp_path / "stopped", resume=True)
+    assert summary["step"] == 8
+    assert_equal(tmp_path / "whole", tmp_path / "stopped", 1e-12)
+
+
+def test_asp_comes_to_its_end_with_its_figures(tmp_path: Path) -> None:
+    summary = train(config("train.method=server", "method.consistency=asp", "method.batch=2"), tmp_path / "run")
+    (server,) = summary["method"]["servers"]
+    assert sum(count for _, count in server["staleness"]) == 16
+    assert summary["held_out"] > 0
+    assert server["given_up"] == []
+    sent = sum(tensor.nbytes for tensor in weights(tmp_path / "run").values())
+    assert server["bytes"] == pytest.approx(sent * (16 + server["pulls"]), rel=1e-9)
+
+
+def test_compression_and_local_updates_tell_what_they_saved(tmp_path: Path) -> None:
+    told = train(config("method.compress=powersgd", "method.rank=1"), tmp_path / "a")["method"]
+    assert told["sent_bytes"] < 0.5 * told["whole_bytes"]
+    told = train(config("train.method=local", "method.period=4"), tmp_path / "b")["method"]
+    assert (told["rounds"], told["steps"]) == (2, 8)
+    assert 0 < told["spread"] < 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "mesh", "words"),
+    [
+        (("train.method=server",), "dp=2,tp=2", "plan.tp=1"),
+        (("train.method=local", "method.period=3"), "dp=2", "multiples"),
+        (("train.method=local",), "dp=1", "plan.dp above 1"),
+        (("method.compress=int8", "train.method=server"), "dp=2", "method.compress=none"),
+        (("method.keep=0",), "dp=2", "method.keep"),
+    ],
+)
+def test_what_is_refused(sets: tuple[str, ...], mesh: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace(".", r"\.")):
+        config(*sets, mesh=mesh)
+
+
+def test_parameters_are_shared_out_among_servers() -> None:
+    assert server_cuts([4, 4, 4, 4], 2) == [range(2), range(2, 4)]
+    assert server_cuts([100, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]
+    for servers in range(1, 8):
+        cuts = server_cuts([3, 9, 1, 1, 20, 7, 2], servers)
+        assert [place for cut in cuts for place in cut] == list(range(7))
+        assert all(len(cut) for cut in cuts)
+    with pytest.raises(UsageError, match="at most as many"):
+        server_cuts([1], 2)
