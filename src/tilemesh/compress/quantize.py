@@ -56,7 +56,7 @@ def quantize(
             for scheme in each:
                 scheme.groups(shapes[name][1])
         schemes = mixed_schemes(made, text, choices, recipe.weights.bits)
-    worker = _Worker(made, recipe, schemes, say)
+    worker = _LayerQuantizer(made, recipe, schemes, say)
     layer_by_layer(made, text, worker.change)
     for name, scheme in schemes.items():
         if not name.startswith("layers."):  # the output projection: nothing after it is corrected
@@ -65,7 +65,7 @@ def quantize(
     return made
 
 
-class _Worker:
+class _LayerQuantizer:
     """Quantises a layer with what enters its matrices."""
 
     def __init__(self, model: Transformer, recipe: Recipe, schemes: dict[str, Scheme], say: Say) -> None:

@@ -32,7 +32,7 @@ _PARTS = ("codes", "scales", "zeros", INPUT_SCALE, "left", "right")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptMatrix:
     """How one matrix is kept: a scheme, with the activations' scheme, or a rank."""
 
     scheme: str = ""
@@ -44,15 +44,15 @@ class Kept:
         return {key: value for key, value in dataclasses.asdict(self).items() if value}
 
 
-def describe(model: Transformer) -> dict[str, Kept]:
+def describe(model: Transformer) -> dict[str, KeptMatrix]:
     """Every compressed matrix by our name."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, LowBitLinear):
             inputs = "" if module.inputs is None else module.inputs.name
-            found[name] = Kept(module.scheme.name, inputs, module.input_scale is not None)
+            found[name] = KeptMatrix(module.scheme.name, inputs, module.input_scale is not None)
         elif isinstance(module, FactoredLinear):
-            found[name] = Kept(rank=module.rank)
+            found[name] = KeptMatrix(rank=module.rank)
     return found
 
 
@@ -91,7 +91,7 @@ def _their_names(model: Transformer) -> dict[str, str]:
     return found
 
 
-def _has_their_form(told: Kept) -> bool:
+def _has_their_form(told: KeptMatrix) -> bool:
     if not told.scheme:
         return False
     scheme = parse_scheme(told.scheme)
@@ -101,7 +101,7 @@ def _has_their_form(told: Kept) -> bool:
     return plain and scheme.format in ("int4", "int8", "fp8") and told.inputs in ("", scheme.format)
 
 
-def _their_config(told: Kept, targets: list[str], model: Transformer) -> dict[str, Any]:
+def _their_config(told: KeptMatrix, targets: list[str], model: Transformer) -> dict[str, Any]:
     scheme = parse_scheme(told.scheme)
     kind = {"int4": _PACKED, "int8": _WHOLE, "fp8": _FLOAT}[scheme.format]
     weights = {
@@ -177,7 +177,7 @@ class CompressedFolder:
                 scale = torch.empty(1, 1, device="meta") if kept.static else None
                 put(model, name, LowBitLinear(plain, parse_scheme(kept.scheme), None, inputs, scale))
 
-    def _of_ours(self, told: Mapping[str, Any]) -> dict[str, Kept]:
+    def _of_ours(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         matrices = told.get("matrices")
         known = {name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
         found = {}
@@ -187,12 +187,12 @@ class CompressedFolder:
             if name not in known:
                 raise unknown(f"matrix in {self.source}", name, sorted(known)[:3], near=known)
             try:
-                found[name] = Kept(**each)
+                found[name] = KeptMatrix(**each)
             except TypeError:
                 raise UsageError(f"{self.source}: {name} is kept as {each!r}: expected scheme, or rank") from None
         return found
 
-    def _of_theirs(self, told: Mapping[str, Any]) -> dict[str, Kept]:
+    def _of_theirs(self, told: Mapping[str, Any]) -> dict[str, KeptMatrix]:
         groups = told.get("config_groups")
         if not isinstance(groups, Mapping) or len(groups) != 1 or told.get("format") not in (_PACKED, _WHOLE, _FLOAT):
             raise UsageError(
@@ -213,7 +213,7 @@ class CompressedFolder:
         size = weights.get("group_size") if strategy == "group" else 0
         scheme = Scheme(format_name, strategy, int(size or 0), bool(weights.get("symmetric", True)))
         given = "fp8" if inputs.get("type") == "float" else "int8" if inputs else ""
-        kept = Kept(scheme.name, given, bool(inputs) and not inputs.get("dynamic", True))
+        kept = KeptMatrix(scheme.name, given, bool(inputs) and not inputs.get("dynamic", True))
         targets, ignored = set(group.get("targets") or ()), set(told.get("ignore") or ())
         by_kind = "Linear" in targets
         return {
