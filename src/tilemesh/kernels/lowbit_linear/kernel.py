@@ -47,10 +47,11 @@ def few_rows(
         part = tl.zeros((OUTPUTS, ROWS), tl.float32)
         if FOUR:
             at = start // 2 + tl.arange(0, STEP // 2)
-            inside = (2 * at < K)[:, None] & (m < M)[None, :]
-            columns = x + m[None, :] * x_m + 2 * at[:, None]
-            even = tl.load(columns, mask=inside, other=0.0).to(kind)
-            odd = tl.load(columns + 1, mask=inside, other=0.0).to(kind)
+            both = start + tl.arange(0, STEP)
+            inside = (m < M)[:, None] & (both < K)[None, :]
+            values = tl.load(x + m[:, None] * x_m + both[None, :], mask=inside, other=0.0).to(kind)
+            even, odd = tl.split(tl.reshape(values, (ROWS, STEP // 2, 2)))
+            even, odd = tl.trans(even), tl.trans(odd)
             held = (n < N)[:, None] & (2 * at < K)[None, :]
             raw = tl.load(lines + at[None, :], mask=held, other=0, eviction_policy="evict_first").to(tl.int16)
             if MAGIC:
