@@ -20,6 +20,7 @@ import typer
 import tilemesh
 from tilemesh.cli import (
     bench_collective,
+    bench_compress,
     bench_exchange,
     bench_kernel,
     bench_serve,
@@ -69,6 +70,7 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+bench.command("compress")(bench_compress.bench_compress)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)

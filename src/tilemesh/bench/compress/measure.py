@@ -148,11 +148,11 @@ def rows_of(
     guess: Expected,
     found: Judged,
     plain: Judged,
-    peers: Mapping[str, Judged] | None = None,
+    peer_losses: Mapping[str, float] | None = None,
     why_no_peer: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """Loss, size, forward pass and decoded token of one recipe; the plain model's stand beside them as a peer."""
-    beside = {PLAIN: plain, **(peers or {})}
+    losses = {name: _exact(loss) for name, loss in (peer_losses or {}).items()}
     missing = dict(why_no_peer or {})
     told: dict[str, CaseValue] = {**case, "recipe": recipe}
     no_guess, no_size = "a compressed model's loss is measured", "no fewer bytes are known to keep the loss"
@@ -169,8 +169,8 @@ def rows_of(
             predicted=guessed,
             measured=value(found),
             limit=None,
-            peers={peer: value(one) for peer, one in beside.items()},
-            missing={**why, **missing},
+            peers={PLAIN: value(plain), **(losses if unit == "nats" else {})},
+            missing={**why, **(missing if unit == "nats" else {})},
             **common,
         )
 

@@ -87,7 +87,8 @@ void product(const uint8_t *w, const float *scale, const int8_t *zero, const flo
     for (long m = 0; m < M; m++)
         to_fixed(x + m * K, high + m * K, low ? low + m * K : 0, x_scale + m, totals + m * G, K, G, bits == 4);
     const long blocks = (N + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(static)
+/* A small product is done before other threads have woken. */
+#pragma omp parallel for schedule(static) if (M * N * K > 262144)
     for (long block = 0; block < blocks; block++) {
         /* The last block may reach back into the one before, so that all have four rows. */
         const long n = block * ROWS + ROWS <= N ? block * ROWS : (N >= ROWS ? N - ROWS : 0);
