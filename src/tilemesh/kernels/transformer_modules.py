@@ -204,6 +204,8 @@ class GatedMlp(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding of queries or keys (B, H, T, E), the first of which stands at `start`."""
 
+    frequencies: Tensor
+
     def __init__(
         self, width: int, *, base: float = 10_000.0, implementation: str = "auto",
         device: torch.device | str | None = None,
@@ -217,9 +219,10 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", base**-steps, persistent=False)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        frequencies: Tensor = self.frequencies
         places = torch.arange(start, start + x.shape[-2], dtype=torch.float32, device=x.device)
-        y: Tensor = rotary(x, *cosines_and_sines(torch.outer(places, frequencies)), implementation=self.implementation)
+        y: Tensor = rotary(
+            x, *cosines_and_sines(torch.outer(places, self.frequencies)), implementation=self.implementation
+        )
         return y
 
     def extra_repr(self) -> str:
