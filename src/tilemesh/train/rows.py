@@ -8,6 +8,7 @@ from typing import Any
 from tilemesh.core.errors import UsageError
 from tilemesh.core.hardware import parse_cluster
 from tilemesh.core.plan import ParallelPlan
+from tilemesh.core.step.program import chunk_layers, recomputed_layers
 from tilemesh.core.units import format_bytes
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import Row
@@ -33,7 +34,9 @@ def rows(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[Row]:
     plan = found["plan"]
     context, batch = int(found["context"]), int(found["batch"])
     flops = model_flops(model, batch, context)
-    done_flops = hardware_flops(model, batch, context, plan["recompute"])
+    as_run = ParallelPlan(**plan)
+    repeated = recomputed_layers(as_run, chunk_layers(as_run, model.layers)) / model.layers
+    done_flops = hardware_flops(model, batch, context, as_run.repeated, repeated)
     peak, why_no_peak = calibrated_peak(found)
     if found.get("lora"):
         peak, why_no_peak = None, "the FLOPs of a step with adapters beside frozen weights are not counted"
