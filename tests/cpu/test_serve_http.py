@@ -70,8 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Serving:
     """A server process, and where it listens."""
 
-    def __init__(self, folder: Path) -> None:
-        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING)]
+    def __init__(self, folder: Path, *more: str) -> None:
+        words = ["serve", str(folder), "--port", "0", "--running", str(RUNNING), "--waiting", str(WAITING), *more]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tilemesh", *words], stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -386,6 +386,24 @@ def test_hanging_up_before_a_whole_reply_frees_its_pages(server: Serving) -> Non
     time.sleep(0.05)
     connection.close()
     server.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_a_server_over_ranks_and_replicas_answers_and_ends_well(folder: Path, expected: Engine) -> None:
+    """`--mesh tp=2,dp=2` with a draft model: five processes behind one port."""
+    serving = Serving(folder, "--mesh", "tp=2,dp=2", "--pages", "200", "--draft", str(folder))
+    try:
+        (want,) = expected.generate("one two", Sampling(max_tokens=8, temperature=0))
+        for _ in range(3):
+            made = serving.client.completions.create(model="small", prompt="one two", max_tokens=8, temperature=0)
+            assert made.choices[0].text == want.text
+        streamed = serving.client.completions.create(
+            model="small", prompt="one two", max_tokens=8, temperature=0, stream=True
+        )
+        assert "".join(part.choices[0].text for part in streamed if part.choices) == want.text
+    finally:
+        serving.process.send_signal(signal.SIGTERM)
+        assert serving.process.wait(60) == 0
 
 
 def test_metrics_count_what_was_served(server: Serving) -> None:

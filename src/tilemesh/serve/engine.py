@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +23,7 @@ from tilemesh.data.tokenizer import encode_prompt
 from tilemesh.kernels.launch.tensors import read_device
 from tilemesh.measure.gpu import CudaGraphs
 from tilemesh.model.config import ModelConfig
+from tilemesh.serve.answers import Completion, EngineStatus, collect
 from tilemesh.serve.constrain.mask import Constraints
 from tilemesh.serve.core import AnswerPart, EngineCore, PromptJob
 from tilemesh.serve.device_steps import PlainCalls, ServeGraphs
@@ -32,9 +32,8 @@ from tilemesh.serve.history import ServeHistory
 from tilemesh.serve.load import ServedModel, load_served, read_dtype
 from tilemesh.serve.memory import choose_pages
 from tilemesh.serve.ranks import RankRunner
-from tilemesh.serve.request import FinishReason, Sampling
+from tilemesh.serve.request import Sampling
 from tilemesh.serve.runner import Runner
-from tilemesh.serve.sampling import TokenLogprobs
 from tilemesh.serve.scheduler import QueueFullError, Scheduler, ServeLimits, no_drafts
 from tilemesh.serve.speculate import DraftLengths, NgramGuesser
 
@@ -43,52 +42,6 @@ Prompt = str | Sequence[int]
 _RETRY_S = 0.02
 _DRAFTS = 4
 """Guesses of a draft model per step at most, unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One whole answer."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish: FinishReason
-    stopped_by: str | int | None
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """All answers to one prompt."""
-
-    prompt_tokens: tuple[int, ...]
-    found_tokens: int
-    """Of the prompt's tokens, those that were in the prefix cache."""
-    answers: tuple[Answer, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens from the second on, where they were asked for."""
-
-    @property
-    def text(self) -> str:
-        """Of the first answer."""
-        return self.answers[0].text
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """How the engine stands: taken between steps, so the numbers may be a step apart."""
-
-    running: int
-    waiting: int
-    pages: int
-    pages_used: int
-    pages_idle: int
-    steps: int
-    step_tokens: int
-    """Computed in all steps so far."""
-    preemptions: int
-    guessed: int = 0
-    """Tokens that were guessed ahead."""
-    guessed_right: int = 0
 
 
 class Engine:
@@ -478,25 +431,3 @@ def _is_prompt(prompts: object) -> bool:
     if isinstance(prompts, str):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(one, int) for one in prompts)
-
-
-def collect(job: PromptJob, parts: Sequence[AnswerPart]) -> Completion:
-    """A job's whole answers, from all their parts."""
-    answers = []
-    for number in range(job.sampling.n):
-        own = [part for part in parts if part.answer == number]
-        last = own[-1]
-        if last.finish is FinishReason.ERROR:
-            raise RunError(f"the engine could not answer: {last.error}")
-        assert last.finish is not None
-        answers.append(
-            Answer(
-                "".join(part.text for part in own),
-                tuple(token for part in own for token in part.tokens),
-                last.finish,
-                last.stopped_by,
-                tuple(logprob for part in own for logprob in part.logprobs),
-            )
-        )
-    prompt_logprobs = tuple(job.prompt_logprobs[position] for position in sorted(job.prompt_logprobs))
-    return Completion(tuple(job.prompt), job.found, tuple(answers), prompt_logprobs)

@@ -21,9 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tilemesh.core.errors import RunError, UsageError
+from tilemesh.serve.answers import Completion, collect
 from tilemesh.serve.chat import ChatTemplate
 from tilemesh.serve.core import AnswerPart, PromptJob
-from tilemesh.serve.engine import Completion, Engine, collect
+from tilemesh.serve.engine import Engine
 from tilemesh.serve.metrics import ServerMetrics
 from tilemesh.serve.protocol import AskedCompletion, RefusedError, read_chat, read_completion
 from tilemesh.serve.replicas import Replicas
