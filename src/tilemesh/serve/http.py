@@ -48,8 +48,8 @@ _INVALID, _FAILED = "invalid_request_error", "server_error"
 def make_app(
     engine: Engine | Replicas, name: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Starlette:
-    """The application: `name` is what the model is called, by default as its folder; `defaults` are fields of `Sampling`
-    for requests that do not say."""
+    """The application: `name` is what the model is called, by default as its folder; `defaults` are fields of
+    `Sampling` for requests that do not say."""
     server = ServingApp(engine, name or engine.served.name, defaults or {})
     answer: Callable[[str, bool], Callable[[Request], Awaitable[Response]]] = server.answering
     return Starlette(
