@@ -50,7 +50,7 @@ def serve(
         "context": context, "step_tokens": step_tokens, "chunk_tokens": chunk_tokens, "running": running,
         "waiting": waiting, "swap_pages": swap_pages, "share_prefixes": not no_prefix_cache,
         "invariant": invariant, "speculate": speculate, "draft": draft,
-        "seed": seed, "step": step,
+        "seed": seed, "step": step, "prepare": True,
     }  # fmt: skip
     raise typer.Exit(run(source, host, port, name, mesh, options, _tell, generation_config))
 

@@ -67,6 +67,7 @@ class Engine:
         shared_by: int = 1,
         invariant: bool = False,
         launch_ahead: bool | None = None,
+        prepare: bool = False,
         dtype: str | None = None,
         device: str = "cpu",
         seed: int = 0,
@@ -79,8 +80,9 @@ class Engine:
         For the other sizes see `ServeLimits`. `speculate`: guess up to so many tokens per step from what a request's
         own text repeats, or with a `draft` model (by default 4) from what that would write; answers stay what they are,
         and where guesses do not pay there are none. `launch_ahead`: launch a step before the tokens of the last are
-        known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `seed`: of requests that bring
-        none. `step`: which checkpoint.
+        known, decoding as CUDA graphs; None: on a GPU, and never in invariant mode. `prepare`: capture those for all
+        batch sizes before the first request, so that none waits for it. `seed`: of requests that bring none. `step`:
+        which checkpoint.
         `ranks`: so many processes share each matrix (tensor parallel, over `parallel/`); 0: this process computes.
         `shared_by`: how many engines share this machine's cores; such ones do not wait for their ranks: `wait_ready`.
         `history`: where every step and request is written down, which takes memory for as long as it goes on.
@@ -140,7 +142,7 @@ class Engine:
             runner, self._scheduler, self.served.tokenizer, self.served.ends, self.config.vocabulary
         )
         self._constraints = Constraints(self.served.tokenizer, self.served.ends)
-        self._seed = seed
+        self._seed, self._prepares = seed, prepare
         self._lock = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._unfinished = 0  # answers that were asked for and have not ended
@@ -402,6 +404,8 @@ class Engine:
 
     def _work(self) -> None:
         try:
+            if self._prepares and self._core.runner.ahead is not None:
+                self._core.runner.ahead.prepare_all()
             self._take_steps()
         except BaseException as error:  # a bug: nobody may wait for answers that will never come
             with self._lock:
