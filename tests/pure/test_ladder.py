@@ -77,7 +77,7 @@ def test_register_tiles_of_any_size(v, side, times_tile, kind):
     assert error <= tolerance(rung, n)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(v=st.sampled_from([2, 4]), side=st.sampled_from([4, 8]), s=st.sampled_from([4, 8, 16]), blocks=st.integers(1, 2))
 def test_shared_tiles_of_any_size(v, side, s, blocks):
     tile = v * side

@@ -95,6 +95,10 @@ def test_fusing_three_loops_raises_the_intensity_from_a_third_to_three_fifths():
     assert traffic.intensity("fused", 5) == (15, 25)
 
 
+def test_vectors_of_four_need_a_quarter_of_the_turns():
+    assert (traffic.turns("one_by_one", 256), traffic.turns("four_by_four", 256)) == (256, 64)
+
+
 @pytest.mark.parametrize("tile", [1, 2, 4])
 def test_reads_of_the_convolution(tile):
     for function in ("plain", "tiled"):
