@@ -98,8 +98,8 @@ def orders() -> str:
             else:
                 canvas.box(x + 47, 113, 10, 10, colour=0)
             canvas.text(x + 52, 188, way, align="mid", size=11)
-        note = "16 of 16 elements of B's lines unused" if place == 0 else "every element of a line is used"
-        canvas.text(left, 214, "a new line of B at each step" if place == 0 else note, size=11, quiet=True)
+        note = "a new line of B at each step" if place == 0 else "every element of a line is used"
+        canvas.text(left, 214, note, size=11, quiet=True)
     return canvas.svg()
 
 
@@ -162,7 +162,7 @@ def heat_map(times: dict[tuple[int, int], float], caches: dict[str, int], n: int
     for x, across in enumerate(sides):
         canvas.text(left + x * cell + cell / 2, top - 8, f"{across} columns", align="mid", size=11)
     known = ", ".join(f"{name} {format_bytes(size)}" for name, size in caches.items())
-    words = f"the lines are where a tile fills a cache: {known or 'sizes unknown'}. Green is fast, red is slow."
+    words = f"the lines are where a tile fills a cache: {known or 'sizes unknown'}. Green is fast, orange is slow."
     canvas.text(left, top + cell * 0.8 * len(sides) + 18, words, size=11, quiet=True)
     return canvas.svg()
 
