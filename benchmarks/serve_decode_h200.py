@@ -26,9 +26,9 @@ from tilemesh.core.hardware import DEVICES
 from tilemesh.data.tokenizer import Unknown
 from tilemesh.model.config import ModelConfig, preset
 from tilemesh.model.transformer import Transformer
+from tilemesh.model.work.decoding import key_value_bytes
 from tilemesh.serve import Engine, Sampling
 from tilemesh.serve.load import ServedModel
-from tilemesh.serve.memory import token_bytes
 from tilemesh.serve.sampling import DrawKind
 from tilemesh.serve.scheduler import StepPlan
 
@@ -97,7 +97,7 @@ class Watched:
 
     def limit_s(self, plan: StepPlan) -> float:
         stored = sum(entry.start + entry.count for entry in plan.entries)
-        moved = self._weights + stored * token_bytes(self._config, 2)
+        moved = self._weights + stored * key_value_bytes(self._config, 2)
         products = self._weights // 2 * 2 * plan.tokens
         width = self._config.query_width * self._config.layers
         attention = sum(4 * entry.count * (entry.start + entry.count / 2) * width for entry in plan.entries)
@@ -156,7 +156,7 @@ def profile(engine: Engine, rows: int) -> None:
 
 def one_case(model: Transformer, rows: int, prompt: int, told: dict[str, Any], with_profile: bool) -> dict[str, Any]:
     config = model.config
-    moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * token_bytes(config, 2)
+    moved = weight_bytes(model) + rows * (prompt + STEPS // 2) * key_value_bytes(config, 2)
     limit = moved / FIGURES.memory_bytes_per_s
     row: dict[str, Any] = {**told, "rows": rows, "context": prompt + STEPS // 2, "limit_ms": limit * 1e3}
     for ahead in (True, False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def test_a_number_is_read_as_it_is_typed(text: str, unit: str, value: float) -> 
     ("text", "unit"), [("soon", "s"), ("", "s"), ("3 GB", "s"), ("-1", "s"), ("4 MiB", "count"), ("3 kg", "B")]
 )
 def test_what_is_no_number_of_the_unit_is_refused(text: str, unit: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(unit)):
+    with pytest.raises(UsageError, match="is no number: " if unit == "count" else f"is no number of {unit}: "):
         parse_quantity(text, unit)
 
 
@@ -208,6 +207,16 @@ def test_progress_outlives_the_process_and_a_damaged_file_is_named(state: Path) 
 
 
 # Cells and notebooks ---------------------------------------------------------------------------------------------
+
+
+def test_code_that_holds_an_answer_is_shown_after_the_question() -> None:
+    for part in PARTS:
+        for cell in cells(part.script.read_text()):
+            assert cell.asks == ("predict(" in cell.source and cell.is_code)
+    made = json.loads(notebook(part_of("1")))
+    hidden = [cell for cell in made["cells"] if cell["metadata"]]
+    assert len(hidden) == 2
+    assert all("predict(" in "".join(cell["source"]) for cell in hidden)
 
 
 def test_cells_of_a_script() -> None:

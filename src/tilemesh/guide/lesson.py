@@ -27,7 +27,7 @@ from tilemesh.core.errors import UsageError, unknown
 from tilemesh.guide.book import part_of
 from tilemesh.guide.exercise import Exercise
 from tilemesh.guide.progress import Guessed, ReaderProgress
-from tilemesh.guide.quantity import parse_quantity
+from tilemesh.guide.quantity import hint_of, parse_quantity
 from tilemesh.measure.machine import stamp
 from tilemesh.measure.row import CaseValue, Row
 from tilemesh.measure.sample import Sample
@@ -98,7 +98,7 @@ class Lesson:
         """
         self.console.print(f"[bold]Predict:[/] {question}", soft_wrap=True)
         while self._ask is not None:
-            text = self._ask(f"  your guess, in {unit} or with a unit of your own (Enter to skip): ")
+            text = self._ask(f"  your guess, {hint_of(unit)} (Enter to skip): ")
             if text is None or not text.strip():
                 break
             try:

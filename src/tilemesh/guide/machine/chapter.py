@@ -181,6 +181,8 @@ for year, name in ((2018, "t4"), (2020, "a100-80"), (2022, "h100"), (2024, "b200
 
 # %%
 print(work.gpu_words())
+for gpu_row in work.gpu_rows():  # with a GPU: its peak, bandwidth, launches and link beside the datasheet
+    lesson.add(gpu_row)
 calls = work.profiled()
 print({name: calls[name] for name in ("aten::addmm", "aten::relu", "aten::mm") if name in calls})
 assert calls["aten::addmm"] == 2  # two linear layers forward

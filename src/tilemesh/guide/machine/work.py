@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tilemesh.core.hardware import LINKS, Device
+from tilemesh.measure.row import Row
 
 
 def half_serial(workers: int, serial_s: float, parallel_s: float) -> float:
@@ -77,3 +78,16 @@ def gpu_words() -> str:
     fields = "name,utilization.gpu,memory.used,memory.total,clocks.sm,power.draw"
     line = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+
+
+def gpu_rows() -> list[Row]:
+    """The same questions put to a GPU: peak, memory bandwidth, launches, the link to its host. No rows without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    from tilemesh.measure.calibrate import measure_figures
+    from tilemesh.measure.calibrate_gpu import gpu_figures
+    from tilemesh.measure.calibrate_link import link_figures
+
+    return measure_figures([*gpu_figures(quick=True), *link_figures()])
