@@ -60,20 +60,20 @@ def test_softmax_of_any_size_and_strides(rows, columns, dtype, turned, step, sca
     assert excess(y, softmaxes.exact(x, scale, causal), softmaxes.error_bound(x, scale, causal)) is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "columns", "kernel"),
-    [("bfloat16", 32_768, "held_rows"), ("bfloat16", 50_257, "long_rows"), ("float64", 20_000, "long_rows")],
-)
-def test_long_rows_of_softmax_fit_an_h200(dtype, columns, kernel):
+@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", 32_768), ("float32", 16_388)])
+def test_rows_that_one_program_of_softmax_holds_fit_an_h200(dtype, columns):
     """Compiled without one: what waits in shared memory fits, and loads run ahead."""
     place, limit = Place((600, columns), (columns, 1), dtype, True), 232_448
     (step,) = softmax_kernels.forward_plan(
         {"x": place, "y": place}, scale=1.0, causal=False, queries=1, programs=132, shared_bytes=limit
     ).steps
-    assert (step.function, step.grid) == (kernel, (132, 1))
+    if dtype == "float32":  # 128 KiB as a power of two
+        assert (step.function, step.grid) == ("long_row", (600, 1))
+        return
+    assert (step.function, step.grid) == ("held_rows", (132, 1))
     compiled = compile_step(step, {name: Operand(dtype) for name in "xy"}, GPUTarget("cuda", 90, 32))
     assert compiled.metadata.shared <= limit
-    assert ("cp.async" in compiled.asm["ptx"]) == (columns % 8 == 0)
+    assert "cp.async" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

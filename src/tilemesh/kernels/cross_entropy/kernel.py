@@ -21,7 +21,6 @@ from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step
 from tilemesh.kernels.rows import by_rows
 
 _BLOCK_OF_ROWS = 4096  # losses that the adding program takes at a time
-STAGES = 1  # of a row's blocks whose loads are in flight at once
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
 
@@ -30,7 +29,6 @@ NOTHING = tl.constexpr(-1e30)
 def add_exponentials(
     logits, begin, end, V, x_n, largest, total, plain,
     SMOOTHS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of columns [begin, end): each lane's largest logit, its sum of exponentials and its plain sum.
 
@@ -41,7 +39,7 @@ def add_exponentials(
     log2_e: tl.constexpr = 1.4426950408889634
     each: tl.constexpr = COLUMNS // LANES
     within = tl.arange(0, LANES)[:, None] * each + tl.arange(0, each)[None, :]
-    for first in tl.range(begin, end, COLUMNS, num_stages=STAGES):
+    for first in tl.range(begin, end, COLUMNS, num_stages=1):
         columns = first + within
         if MASKED:
             value = tl.load(logits + columns * x_n, mask=columns < V, other=float("-inf")).to(kind)
@@ -57,7 +55,7 @@ def add_exponentials(
 
 
 @triton.jit
-def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr):
+def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
     """log(sum(exp(row))), the row's largest element, and where labels are smoothed its sum. `logits` is at the row.
 
     Whole blocks have no mask: where V is odd, masked loads are one element wide (compiled for an H200, where 32768 rows
@@ -71,10 +69,10 @@ def log_sum(logits, V, x_n, SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: 
     plain = tl.zeros((lanes,), kind)
     whole = V // COLUMNS * COLUMNS
     largest, total, plain = add_exponentials(
-        logits, 0, whole, V, x_n, largest, total, plain, SMOOTHS, False, COLUMNS, lanes, WIDE, STAGES
+        logits, 0, whole, V, x_n, largest, total, plain, SMOOTHS, False, COLUMNS, lanes, WIDE
     )
     largest, total, plain = add_exponentials(
-        logits, whole, V, V, x_n, largest, total, plain, SMOOTHS, True, COLUMNS, lanes, WIDE, 1
+        logits, whole, V, V, x_n, largest, total, plain, SMOOTHS, True, COLUMNS, lanes, WIDE
     )
     top = tl.max(largest, 0)
     total_sum = tl.sum(total * tl.exp2((largest - top) * log2_e), 0)
@@ -97,7 +95,7 @@ def loss_of(logits, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS: tl.cons
 @triton.jit
 def write_gradient(
     logits, dx, at, V, x_n, log_total, upstream, smoothing, z,
-    COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """upstream * (softmax(row) * (1 + 2 z log_total) - smoothed target), over the row, from its end."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -113,7 +111,7 @@ def write_gradient(
         made = tl.exp2((value - log_total) * log2_e) * factor - less
         made -= tl.where(columns == at, hit, 0.0)
         tl.store(dx + columns, made.to(dx.dtype.element_ty), mask=inside)
-    for block in tl.range(0, whole, num_stages=STAGES):
+    for block in tl.range(0, whole, num_stages=1):
         columns = (whole - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
         value = tl.load(logits + columns * x_n, eviction_policy="evict_first").to(kind)
         made = tl.exp2((value - log_total) * log2_e) * factor - less
@@ -124,7 +122,7 @@ def write_gradient(
 @triton.jit
 def loss_pass(
     logits, target, losses, log_sums, V, ignore, smoothing, z, x_m, x_n, t_m,
-    SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Reads a row, writes two numbers."""
     row = tl.program_id(0)
@@ -134,7 +132,7 @@ def loss_pass(
         tl.store(log_sums + row, 0.0)
     else:
         start = logits + row * x_m
-        log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE, STAGES)
+        log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE)
         tl.store(log_sums + row, log_total)
         tl.store(losses + row, loss_of(start, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS, WIDE))
 
@@ -154,7 +152,6 @@ def part_pass(
     t_m,
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A row of some of the classes, from `first` on: reads it, writes its logarithm of a sum and its target's logit."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
@@ -165,7 +162,7 @@ def part_pass(
         tl.store(chosen + row, 0.0)
     else:
         start = logits + row * x_m
-        log_total, _ = log_sum(start, V, x_n, False, COLUMNS, WIDE, STAGES)
+        log_total, _ = log_sum(start, V, x_n, False, COLUMNS, WIDE)
         tl.store(log_sums + row, log_total)
         at = wanted - first
         is_here = (at >= 0) & (at < V)
@@ -177,7 +174,7 @@ def part_pass(
 @triton.jit
 def gradient_pass(
     logits, target, log_sums, grad, counted, dx, V, first, ignore, smoothing, z, x_m, x_n, t_m, g_m, d_m,
-    MEAN: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    MEAN: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Reads a row, writes a row; `dx` may be `logits`. An ignored row has a gradient of zeros.
 
@@ -197,30 +194,30 @@ def gradient_pass(
             upstream = upstream / tl.load(counted)
         write_gradient(
             logits + row * x_m, made, at - first, V, x_n, tl.load(log_sums + row), upstream, smoothing, z, COLUMNS,
-            WIDE, STAGES,
+            WIDE,
         )  # fmt: skip
 
 
 @triton.jit
 def loss_and_gradient(
-    logits, target, losses, dx, upstream, M, P, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
-    SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    logits, target, losses, dx, upstream, V, ignore, smoothing, z, x_m, x_n, t_m, d_m,
+    SMOOTHS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both at once, program p of P for every P-th row: reads it twice, writes it once; `dx` may be `logits`."""
+    """Both at once: reads a row twice (partly from the L2 cache then), writes it once; `dx` may be `logits`."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    for row in range(tl.program_id(0), M, P):
-        at = tl.load(target + row * t_m)
-        start, made = logits + row * x_m, dx + row * d_m
-        if at == ignore:
-            tl.store(losses + row, 0.0)
-            for begin in range(0, V, COLUMNS):
-                columns = begin + tl.arange(0, COLUMNS)
-                tl.store(made + columns, tl.zeros((COLUMNS,), kind).to(dx.dtype.element_ty), mask=columns < V)
-        else:
-            log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE, STAGES)
-            tl.store(losses + row, loss_of(start, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS, WIDE))
-            tl.debug_barrier()  # the target's logit has been read before anything is written over it
-            write_gradient(start, made, at, V, x_n, log_total, tl.load(upstream), smoothing, z, COLUMNS, WIDE, STAGES)
+    row = tl.program_id(0)
+    at = tl.load(target + row * t_m)
+    start, made = logits + row * x_m, dx + row * d_m
+    if at == ignore:
+        tl.store(losses + row, 0.0)
+        for begin in range(0, V, COLUMNS):
+            columns = begin + tl.arange(0, COLUMNS)
+            tl.store(made + columns, tl.zeros((COLUMNS,), kind).to(dx.dtype.element_ty), mask=columns < V)
+    else:
+        log_total, plain = log_sum(start, V, x_n, SMOOTHS, COLUMNS, WIDE)
+        tl.store(losses + row, loss_of(start, at, V, x_n, log_total, plain, smoothing, z, SMOOTHS, WIDE))
+        tl.debug_barrier()  # the target's logit has been read before anything is written over it
+        write_gradient(start, made, at, V, x_n, log_total, tl.load(upstream), smoothing, z, COLUMNS, WIDE)
 
 
 @triton.jit
@@ -259,7 +256,7 @@ def _common(
         "V": logits.shape[1], "ignore": ignore, "smoothing": float(smoothing), "z": float(z),
         "x_m": logits.strides[0], "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
-    constants = {"COLUMNS": columns_config(logits.shape[1])[0], "WIDE": logits.dtype == "float64", "STAGES": STAGES}
+    constants = {"COLUMNS": columns_config(logits.shape[1])[0], "WIDE": logits.dtype == "float64"}
     return arguments, constants
 
 
@@ -288,7 +285,7 @@ def part_plan(places: Mapping[str, Place], *, first: int, classes: int, ignore: 
         "V": width, "first": first, "classes": classes, "ignore": ignore, "x_m": logits.strides[0],
         "x_n": logits.strides[1], "t_m": places["target"].strides[0],
     }  # fmt: skip
-    constants = {"COLUMNS": columns, "WIDE": logits.dtype == "float64", "STAGES": STAGES}
+    constants = {"COLUMNS": columns, "WIDE": logits.dtype == "float64"}
     return LaunchPlan((Step(f"{__name__}:part_pass", (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilemesh.kernels.accuracy import accumulator
-from tilemesh.kernels.cross_entropy.kernel import STAGES, columns_config
+from tilemesh.kernels.cross_entropy.kernel import columns_config
 from tilemesh.kernels.launch.call import Place
 from tilemesh.kernels.launch.steps import Argument, LaunchPlan, Pointer, Step, blocks
 from tilemesh.kernels.linear_cross_entropy.cost import chunk_rows
@@ -50,11 +50,11 @@ def chunk_plan(places: Mapping[str, Place], *, ignore: int, smoothing: float, z:
     rows, classes = logits.shape
     arguments: dict[str, Argument] = {name: Pointer(name) for name in places}
     arguments |= {
-        "dx": Pointer("logits"), "M": rows, "P": rows, "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
+        "dx": Pointer("logits"), "V": classes, "ignore": ignore, "smoothing": smoothing, "z": z,
         "x_m": logits.strides[0], "x_n": 1, "t_m": places["target"].strides[0], "d_m": logits.strides[0],
     }  # fmt: skip
     columns, _, warps = columns_config(classes)
-    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64", "STAGES": STAGES}
+    constants = {"SMOOTHS": smoothing > 0, "COLUMNS": columns, "WIDE": logits.dtype == "float64"}
     kernel = "tilemesh.kernels.cross_entropy.kernel:loss_and_gradient"
     return LaunchPlan((Step(kernel, (rows, 1), arguments, constants, warps=warps, wide=logits.wide),))
 

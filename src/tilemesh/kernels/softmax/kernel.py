@@ -3,8 +3,7 @@
 A row that fits the registers of a block of threads is read once. Of longer ones, up to what one multiprocessor holds,
 each program walks over several: the next row is on its way to shared memory while this one is computed. A row that
 exceeds that is read twice: once for its largest element and its sum, then again from the end, so that what was read
-last, which the L2 cache still holds, comes first. As few rows as there are multiprocessors are in work at once, so that
-much of them is still there. Nothing is atomic: results repeat bit for bit.
+last, which the L2 cache still holds, comes first. Nothing is atomic: results repeat bit for bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +28,6 @@ _HELD_BYTES = 65536  # of a row that one program holds
 _HELD_WARPS = (
     32  # measured on an H200: 4096 rows of 32768 in 144 µs, by 16 warps in 148; with one stage of loads in 163
 )
-_PASS_BLOCK = 8192  # columns at a time of a row that is read twice
 _PROGRAMS_INTERPRETED = 3  # where there is no GPU to fill
 NOTHING = tl.constexpr(-1e30)
 """Where a running maximum begins: below every logit that matters, and finite, so that no difference is inf - inf."""
@@ -70,38 +68,33 @@ def whole_rows(
 
 
 @triton.jit
-def long_rows(
-    x, y, M, N, T, P, factor, x_m, x_n, y_m,
-    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+def long_row(
+    x, y, N, T, factor, x_m, x_n, y_m,
+    COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, UNSEEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program p of P takes every P-th row, in blocks: reads 2 N (partly from the L2 cache), writes N.
-
-    In the first pass a lane has several columns side by side, so that its sum is rescaled once for all of them.
-    """
+    """One row per program, in blocks: reads 2 N (about half of the second time from the L2 cache), writes N."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    lanes: tl.constexpr = COLUMNS // 8
-    within = tl.arange(0, lanes)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    row = tl.program_id(0)
+    largest = tl.full((COLUMNS,), NOTHING, kind)
+    total = tl.zeros((COLUMNS,), kind)
     count = (N + COLUMNS - 1) // COLUMNS
-    for row in range(tl.program_id(0), M, P):
-        largest = tl.full((lanes,), NOTHING, kind)
-        total = tl.zeros((lanes,), kind)
-        for block in tl.range(0, count, num_stages=STAGES):
-            columns = block * COLUMNS + within
-            counts = seen(row, columns, N, T, CAUSAL)
-            value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
-            value = scaled(value, counts, factor, UNSEEN)
-            larger = tl.maximum(largest, tl.max(value, 1))
-            total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(value - larger[:, None]), 1)
-            largest = larger
-        top = tl.max(largest, 0)
-        inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
-        for block in tl.range(0, count, num_stages=STAGES):
-            columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
-            counts = seen(row, columns, N, T, CAUSAL)
-            at = x + row * x_m + columns * x_n
-            value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
-            value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
-            tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
+    for block in range(count):
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        counts = seen(row, columns, N, T, CAUSAL)
+        value = tl.load(x + row * x_m + columns * x_n, mask=counts, other=UNSEEN).to(kind)
+        value = scaled(value, counts, factor, UNSEEN)
+        larger = tl.maximum(largest, value)
+        total = total * tl.exp2(largest - larger) + tl.exp2(value - larger)
+        largest = larger
+    top = tl.max(largest, 0)
+    inverse = 1.0 / tl.sum(total * tl.exp2(largest - top), 0)
+    for block in range(count):
+        columns = (count - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)
+        counts = seen(row, columns, N, T, CAUSAL)
+        at = x + row * x_m + columns * x_n
+        value = tl.load(at, mask=counts, other=UNSEEN, eviction_policy="evict_first").to(kind)
+        value = tl.exp2(scaled(value, counts, factor, UNSEEN) - top) * inverse
+        tl.store(y + row * y_m + columns, value.to(y.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
@@ -164,7 +157,7 @@ def long_row_back(
 def forward_plan(
     places: Mapping[str, Place], *, scale: float, causal: bool, queries: int, programs: int, shared_bytes: int
 ) -> LaunchPlan:
-    """programs: that walk over rows too long for `whole_rows`; one per multiprocessor."""
+    """programs: that walk over rows too long for `whole_rows`, one per multiprocessor, each with its shared memory."""
     x, y = places["x"], places["y"]
     m, n = x.shape
     arguments: dict[str, Argument] = {
@@ -180,16 +173,15 @@ def forward_plan(
         grid = (blocks(m, rows), 1)
         step = Step(f"{__name__}:whole_rows", grid, arguments | {"M": m}, constants, warps=warps, wide=wide)
         return LaunchPlan((step,))
-    walking = min(m, programs)
-    arguments |= {"M": m, "P": walking}
     element_bytes, columns = short_dtype(x.dtype)[1], triton.next_power_of_2(n)
     if columns * element_bytes <= _HELD_BYTES:
-        stages = load_stages(columns * element_bytes, shared_bytes)
+        walking, stages = min(m, programs), load_stages(columns * element_bytes, shared_bytes)
+        arguments |= {"M": m, "P": walking}
         constants |= {"COLUMNS": columns, "STAGES": stages}
         step = Step(f"{__name__}:held_rows", (walking, 1), arguments, constants, warps=_HELD_WARPS, wide=wide)
         return LaunchPlan((step,))
-    constants |= {"COLUMNS": _PASS_BLOCK, "STAGES": load_stages(_PASS_BLOCK * element_bytes, shared_bytes)}
-    return LaunchPlan((Step(f"{__name__}:long_rows", (walking, 1), arguments, constants, warps=32, wide=wide),))
+    constants |= {"COLUMNS": LONG_BLOCK}
+    return LaunchPlan((Step(f"{__name__}:long_row", (m, 1), arguments, constants, warps=32, wide=wide),))
 
 
 def backward_plan(places: Mapping[str, Place], *, scale: float) -> LaunchPlan:
