@@ -20,11 +20,13 @@ import typer
 import tilemesh
 from tilemesh.cli import (
     bench_collective,
+    bench_compress,
     bench_exchange,
     bench_kernel,
     bench_serve,
     bench_train,
     calibrate,
+    compress,
     config,
     doctor,
     graph,
@@ -56,6 +58,7 @@ app.command()(train.train)
 app.command()(train.generate)
 app.command()(train.export)
 app.command()(serve.serve)
+app.command()(compress.compress)
 app.add_typer(train.data, name="data")
 app.command()(verify.verify)
 app.command()(report.report)
@@ -67,6 +70,7 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+bench.command("compress")(bench_compress.bench_compress)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)

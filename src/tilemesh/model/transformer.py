@@ -144,6 +144,8 @@ class Attention(nn.Module):
         self.implementation = kernels.attention
         self.window, self.query_factor = config.window_of(layer), config.query_factor
         self.qk_norm = config.qk_norm
+        self.rotates_whole = config.rotary_width == config.head_width
+        """Whether rotary positions turn all of a head."""
         self.joined = False
         """Whether query, key and value come out of one product; their weights stay three."""
         self.stacked: StackedProduct | None = None
@@ -209,8 +211,7 @@ class Attention(nn.Module):
         if now.cache is None or self.qk_norm != "none" or self.query_factor != 1:
             return None
         rotary = now.local_rotary if self.window else now.rotary
-        whole = rotary is None or 2 * rotary[0].shape[-1] * self.heads == self.fc_o.weight.shape[1]
-        return getattr(now.cache, "attend_joined", None) if whole else None
+        return getattr(now.cache, "attend_joined", None) if rotary is None or self.rotates_whole else None
 
     def _normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
