@@ -32,7 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ASP": {"method": "server", "bound": None},
     f"local SGD ({PERIOD})": {"method": "together", "period": PERIOD},
 }
-_TRAFFIC = [(1, 1), (2, 1), (4, 1), (4, 2)]
+_TRAFFIC = [(1, 1), (2, 1), (3, 1), (4, 1), (3, 2)]
 _TRAFFIC_LENGTH, _TRAFFIC_CLOCKS = 1 << 18, 30
 _POINTS, _DIMS, _CLUSTERS, _ITERATIONS = 400_000, 8, 10, 5
 _STUDY = {"points": 100_000_000, "clusters": 10, "dims": _DIMS, "ranks": 100, "iterations": 20}
@@ -52,11 +52,9 @@ def bench_methods(
 ) -> MethodsFound:
     """All parts, one after the other. `slow_rank`: of the second straggler study; the first draws one at every step."""
     found = MethodsFound()
-    say("server traffic")
-    with Ranks(max(map(sum, _TRAFFIC)), sink=lambda rank, stream, line: None) as ranks:
-        traffic = _traffic(ranks, found)
-    say(f"stragglers: {WORKERS} workers, {SERVERS} server")
+    say(f"server traffic and stragglers: {WORKERS} workers, {SERVERS} server")
     with Ranks(WORKERS + SERVERS, sink=lambda rank, stream, line: None) as ranks:
+        traffic = _traffic(ranks, found)
         _stragglers(ranks, found, slow_rank, factor, clocks, blocks, traffic)
     say("K-means on MapReduce")
     _clusters(found)
