@@ -31,6 +31,7 @@ def test_counted_reads_equal_the_formulas(nest, data):
     counted = traffic.count(nest, sizes)
     assert counted.total(shared=False).elements == nest.memory_reads(sizes)
     assert counted.total(shared=True).elements == nest.buffer_reads(sizes)
+    assert counted.writes["C"].elements == (n**3 if nest.key == "ikj" else n**2)
 
 
 def test_the_formulas_are_those_of_the_oracles():
