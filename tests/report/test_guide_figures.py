@@ -9,8 +9,8 @@ import pytest
 
 from tilemesh.guide.draw import every_figure
 
-# Words that stick out of their drawing, stand on other words, are smaller than 8 px (numbers in the cells of a grid), or
-# are hard to tell from the ground (WCAG counts 4.5).
+# Words that stick out of their drawing, stand on other words, are smaller than 8 px (numbers in the cells of a grid),
+# or are hard to tell from the ground (WCAG counts 4.5).
 LOOK = """
 [...document.querySelectorAll("svg")].flatMap(svg => {
   const frame = svg.getBoundingClientRect(), name = svg.closest("figure").id;
