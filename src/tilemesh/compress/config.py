@@ -51,7 +51,6 @@ def training_recipe(text: str) -> Recipe | None:
         "weights.method": recipe.weights.method != "nearest", "weights.bits": recipe.weights.bits > 0,
         "weights.correct_bias": recipe.weights.correct_bias, "activations.static": recipe.activations.static,
         "activations.smooth": recipe.activations.smooth > 0, "rank.keep": recipe.rank.keep > 0,
-        "cache.format": recipe.cache.format != "none",
         "prune.structure": recipe.prune.structure not in ("none", "unstructured", "2:4"),
         "prune.score": recipe.prune.score != "magnitude" and recipe.prune.structure != "none",
     }  # fmt: skip
