@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from tilemesh.cli.main import main
 from tilemesh.core.errors import UsageError
+from tilemesh.guide import programs
 from tilemesh.guide.book import PARTS, GuidePart, part_of
 from tilemesh.guide.exercise import Exercise, choice, function_in, listing, numeric
 from tilemesh.guide.lesson import Lesson, how_far_off, typical_factor
@@ -257,6 +259,16 @@ def test_a_page_shows_its_drawings_as_the_code_draws_them(part: GuidePart) -> No
         committed = (ROOT / part.page).parent / name
         assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
         assert f"({name})" in page, f"{part.page} does not show {name}"
+
+
+def test_programs_are_drawn_as_the_code_draws_them() -> None:
+    page = (ROOT / "docs" / "guide" / "figures.md").read_text()
+    assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == 69
+    for name, text in programs.figures().items():
+        ET.fromstring(text)
+        committed = ROOT / "docs" / "guide" / "figures" / name
+        assert committed.read_text() == text, "run `python -m tilemesh.guide.draw docs/guide`"
+        assert f"(figures/{name})" in page
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.key.isdecimal()], ids=lambda part: part.folder)

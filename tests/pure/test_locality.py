@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilemesh.core.errors import RunError, UsageError
-from tilemesh.guide.locality import build, caches, traffic
+from tilemesh.guide.locality import build, caches, measured, traffic
 from tilemesh.guide.locality.strides import StridedView, column_major, row_major
 
 
@@ -31,6 +31,7 @@ def test_counted_reads_equal_the_formulas(nest, data):
     counted = traffic.count(nest, sizes)
     assert counted.total(shared=False).elements == nest.memory_reads(sizes)
     assert counted.total(shared=True).elements == nest.buffer_reads(sizes)
+    assert counted.writes["C"].elements == (n**3 if nest.key == "ikj" else n**2)
 
 
 def test_the_formulas_are_those_of_the_oracles():
@@ -93,6 +94,10 @@ def test_cache_sizes_are_read_from_the_system(tmp_path: Path):
 def test_fusing_three_loops_raises_the_intensity_from_a_third_to_three_fifths():
     assert traffic.intensity("three_loops", 5) == (15, 45)
     assert traffic.intensity("fused", 5) == (15, 25)
+
+
+def test_vectors_of_four_need_a_quarter_of_the_turns():
+    assert (traffic.turns("one_by_one", 256), traffic.turns("four_by_four", 256)) == (256, 64)
 
 
 @pytest.mark.parametrize("tile", [1, 2, 4])
@@ -185,3 +190,20 @@ def test_views_equal_numpys(shape, data):
 def test_wrong_views_are_refused(wrong):
     with pytest.raises(UsageError):
         wrong(StridedView.of(range(20), (4, 5)))
+
+
+def test_the_guides_rows_are_the_committed_ones():
+    root = Path(__file__).parents[2]
+    committed = root / "benchmarks" / "results" / "locality-neoverse-n1-2c.jsonl"
+    assert (root / "src/tilemesh/guide/locality/neoverse_n1.jsonl").read_text() == committed.read_text()
+
+
+def test_without_a_compiler_numpy_runs_the_loops(monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    for nest in traffic.NESTS:
+        a, b, c, product = traffic.operands(16, nest.turned)
+        measured.IN_NUMPY[nest.key](a, b, c, tiles=measured.TILES)
+        np.testing.assert_allclose(c, product, atol=1e-4)
+    assert measured.tile_map(16, (8, 16)) is None
+    assert measured.sharing_times() == measured.thread_times((1,)) == measured.openmp_times((1,)) == {}
+    assert set(measured.fused_times(64)) == {"three_loops", "fused"}

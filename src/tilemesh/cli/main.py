@@ -23,6 +23,7 @@ from tilemesh.cli import (
     bench_compress,
     bench_exchange,
     bench_kernel,
+    bench_methods,
     bench_serve,
     bench_train,
     calibrate,
@@ -70,6 +71,7 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+bench.command("methods")(bench_methods.bench_methods)
 bench.command("compress")(bench_compress.bench_compress)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")

@@ -9,6 +9,7 @@ same lists of actions (`core/step/`).
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import NamedTuple
 
 from tilemesh.core.calibration import Rates
@@ -336,12 +337,23 @@ class Estimator:
         return dataclasses.replace(found, host_s=late_s) if late_s > 0 else found
 
     def _pipe_s(self, plan: ParallelPlan, frame: Frame) -> float:
-        """All passes of a step: simulated, but for pipelines that would take seconds to simulate."""
-        per_rank = len(frame.held[0])
+        """All passes of a step: simulated, but for pipelines that would take seconds to simulate.
+
+        Where ranks take turns on a core, passes are as long as while all ranks compute. A stage that waits leaves its
+        core to the others, so a step takes as long as all stages compute on their share of the cores, or as the
+        schedule takes with a core for every rank, whichever is more; a little longer where for a moment fewer ranks
+        compute than there are cores.
+        """
+        per_rank, turns = len(frame.held[0]), self.cluster.device.ranks_per_core
         if plan.pp == 1 or pace.simulated_passes(plan.pp, plan.accumulation, per_rank) > MOST_PASSES:
-            return _closed_form_s(plan, frame)
-        shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
-        return pace.simulated_s(*shape, frame.chunks.step_times)
+            pipe_s = _closed_form_s(plan, frame)
+        else:
+            shape = (plan.schedule, plan.pp, plan.accumulation, plan.interleave)
+            pipe_s = pace.simulated_s(*shape, frame.chunks.step_times)
+        if plan.pp == 1 or turns == 1.0:
+            return pipe_s
+        busy_s = plan.accumulation * statistics.fmean(frame.busy_s(rank) for rank in range(plan.pp))
+        return max(pipe_s / turns, busy_s)
 
     def _traffic(self, plan: ParallelPlan, frame: Frame) -> dict[str, float]:
         """Bytes sent by a rank in the middle of the pipeline, where both neighbours are served."""

@@ -139,6 +139,12 @@ class DeviceSteps:
             self._fill((), (), self._bucket(rows))
             self._replay(self._bucket(rows), kind)
 
+    def prepare_all(self) -> None:
+        """Capture the steps of all numbers of rows, with tokens drawn in the two usual ways."""
+        for rows in sorted({self._bucket(rows) for rows in range(1, self._limits.running + 1)}):
+            for kind in (DrawKind.GREEDY, DrawKind.SAMPLED):
+                self.prepare(rows, kind)
+
     # ---- every request decodes ---------------------------------------------------------------------------------
 
     def _decode(self, entries: Sequence[Scheduled], drawings: Sequence[TokenDraw], kind: DrawKind) -> DrawnTokens:

@@ -164,3 +164,31 @@ def convolution_reads(function: str, height: int, width: int, tile: int) -> int:
 def convolution_formula(function: str, height: int, width: int, tile: int) -> int:
     """9 for each output, or (T + 2)² for each tile of T²."""
     return 9 * height * width if function == "plain" else height // tile * (width // tile) * (tile + 2) ** 2
+
+
+# `one_by_one` and `four_by_four` of vectors.c, as the interpreter knows vectors.
+_ADDITIONS = """
+void one_by_one(const float* a, const float* b, float* c) {
+    for (int i = 0; i < N; ++i) {
+        c[i] = a[i] + b[i];
+    }
+}
+
+void four_by_four(const float* a, const float* b, float* c) {
+    for (int i = 0; i < N / 4; ++i) {
+        float4 x = reinterpret_cast<const float4*>(a)[i];
+        float4 y = reinterpret_cast<const float4*>(b)[i];
+        reinterpret_cast<float4*>(c)[i] = x + y;
+    }
+}
+"""
+
+
+def turns(function: str, n: int = 256) -> int:
+    """How often the loop of `one_by_one` or `four_by_four` goes round: as often as it writes."""
+    a, b, c = np.ones(n, np.float32), np.ones(n, np.float32), np.zeros(n, np.float32)
+    text = f"constexpr int N = {n};\n{_ADDITIONS}"
+    counted = launch(text, function, (1, 1), (1, 1), {"a": a, "b": b, "c": c})
+    if not (c == 2).all():
+        raise RunError(f"{function} did not add")
+    return counted.writes["c"].requests

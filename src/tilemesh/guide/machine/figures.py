@@ -82,7 +82,7 @@ def cycle(count: int = 5) -> str:
         f"{count} instructions: {few} cycles if none waits, {many} if each needs the one before, "
         f"{len(CYCLE) * count} without a pipeline"
     )
-    return lanes(title, names, blocks, unit="cycles")
+    return lanes(title, names, blocks, unit="cycles", left=116)
 
 
 def gpu() -> str:

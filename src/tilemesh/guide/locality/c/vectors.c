@@ -16,7 +16,3 @@ void four_by_four(const float* a, const float* b, float* c, long n) {
         fc[i] = fa[i] + fb[i];
     }
 }
-
-// How often each loop went round.
-long turns_one(long n) { return n; }
-long turns_four(long n) { return n / 4; }
