@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "plan",
         "train",
         "serve",
+        "graph",
     ],
     "cli": [""],
     "guide": [""],

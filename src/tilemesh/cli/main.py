@@ -21,6 +21,7 @@ import tilemesh
 from tilemesh.cli import (
     bench_collective,
     bench_exchange,
+    bench_graph,
     bench_kernel,
     bench_serve,
     bench_train,
@@ -67,6 +68,7 @@ bench.command("collective")(bench_collective.bench_collective)
 bench.command("exchange")(bench_exchange.bench_exchange)
 bench.command("train")(bench_train.bench_train)
 bench.command("serve")(bench_serve.bench_serve)
+bench.command("graph")(bench_graph.bench_graph)
 app.add_typer(bench, name="bench")
 app.add_typer(graph.graph, name="graph")
 app.command()(guide.guide)

@@ -37,6 +37,7 @@ class Compiled:
     steps: Sequence[Applied]
     seconds: float
     reason: str = ""
+    before: Graph | None = None  # as it was lowered
 
     @property
     def opaque(self) -> list[str]:
@@ -84,11 +85,11 @@ class Backend:
         began = time.perf_counter()
         count = sum(node.op == "call_function" for node in module.graph.nodes)
         try:
-            run, graph, steps = compiled(module, inputs, way)
+            run, before, graph, steps = compiled(module, inputs, way)
         except NotServedError as error:
             self.report.pieces.append(Compiled(count, None, (), time.perf_counter() - began, str(error)))
             return make_boxed_func(module.forward)
-        self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began))
+        self.report.pieces.append(Compiled(count, graph, steps, time.perf_counter() - began, "", before))
         return run
 
     def _by_sizes(self, module: fx.GraphModule, way: str | None) -> Callable[[list[Any]], Any]:
@@ -138,8 +139,8 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 def compiled(
     module: fx.GraphModule, inputs: Sequence[Any], way: str | None = None
-) -> tuple[Callable[[list[Any]], Any], Graph, Sequence[Applied]]:
-    """A traced module as a boxed function (it may free its inputs), its graph and the rewrites."""
+) -> tuple[Callable[[list[Any]], Any], Graph, Graph, Sequence[Applied]]:
+    """A traced module as a boxed function (it may free its inputs), its graph before and after, and the rewrites."""
     lowered = lower(module)
     better, steps = simplify(lowered.graph, ALGEBRA)
     better = apart(better, lowered.made)
@@ -149,7 +150,7 @@ def compiled(
     run = program(better, _device(inputs), [*inputs, *extra], way)
     nodes = iter(range(len(returned)))
     kept = [next(nodes) if isinstance(value, Node) else None for value in returned]
-    return _boxed(run, extra, kept, returned), better, steps
+    return _boxed(run, extra, kept, returned), lowered.graph, better, steps
 
 
 def _boxed(

@@ -176,7 +176,9 @@ class _Lowering:
         target = node.target
         assert isinstance(target, torch._ops.OpOverload)
         extra: dict[str, Any] = {}
-        if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        if target._schema.is_mutable:
+            raise NotServedError(f"{target} changes a tensor in place ({line_of(node)})")
+        if torch.Tag.nondeterministic_seeded in target.tags:
             self.serial += 1
             extra["serial"] = self.serial  # two draws are not one
             if self.random is not None:
@@ -391,7 +393,7 @@ def _variance(
     if x.dtype != dtype or dtype not in FLOATS:
         return None
     rank = len(x.shape)
-    chosen = sorted(dim % rank for dim in dims) if dims else list(range(rank))
+    chosen = sorted(dim % rank for dim in dims) if dims and rank else list(range(rank))
     count = int(product(x.shape[dim] for dim in chosen))  # type: ignore[arg-type]
     correction = other.get("correction")
     free = count - (1 if correction is None else correction)
@@ -456,6 +458,8 @@ def _reduction(op: str) -> Callable[..., Node | None]:
         if x.dtype != dtype or dtype not in FLOATS or any(value is not None for value in other.values()):
             return None
         rank = len(x.shape)
+        if not rank:
+            return None
         chosen = tuple(sorted(dim % rank for dim in dims)) if dims else tuple(range(rank))
         return build.reshape(make(op, x, dims=chosen), shape) if chosen else None
 
