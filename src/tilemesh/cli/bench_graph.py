@@ -11,8 +11,12 @@ from tilemesh.cli.targets import check_targets
 
 def bench_graph(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="gpt2, llama, bert, t5, resnet, lstm, …; `all` for all.")
-    ],
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="gpt2, llama, bert, t5, resnet, lstm, …; `all` for all."),
+    ] = None,
+    study: Annotated[
+        str, typer.Option("--study", metavar="A,B", help="Instead: search, partial (equivalence), symbolic.")
+    ] = "",
     size: Annotated[str, typer.Option("--size", help="tiny, small or gpt2 (768 wide, 12 layers).")] = "small",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float64 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
@@ -29,19 +33,24 @@ def bench_graph(
 
     from tilemesh.bench.graph.models import MODELS, SIZES
     from tilemesh.bench.graph.run import PEERS, bench_model
+    from tilemesh.bench.graph.studies import STUDIES, study_rows
     from tilemesh.core.errors import RunError, UsageError, unknown
     from tilemesh.core.units import format_bytes
     from tilemesh.measure.row import write_rows
     from tilemesh.measure.table import print_rows
 
     check_targets(json=json)
-    names = list(MODELS) if models == ["all"] else models
+    names = list(MODELS) if models == ["all"] else models or []
+    studies = [each for each in study.split(",") if each]
+    if not names and not studies:
+        raise UsageError("no model was given; give some of " + ", ".join(MODELS) + ", or --study")
     for given, kind, allowed in (
         *((name, "model", MODELS) for name in names),
         (size, "size", SIZES),
         (dtype, "dtype", ("float32", "float64", "bfloat16")),
         (device, "device", ("cpu", "cuda")),
         *((peer, "peer", PEERS) for peer in peers.split(",") if peer),
+        *((each, "study", STUDIES) for each in studies),
     ):
         if given not in allowed:
             raise unknown(kind, given, allowed)
@@ -51,6 +60,10 @@ def bench_graph(
         raise RunError("--device cuda: torch sees no GPU here; use --device cpu")
     console = Console(stderr=json == "-", highlight=False, markup=False)
     rows = []
+    for each in studies:
+        found_rows = study_rows(each, seconds)
+        print_rows(found_rows, console)
+        rows += found_rows
     for name in names:
         found = bench_model(
             name,
