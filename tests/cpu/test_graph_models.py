@@ -16,7 +16,7 @@ from tilemesh.bench.graph.models import MODELS, SIZES, Trained, make_trained
 from tilemesh.graph.backend import Backend, Compiled
 from tilemesh.graph.memory import arena
 
-QUICK = (("lstm", True), ("bert", True), ("llama", False))
+QUICK = (("bert", True), ("llama", False))
 CASES = [
     pytest.param(name, kernels, marks=() if (name, kernels) in QUICK else pytest.mark.slow)
     for name in MODELS
